@@ -243,7 +243,7 @@ class Pipeline:
         messages.start(schedule)
         self._layout.store.traffic.expect(layers_in_order(schedule, self._layout.tiles))
         for instruction in schedule:
-            place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.substep
+            place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.row_chunk
             stage = self._layout.stages[place.virtual_stage]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now()
@@ -331,10 +331,10 @@ class Pipeline:
         self._layout.everyone.await_ready(done, "the device")
 
     def _tokens(
-        self, batch: Batch, stage: Stage, microbatch: int, substep: int
+        self, batch: Batch, stage: Stage, microbatch: int, row_chunk: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
-        rows = self._row_chunks[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
+        rows = self._row_chunks[row_chunk].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
         starts = None if starts is None else self._on_device(starts)
         if not (stage.is_first or stage.is_last):
@@ -352,17 +352,17 @@ class Pipeline:
             return tensor.to(self._device)
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
+    def _take(self, place: SlotKey, row_chunk: int) -> torch.Tensor:
         """Return the rows of a row chunk of what came in; the last row chunk takes it away."""
         waiting = self._messages.given
-        value = waiting.pop(place) if substep == len(self._row_chunks) - 1 else waiting[place]
-        return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[substep])]
+        value = waiting.pop(place) if row_chunk == len(self._row_chunks) - 1 else waiting[place]
+        return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[row_chunk])]
 
-    def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, substep: int, value: torch.Tensor) -> None:
+    def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, row_chunk: int, value: torch.Tensor) -> None:
         """Add the rows of a row chunk to what waits to be sent."""
         if len(self._row_chunks) == 1:
             waiting[place] = value
             return
         if place not in waiting:
             waiting[place] = value.new_empty(self._rows.size, *value.shape[1:])
-        waiting[place][slice(*self._row_chunks[substep])] = value
+        waiting[place][slice(*self._row_chunks[row_chunk])] = value

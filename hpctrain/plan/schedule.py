@@ -50,7 +50,7 @@ EXPECTED_AHEAD = 2
 class Instruction:
     op: Op
     microbatch: int = -1
-    substep: int = 0
+    row_chunk: int = 0
     """Which row chunk of the tile, for forward and backward."""
     starts_reducing: bool = False
     """Whether this pass, the last that adds to gradients, starts to sum each item's when it has passed it.
@@ -63,7 +63,7 @@ class Instruction:
     def __str__(self) -> str:
         if self.microbatch < 0:
             return self.op.value
-        text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
+        text = f"{self.op.value} {self.microbatch}" + (f".{self.row_chunk}" if self.row_chunk else "")
         text += f" of virtual stage {self.virtual_stage}" if self.virtual_stage else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
 

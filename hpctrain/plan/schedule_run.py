@@ -287,7 +287,7 @@ def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
     kept: set[tuple[int, int]] = set()
     added = (-1, 0)
     for step in steps:
-        at = step.microbatch, step.substep
+        at = step.microbatch, step.row_chunk
         if step.op is Op.BACKWARD_INPUT:
             kept.add(at)
         elif step.op is Op.BACKWARD_WEIGHT and at not in kept:

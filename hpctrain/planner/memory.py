@@ -336,7 +336,7 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
 
 
 def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result: sums of
+    """Return the bytes that attention in one kernel keeps of a row in addition to its operands and its result: sums of
     exponentials; or with a cap scores, their tanh, and exponentials."""
     numbers = setup.positions * attention.heads / grid.y
     return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * 3 * setup.item_bytes)

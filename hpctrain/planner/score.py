@@ -80,7 +80,7 @@ class Scorer:
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
     def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
-        """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
+        """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
         pipelines, passed = [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
@@ -154,7 +154,7 @@ class Scorer:
                         yield costs.variant(stage, recompute, row_chunks, offload, (fitting, most), needs)
                         fitting = most
                     if fitting >= num_blocks:
-                        break  # nothing is gained by more pieces
+                        break  # nothing is gained by more row chunks
                 if fitting >= num_blocks and row_chunks == 1:
                     break  # nor by recomputing more
 

@@ -131,7 +131,7 @@ class Simulation(ScheduleRun):
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
         cost, begin = clock.costs[step.virtual_stage], clock.now
-        one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
+        one: PassCost = getattr(cost, PASSES[step.op])[step.row_chunk]
         if step is clock.opening:
             clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
         if step.virtual_stage in clock.gathers:

@@ -122,7 +122,7 @@ class StageVariant(NamedTuple):
     forward: BlockLine
     backward: BlockLine
     beyond: int
-    """Blocks, for which fewer pieces suffice."""
+    """Blocks, for which fewer row chunks suffice."""
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: BlockLine
@@ -153,7 +153,7 @@ class StageVariants:
         return self.variants + self.offloading()
 
     def variant(self, blocks: int) -> StageVariant | None:
-        """Return the fastest variant that has memory for so many blocks, and no more pieces than that takes."""
+        """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
         if self.variants and blocks <= self.variants[0].most:
             return self.variants[0]
         fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
@@ -175,10 +175,11 @@ class Needs(NamedTuple):
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
-    """Return in how many pieces ranks may go through so many rows: few, by twos and threes, and a row each."""
+    """Return in how many row chunks ranks may go through so many rows: few, by twos and threes, and a row each."""
     wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
     result = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
-    at_once = {-(-most // count): count for count in reversed(result)}  # the fewest pieces of those with as many rows
+    # The fewest row chunks of those with as many rows.
+    at_once = {-(-most // count): count for count in reversed(result)}
     return sorted(at_once.values())
 
 
@@ -268,7 +269,7 @@ class StageCosts:
         return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
     def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
-        """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
+        """Return what a layer takes a stage that goes through the rows of a rank in chunks."""
         few, more = divmod(stage.rows, row_chunks)
         chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
         where = stage.pool, stage.choice.grid, layer

@@ -179,7 +179,7 @@ def most(steps, over: tuple[Op, ...]) -> int:
 def check_each_pass_is_once_and_in_order(plan: Plan, tile: Tile, steps) -> None:
     every = [(m, s) for m in range(plan.microbatches) for s in range(tile.row_chunks)]
     for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
-        assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+        assert [(step.microbatch, step.row_chunk) for step in steps if step.op in ops] == every
 
 
 @given(TILINGS, st.sampled_from(["1f1b", "zb-h1"]), st.booleans())

@@ -1,6 +1,6 @@
 """A maker's library through torch.distributed: oneCCL of Intel, HCCL of Huawei, and NCCL or RCCL without CuPy.
 
-A group is made by its members alone. MPI tells them where they meet, and there is no default group.
+A group is made by its members alone. MPI broadcasts the address of their store, and there is no default group.
 """
 
 import os
