@@ -11,6 +11,7 @@ Flat algorithms are those of Thakur, Rabenseifner and Gropp (2005): a message of
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -84,6 +85,16 @@ class Crowd:
     """How many they are."""
 
 
+class Port(NamedTuple):
+    """One direction of a NIC."""
+
+    node: int
+    fabric: str
+    nic: int
+    """Its number among the node's of that fabric."""
+    leaves: bool
+
+
 class ClusterNetwork:
     """The links of a cluster, and what messages and collectives take on them."""
 
@@ -95,6 +106,7 @@ class ClusterNetwork:
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
         self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])  # pyright: ignore[reportOptionalSubscript]
+        self.ports = lru_cache(KEPT)(self._ports_between)
         self._form = lru_cache(KEPT)(self._form_of)
         self.crowd = lru_cache(KEPT)(self._crowd_of)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
@@ -127,11 +139,25 @@ class ClusterNetwork:
         or anywhere where nodes' own links are no faster than those between."""
         return self._is_even or self._topology.are_together(one, other)
 
-    def seconds(self, source: int, target: int, num_bytes: float, flows: int = 1) -> float:
+    def _ports_between(self, source: int, target: int) -> tuple[tuple[Port, float], ...]:
+        """Return the ports by which a message leaves a node and enters another one, and how many times as much
+        bandwidth as the narrower one each has. Inside a node there are none."""
+        fabric = self._numbered[self._number(source, target)].fabric
+        if fabric is None:
+            return ()
+        result, most = [], self.cluster.fabrics[fabric].bytes_per_second or math.inf
+        for rank, leaves in ((source, True), (target, False)):
+            number, nic = nic_of(self.cluster, rank, fabric)  # pyright: ignore[reportGeneralTypeIssues] - both have one
+            bandwidth = nic.send_bytes_per_second if leaves else nic.receive_bytes_per_second
+            result.append((Port(self.cluster.devices[rank].node, fabric, number, leaves), min(bandwidth, most)))
+        narrowest = min(bandwidth for _, bandwidth in result)
+        return tuple((port, bandwidth / narrowest) for port, bandwidth in result)
+
+    def seconds(self, source: int, target: int, num_bytes: float, flows: float = 1) -> float:
         """Return what a message takes with `flows` like it through the same NIC."""
         return self._message_seconds(self._number(source, target), num_bytes, flows)
 
-    def _message_seconds(self, number: int, num_bytes: float, flows: int) -> float:
+    def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
         link = self._numbered[number]
         if link.between == "device":
             return 0.0

@@ -104,7 +104,7 @@ def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
     return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
 
 
-def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: float = 1.0) -> float:
+def message_seconds(link: PairLink, num_bytes: int, flows: float = 1, link_share: float = 1.0) -> float:
     """Return how long a message takes with `flows` like it in flight at once: as measured, else by its bandwidth.
 
     `link_share` is what the software reaches of a data sheet's bandwidth, which is discounted here and nowhere else.

@@ -1,10 +1,11 @@
 """What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.network import ClusterNetwork, Port
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives
 from hpctrain.planner.cost import Setup
@@ -21,128 +22,137 @@ def crossing(pairs: Iterable[tuple[Tile, Tile]], network: ClusterNetwork) -> fro
     return frozenset(pair for pair in pairs if len({frozenset(devices[r].node for r in t.ranks) for t in pair}) > 1)
 
 
+class _Part(NamedTuple):
+    """A message of one rank to another, by the places of these among the sources and in the tile."""
+
+    source: int
+    sender: int
+    receiver: int
+    num_bytes: float
+
+
+class _Arrival(NamedTuple):
+    """What a tile is sent of a microbatch: activations (forward) or gradients."""
+
+    tile: Tile
+    sources: tuple[Tile, ...]
+    forward: bool
+    parts: list[_Part]
+
+    @property
+    def crosses(self) -> tuple[int, bool]:
+        """The place between items where it crosses, and the direction."""
+        return (self.tile.items.start if self.forward else self.tile.items.stop), self.forward
+
+    def messages(self) -> Iterator[tuple[_Part, int, int]]:
+        """Yield each message with the ranks that send and receive it."""
+        for part in self.parts:
+            yield part, self.sources[part.source].ranks[part.sender], self.tile.ranks[part.receiver]
+
+
 class _Messages:
-    """The messages of a plan; computed once for pairs of tiles with the same intersection."""
+    """The messages of a plan.
+
+    Those of all replicas that cross the same place between items in the same direction are in flight at once. They
+    share the NICs that they leave and enter by max-min fairly: until a message is there, a NIC has passed as many bytes
+    of each of the others, or all of those that are smaller.
+    """
 
     def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
         self._setup, self._plan, self._network = setup, plan, network
-        self._nodes = [device.node for device in network.cluster.devices]
-        self._ending, self._starting = self._by_node(lambda t: t.items.stop), self._by_node(lambda t: t.items.start)
-
-    def _by_node(self, cut: Callable[[Tile], int]) -> dict[tuple[int, int], list[int]]:
-        """Return by node, and by where in the items tiles are cut, the ranks of these tiles."""
-        result: dict[tuple[int, int], list[int]] = {}
-        for tile in self._plan.tiles:
-            for rank in tile.ranks:
-                result.setdefault((self._nodes[rank], cut(tile)), []).append(rank)
-        return result
-
-    def _flows(self, sender: int, receiver: int, item: int, forward: bool) -> int:
-        """Return how many messages share a NIC of one that crosses before an item: replicas send theirs then, too."""
-        before, after = (sender, receiver) if forward else (receiver, sender)
-        return max(
-            self._network.flows(before, self._ending[self._nodes[before], item], after),
-            self._network.flows(after, self._starting[self._nodes[after], item], before),
-        )
+        self._row = RowShape(setup.positions, setup.model.hidden_size)
+        self._parts_of: dict[tuple, list[_Part]] = {}
+        self._passed: dict[tuple[tuple[int, bool], Port], Counter[float]] = {}
+        """How many messages of each size a NIC passes at once, by where they cross."""
+        self._known: dict[tuple, float] = {}
 
     def all(self) -> dict[tuple[Tile, Tile], float]:
-        """Return the messages. What a rank sends to several tiles on other nodes shares its NIC: all come when the last
-        one comes."""
-        result: dict[tuple[Tile, Tile], float] = {}
-        together: dict[tuple[Tile, Tile], float] = {}
-        known: dict[tuple, Any] = {}
+        """Return the messages."""
+        every = []
         for tile, forward in itertools.product(self._plan.tiles, (True, False)):
-            before, after = self._plan.upstream(tile), self._plan.downstream(tile)
-            sources, targets = (before, after) if forward else (after, before)
-            begin, end = (tile.items.start, tile.items.stop) if forward else (tile.items.stop, tile.items.start)
-            if sources:
-                key = "from", forward, self._meeting((tile, *sources), begin)
-                if key not in known:
-                    known[key] = self._between(tile, sources, forward)
-                for source, seconds in zip(sources, known[key], strict=True):
-                    if seconds is not None:
-                        result[source, tile] = seconds
-            if len(targets) > 1:
-                key = "to", forward, self._meeting((tile, *targets), end)
-                if key not in known:
-                    known[key] = self._sending(targets, forward, tile)
-                together.update({(tile, target): known[key] for target in targets})
-        crosses = crossing(result, self._network)
-        return {pair: max(s, together.get(pair, 0.0)) if pair in crosses else s for pair, s in result.items()}
+            if sources := self._plan.upstream(tile) if forward else self._plan.downstream(tile):
+                every.append(_Arrival(tile, sources, forward, self._parts(tile, sources, forward)))
+        for arrival in every:
+            for part, sender, receiver in arrival.messages():
+                for port, _ in self._network.ports(sender, receiver):
+                    self._passed.setdefault((arrival.crosses, port), Counter())[part.num_bytes] += 1
+        result: dict[tuple[Tile, Tile], float] = {}
+        for arrival in every:
+            gather = self._gather_seconds(arrival)
+            for source, seconds in self._seconds(arrival).items():
+                result[arrival.sources[source], arrival.tile] = seconds + gather  # as if it came so much later
+        return result
 
-    def _sending(self, targets: Sequence[Tile], forward: bool, source: Tile) -> float:
-        """Return how long the busiest rank of a tile sends to other nodes, were it alone."""
-        sent: dict[int, float] = {}
-        for target in targets:
-            for rank in target.ranks:
-                for sender, num_bytes in self._transfers(target, rank, forward):
-                    if sender in source.ranks and self._nodes[sender] != self._nodes[rank]:
-                        sent[sender] = sent.get(sender, 0.0) + self._network.seconds(sender, rank, num_bytes, 1)
-        return max(sent.values(), default=0.0)
+    def _seconds(self, arrival: _Arrival) -> dict[int, float]:
+        """Return when the last rank of a tile has what it is sent, by the source's place."""
+        result: dict[int, float] = {}
+        inside: dict[tuple[int, int], float] = {}
+        for part, sender, receiver in arrival.messages():
+            if flows := self._flows(arrival.crosses, self._network.ports(sender, receiver), part.num_bytes):
+                seconds = self._network.seconds(sender, receiver, part.num_bytes, flows)
+                result[part.source] = max(result.get(part.source, 0.0), seconds)
+            elif sender != receiver:  # one after the other, by the receiver's link
+                seconds, key = self._network.seconds(sender, receiver, part.num_bytes), (part.source, part.receiver)
+                inside[key] = inside.get(key, 0.0) + seconds
+            else:
+                result.setdefault(part.source, 0.0)
+        for (source, _), seconds in inside.items():
+            result[source] = max(result.get(source, 0.0), seconds)
+        return result
 
-    def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
-        """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which
-        others on their nodes have messages before the same item."""
-        ranks = [rank for tile in tiles for rank in tile.ranks]
-        devices = [self._network.cluster.devices[rank] for rank in ranks]
-        nodes = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in devices))}
-        first = dict(zip(reversed(ranks), reversed(range(len(ranks))), strict=True))
-        where = tuple((d.table, nodes[d.node], d.index, first[r]) for d, r in zip(devices, ranks, strict=True))
-        rows = tuple(tile.rows.shift(-tiles[0].rows.start) for tile in tiles)
-        devices = self._network.cluster.devices
-        overlapped = tuple(
-            tuple(devices[rank].index for rank in at.get((node, item), ()))
-            for node in nodes
-            for at in (self._ending, self._starting)
-        )
-        return where, overlapped, rows, tuple(tile.tensor for tile in tiles)
+    def _flows(self, crosses: tuple[int, bool], ports: tuple[tuple[Port, float], ...], num_bytes: float) -> float:
+        """Return how many messages like one of so many bytes share its NICs; 0 where it passes none."""
+        most = 0.0
+        for port, times_as_fast in ports:
+            key = crosses, port, num_bytes
+            if key not in self._known:
+                passed = self._passed[crosses, port]
+                self._known[key] = sum(min(size, num_bytes) * n for size, n in passed.items()) / num_bytes
+            most = max(most, self._known[key] / times_as_fast)
+        return max(1.0, most) if ports else 0.0
 
-    def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[float | None]:
-        """Return for each source what its messages take; None where it sends nothing."""
-        result: dict[Tile, float] = {}
-        like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
-        # between equal tiles each rank receives from its counterpart alone: the ends represent all
-        for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
-            for source, seconds in self._arriving(tile, sources, rank, forward).items():
-                result[source] = max(result.get(source, 0.0), seconds)
-        return [result.get(source) for source in sources]
+    def _gather_seconds(self, arrival: _Arrival) -> float:
+        """Return what the ranks of a tile take to gather over y what each of them was sent a part of."""
+        tile, (_, y, z, _) = arrival.tile, arrival.tile.tensor
+        if not gathers(self._plan, tile, arrival.forward, self._near(tile)):
+            return 0.0
+        num_tokens = -(-tile.rows.size // z) * self._row.positions
+        num_bytes = num_tokens * (self._row.hidden_size // tile.tensor.x) * self._setup.item_bytes
+        groups = (tile.ranks[i : i + y] for i in range(0, len(tile.ranks), y))
+        overlapped = self._network.crowd(tile.ranks)
+        return max(self._network.group_seconds("all_gather", num_bytes, group, overlapped) for group in groups)
 
-    def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
-        """Return by source what it takes until a rank has what it is sent of a microbatch."""
-        source_of = {sender: source for source in sources for sender in source.ranks}
-        arriving: dict[Tile, float] = {}
-        shared: dict[Tile, float] = {}  # what comes from other nodes comes by one NIC
-        for sender, num_bytes in self._transfers(tile, rank, forward):
-            source = source_of[sender]
-            if sender == rank:  # a tile of its own
-                arriving[source] = 0.0
-                continue
-            item = tile.items.start if forward else tile.items.stop
-            flows = self._flows(sender, rank, item, forward)
-            arriving[source] = arriving.get(source, 0.0) + self._network.seconds(sender, rank, num_bytes, flows)
-            if self._nodes[sender] != self._nodes[rank]:
-                shared[source] = shared.get(source, 0.0) + self._network.seconds(sender, rank, num_bytes, 1)
-        together = sum(shared.values())
-        arriving |= {source: max(arriving[source], together) for source in shared}
-        if gathers(self._plan, tile, forward, self._near(tile)):
-            row = RowShape(self._setup.positions, self._setup.model.hidden_size)
-            _, _, z = tile.coordinate(rank)
-            num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
-            num_bytes = num_elements * self._setup.item_bytes
-            overlapped = self._network.crowd(tile.ranks)
-            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), overlapped)
-            arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
-        return arriving
+    def _parts(self, tile: Tile, sources: tuple[Tile, ...], forward: bool) -> list[_Part]:
+        """Return what the ranks of a tile are sent of a microbatch; once for tiles in equivalent places."""
+        ranks = [rank for each in (tile, *sources) for rank in each.ranks]
+        nodes = [self._network.cluster.devices[rank].node for rank in ranks]
+        rows = tuple(each.rows.shift(-tile.rows.start) for each in (tile, *sources))
+        grids = tuple(each.tensor for each in (tile, *sources))
+        key = _numbered(ranks), _numbered(nodes), rows, grids, forward
+        if key not in self._parts_of:
+            self._parts_of[key] = [
+                _Part(*place, receiver, transfer.num_elements * self._setup.item_bytes / self._position_parts(tile))
+                for receiver, rank in enumerate(tile.ranks)
+                for transfer in receives(self._plan, tile, rank, self._row, forward, self._near(tile))
+                for place in [_place(transfer.sender, sources)]
+            ]
+        return self._parts_of[key]
 
-    def _transfers(self, tile: Tile, rank: int, forward: bool) -> Iterator[tuple[int, float]]:
-        """Yield who sends a rank of a tile how many bytes of a microbatch."""
-        row = RowShape(self._setup.positions, self._setup.model.hidden_size)
-        for transfer in receives(self._plan, tile, rank, row, forward, self._near(tile)):
-            yield transfer.sender, transfer.num_elements * self._setup.item_bytes / self._parts(tile)
-
-    def _parts(self, tile: Tile) -> int:
+    def _position_parts(self, tile: Tile) -> int:
         # What software of its own cuts over y is sent so, and not gathered; of our engine the grids say it.
         return tile.tensor.y if self._setup.stack.sequence_parallel else 1
 
     def _near(self, tile: Tile) -> Callable[[int, int], bool]:
-        return self._network.is_near if self._setup.stack.gathers_parts and self._parts(tile) == 1 else everywhere
+        gathers_parts = self._setup.stack.gathers_parts and self._position_parts(tile) == 1
+        return self._network.is_near if gathers_parts else everywhere
+
+
+def _numbered(values: Sequence[int]) -> tuple[int, ...]:
+    """Return for each value how many others came before its first occurrence."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return tuple(numbers[value] for value in values)
+
+
+def _place(rank: int, tiles: Sequence[Tile]) -> tuple[int, int]:
+    """Return which of some tiles has a rank, and its place there."""
+    return next((number, tile.ranks.index(rank)) for number, tile in enumerate(tiles) if rank in tile.ranks)

@@ -42,6 +42,10 @@ def _exchange(now: Sequence[list[float]], members: Sequence[tuple[int, int]], se
             now[p][i] = end
 
 
+GridRanks = tuple[TensorGrid, tuple[tuple[int, ...], ...]]
+"""The grid of a stage, and the ranks of each of its replicas."""
+
+
 class Scorer:
     """Scores shapes for one job on one cluster."""
 
@@ -306,35 +310,36 @@ class Scorer:
         return reduce, gather
 
     def _message(self, source: Placed, target: Placed) -> float:
-        setup, into = self.costs.setup, target.choice.grid
-        each = min(source.stage.rows, target.stage.rows)
-        num_bytes = each * setup.positions * (self._model.hidden_size // into.x) * setup.item_bytes
-        is_cut = into.sequence_parallel or source.choice.grid.sequence_parallel
-        has_parts = setup.stack.gathers_parts and into.y > 1 and not is_cut
-        ends = source.pool, source.choice, target.pool, target.choice
-        return self._between(*ends, num_bytes // into.position_parts, has_parts)
+        """Return the seconds of a message between two stages: the mean of activations and of their gradients."""
+        rows = min(placed.stage.rows * placed.choice.grid.z * placed.choice.replicas for placed in (source, target))
+        return self._between(source.pool, source.choice, target.pool, target.choice, rows)
 
-    def _message_between(
-        self, source: int, choice: StageChoice, target: int, other: StageChoice, num_bytes: int, has_parts: bool
-    ) -> float:
-        """Return a message's seconds from the last stage of a pool to the next one, or inside the pool.
-
-        With `has_parts` its y may gather it, see `transfers.gathers`.
-        """
-        network = self.costs.network
-        sending = self.costs.pools[source].slots(choice.grid.size)
-        receiving = self.costs.pools[target].slots(other.grid.size)
-        ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
-        gather, y, sent_bytes = 0.0, other.grid.y, float(num_bytes)
-        if has_parts and not network.is_near(ranks[0], into[0]):
-            gather = network.group_seconds("all_gather", num_bytes, into[:y], network.crowd(into))
-            sent_bytes /= y
-        # All replicas send at once; as if their ranks were the first of their pools.
-        senders = itertools.chain(*sending[: choice.replicas])
+    def _message_between(self, source: int, choice: StageChoice, target: int, other: StageChoice, rows: int) -> float:
+        """Return the mean of the two messages between the last stage of a pool and the next one, or inside the pool,
+        for a microbatch of so many rows. As if their ranks were the first of their pools."""
+        sending = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
         first = choice.replicas if source == target else 0
-        receivers = itertools.chain(*receiving[first : first + other.replicas])
-        flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
-        return gather + network.seconds(ranks[0], into[0], sent_bytes, flows)
+        receiving = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
+        one, two = (choice.grid, sending), (other.grid, receiving)
+        return (self._sent_seconds(one, two, rows) + self._sent_seconds(two, one, rows)) / 2
+
+    def _sent_seconds(self, source: GridRanks, target: GridRanks, rows: int) -> float:
+        """Return how long all replicas of a stage, who send at once, send so many rows to those of another one.
+
+        A NIC passes what all of its ranks send, or receive. The y of a receiver may gather it (`transfers.gathers`).
+        """
+        network, setup, grid = self.costs.network, self.costs.setup, target[0]
+        senders, receivers = (tuple(itertools.chain(*ranks)) for _, ranks in (source, target))
+        there, here, gather = senders[0], receivers[0], 0.0
+        row_bytes = setup.positions * (self._model.hidden_size // grid.x) * setup.item_bytes / grid.position_parts
+        num_bytes = rows / grid.z / len(target[1]) * row_bytes
+        is_cut = grid.sequence_parallel or source[0].sequence_parallel
+        if setup.stack.gathers_parts and grid.y > 1 and not is_cut and not network.is_near(there, here):
+            gather = network.group_seconds("all_gather", num_bytes, receivers[: grid.y], network.crowd(target[1][0]))
+            num_bytes /= grid.y
+        received = network.seconds(there, here, num_bytes, network.flows(here, receivers, there))
+        each = num_bytes * len(receivers) / len(senders)
+        return gather + max(received, network.seconds(there, here, each, network.flows(there, senders, here)))
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 

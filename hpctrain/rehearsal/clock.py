@@ -15,6 +15,7 @@ from hpctrain.comm.waiting import WAKE_SECONDS
 
 # A rank does not lead its device by more than this: what it sees of others would be of an earlier time.
 LONGEST_LEAD_SECONDS = 2e-3
+MESSAGES = "send", "receive"
 
 
 class DeviceQueue:
@@ -57,11 +58,13 @@ class Clock:
         self._wait(LONGEST_LEAD_SECONDS)
 
     def slowed(self, seconds: float, times: float) -> float:
-        """Return what takes so long alone, queued now, where it takes `times` as long while bytes are in flight.
+        """Return what takes so long alone, queued now, where it takes `times` as long while a collective moves bytes.
 
-        An operation that waits for a rank which has not come to it moves nothing.
+        One that waits for a rank which has not come to it moves nothing. Messages between two ranks slow nothing: NICs
+        and copy engines move them, and what a cluster file says was measured with a collective.
         """
-        until = max((operation.moving_until for operation in tuple(self.in_flight)), default=0.0)
+        collectives = (operation for operation in tuple(self.in_flight) if operation.operation not in MESSAGES)
+        until = max((operation.moving_until for operation in collectives), default=0.0)
         moving = max(0.0, until - self.compute.done_at)
         return min(seconds * times, seconds + moving * (1 - 1 / times))
 

@@ -1,6 +1,5 @@
 """The predictor: its parts add up, it scales as physics does, and it is as fast as a search needs."""
 
-import itertools
 import json
 import time
 from dataclasses import replace
@@ -10,7 +9,6 @@ from click.testing import CliRunner
 
 from benchmarks.evidence.described import DescribedRun, interleaved
 from benchmarks.evidence.stacks import MEGATRON, STACKS
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster, Nodes
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import LaunchError, PlanError, TopologyError
@@ -20,7 +18,6 @@ from hpctrain.jobs.predict import command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.arrivals import _Messages, crossing
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import predict
@@ -150,35 +147,6 @@ def test_messages_are_hidden_behind_what_is_computed_meanwhile():
     for step in steps:
         for parts in step.parts.values():
             assert sum(parts.values()) == pytest.approx(step.step_seconds)
-
-
-DIFFERENT_ROWS = Plan(
-    (
-        Tile(Interval(0, 3), Interval(0, 2), (0,)),
-        Tile(Interval(0, 3), Interval(2, 6), (1,)),
-        Tile(Interval(3, NUM_ITEMS), Interval(0, 3), (2,)),
-        Tile(Interval(3, NUM_ITEMS), Interval(3, 6), (3,)),
-    ),
-    4,
-    6,
-)
-
-
-@pytest.mark.parametrize("plan", [*LAYOUTS, plan_of((1, 2, 1), 1, 2), DIFFERENT_ROWS])
-def test_tiles_with_equal_intersections_have_equal_messages(plan):
-    messages = _Messages(SETUP, plan, ClusterNetwork(CLUSTER))
-    expected = {}
-    for tile, forward in itertools.product(plan.tiles, (True, False)):
-        sources = plan.upstream(tile) if forward else plan.downstream(tile)
-        if sources:
-            result = zip(sources, messages._between(tile, sources, forward), strict=True)
-            expected |= {(source, tile): seconds for source, seconds in result if seconds is not None}
-    crossed = crossing(expected, messages._network)
-    for tile, forward in itertools.product(plan.tiles, (True, False)):
-        targets = plan.downstream(tile) if forward else plan.upstream(tile)
-        for pair in {(tile, target) for target in targets if len(targets) > 1} & crossed:
-            expected[pair] = max(expected[pair], messages._sending(targets, forward, tile))
-    assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
 
 
 def test_memory_falls_with_each_zero_stage_and_with_recomputing():
