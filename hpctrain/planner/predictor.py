@@ -286,12 +286,16 @@ class Predictor:
     @cached_property
     def _sharers(self) -> Crowd:
         """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
-        nodes: dict[int, set[int]] = {}
+        places: dict[Interval, set[int]] = {}
         for tile in self.plan.tiles:
-            for item in range(*tile.items):
-                nodes.setdefault(item, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
-        tiles = (tile for tile in self.plan.tiles if any(len(nodes[item]) > 1 for item in range(*tile.items)))
-        return self.network.crowd(tuple(dict.fromkeys(rank for tile in tiles for rank in tile.ranks)))
+            places.setdefault(tile.items, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
+        nodes: dict[int, set[int]] = {}
+        for items, of_tiles in places.items():
+            for item in range(*items):
+                nodes.setdefault(item, set()).update(of_tiles)
+        shared = {items for items in places if any(len(nodes[item]) > 1 for item in range(*items))}
+        ranks = (rank for tile in self.plan.tiles if tile.items in shared for rank in tile.ranks)
+        return self.network.crowd(tuple(dict.fromkeys(ranks)))
 
     def _rank_shards(self, tile: Tile) -> RankShards:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""

@@ -104,10 +104,21 @@ def test_time_is_scaled_and_really_passes():
 
 
 @pytest.mark.parametrize(
-    ("moves_for", "seconds"),  # a product alone takes 2 ms
-    [(math.inf, 3e-3), (3e-3, 3e-3), (1.5e-3, 2.5e-3), (0.6e-3, 2.2e-3), (-1e-3, 2e-3), (None, 2e-3)],
+    ("operation", "moves_for", "seconds"),  # a product alone takes 2 ms
+    [
+        ("all_reduce", math.inf, 3e-3),
+        ("all_reduce", 3e-3, 3e-3),
+        ("all_gather", 1.5e-3, 2.5e-3),
+        ("all_gather", 0.6e-3, 2.2e-3),
+        ("all_reduce", -1e-3, 2e-3),
+        ("all_reduce", None, 2e-3),
+        ("send", math.inf, 2e-3),
+        ("receive", 3e-3, 2e-3),
+    ],
 )
-def test_computing_is_slower_while_bytes_move_and_what_communicates_is_not_charged(moves_for, seconds):
+def test_computing_is_slower_while_collectives_move_bytes_and_what_communicates_is_not_charged(
+    operation, moves_for, seconds
+):
     made = device(overlap_slowdown=1.5)
     a = torch.ones(100, 100)
     pace = RehearsedPace(made.clock)
@@ -118,7 +129,7 @@ def test_computing_is_slower_while_bytes_move_and_what_communicates_is_not_charg
         known = None if moves_for is None else lambda: begun + moves_for
         yield Pending(lambda: True, "nothing", moving_until=known)
 
-    steps = pace.steps(communicate())
+    steps = pace.steps(communicate(), operation)
     taken = made.stopwatch()
     begun = made.clock.now
     with made.running():
