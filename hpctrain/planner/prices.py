@@ -1,7 +1,7 @@
 """Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.profiled import device_models
-from hpctrain.planner.work import Exchange, LayerCost, PassWork
+from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 
@@ -88,20 +88,40 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
-    # A product that is computed again may have the shape of one of a weight, and is not it.
+    # Parts of products and their collectives are equal but for a few.
+    sent: dict[tuple, float] = {}
+    alone: dict[MatrixProduct, float] = {}
+
+    def seconds_of(meanwhile: PassWork) -> float:
+        return min(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices)
+
+    def overlapped_seconds(exchange: Exchange) -> float:
+        """Return the seconds of what overlaps a collective over the tensor grid; 0 where nothing does."""
+        if "tensor" not in setup.overlaps:
+            return 0.0
+        # A product that is computed again may have the shape of one of a weight, and is not it.
+        if (behind := exchange.behind) and id(behind) in products:
+            if behind not in alone:
+                alone[behind] = seconds_of(PassWork([behind], passes=work.passes))
+            return alone[behind]
+        return seconds_of(exchange.overlapped) if exchange.overlapped else 0.0
+
     products = {id(each) for each in work.products}
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
         part, who = "tensor", (axes.get(exchange.axis, ()), network.crowd(tile.ranks))
         if exchange.axis == "data":
             part, who = "data", (site.data_ranks, site.sharers)
-        seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
+        key = exchange.axis, exchange.operation, exchange.num_bytes
+        if key not in sent:
+            sent[key] = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
+        seconds = sent[key]
         if exchange.axis in overlapped:
             moved[exchange.axis] += seconds
             coming[exchange.operation] += seconds
             continue
-        if part == "tensor" and (meanwhile := _overlapped_work(exchange, work, products, setup)) is not None:
-            hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
+        if part == "tensor" and (meanwhile := overlapped_seconds(exchange)):
+            hidden = min(seconds, meanwhile)
             longer = slowed_by(hidden, seconds, setup.stack.tensor_slowdown or times)
             slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
         waited[part] += seconds
@@ -111,15 +131,6 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     late = max(0.0, moving - compute - slowed - sum(waited.values()))
     of_data = min(late, moved["data"])
     return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
-
-
-def _overlapped_work(exchange: Exchange, work: PassWork, products: Container[int], setup: Setup) -> PassWork | None:
-    """Return what of a pass, which has these `products`, overlaps a sum over the tensor grid; None: nothing does."""
-    if "tensor" not in setup.overlaps:
-        return None
-    if (behind := exchange.behind) and id(behind) in products:
-        return PassWork([behind], passes=work.passes)
-    return exchange.overlapped
 
 
 def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:
@@ -174,6 +185,8 @@ class Prices:
         """Return what a pass (`PASSES`) over a layer takes a rank, for so many rows of its own, with products cut in
         so many parts."""
         kind, grid = self.setup.first_equal[slice(*layer)], site.tile.tensor
+        if not self.setup.is_block(layer):  # is not cut in parts, and keeps what selective recompute drops of blocks
+            recompute, parts = "full" if recompute == "full" else "none", 1
         key = name, site, kind, rows, recompute, parts
         if key not in self._passes:
             setup, of = self._in_parts(parts), (grid, kind, rows, recompute, site.zero, parts)

@@ -58,6 +58,7 @@ class Scorer:
         self._variants = lru_cache(None)(self._make_variants)
         self._between = lru_cache(None)(self._message_between)
         self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
+        self._layer_seconds = lru_cache(None)(self._seconds_of_layer)
 
     def least_seconds(self, shape: Shape) -> float:
         """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
@@ -210,7 +211,7 @@ class Scorer:
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
         return (self._model.num_layers + first + last) / stages
 
-    def _layer_seconds(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
+    def _seconds_of_layer(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
         """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:

@@ -1,7 +1,7 @@
 """The work of a pass over a layer: products, bytes passed over, what is exchanged. Pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -76,7 +76,8 @@ class PassWork:
 
     def as_pass(self, item: str, direction: int, rows: int) -> Self:
         """Return it as a pass over an item, or as a part of one."""
-        return replace(self, passes=(ItemPass(item, direction, rows, self),))
+        of_item = (ItemPass(item, direction, rows, self),)
+        return type(self)(self.products, self.passed_bytes, self.operations, self.exchanges, of_item)
 
     def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
         """Return what computing takes, by the device's best source: a profile of the job, else the formula."""

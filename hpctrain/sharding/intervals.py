@@ -32,6 +32,7 @@ class Interval(NamedTuple):
         return Interval(self.start + self.size * some.start // of, self.start + self.size * some.stop // of)
 
 
+@lru_cache(maxsize=512)
 def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
     """Cut `range(size)` into `parts` consecutive intervals whose sizes differ by one at most."""
     bounds = [size * i // parts for i in range(parts + 1)]
