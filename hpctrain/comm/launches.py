@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 """Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
 MOST_IN_FLIGHT = 128
-"""How many operations the host may be ahead of its device: fewer than a flight record has slots."""
+"""How many operations may wait on a device: fewer than a flight record has slots."""
 
 
 class Watched(Protocol):

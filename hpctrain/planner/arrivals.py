@@ -148,7 +148,7 @@ class _Messages:
 
 
 def _numbered(values: Sequence[int]) -> tuple[int, ...]:
-    """Return for each value how many others came before its first occurrence."""
+    """Return the values numbered in the order in which they first occur: equal tuples have equal patterns."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return tuple(numbers[value] for value in values)
 

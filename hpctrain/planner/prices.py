@@ -88,9 +88,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
-    # Parts of products and their collectives are equal but for a few.
-    sent: dict[tuple, float] = {}
-    alone: dict[MatrixProduct, float] = {}
+    alone: dict[MatrixProduct, float] = {}  # parts of a product overlap equal ones
 
     def seconds_of(meanwhile: PassWork) -> float:
         return min(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices)
@@ -112,10 +110,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         part, who = "tensor", (axes.get(exchange.axis, ()), network.crowd(tile.ranks))
         if exchange.axis == "data":
             part, who = "data", (site.data_ranks, site.sharers)
-        key = exchange.axis, exchange.operation, exchange.num_bytes
-        if key not in sent:
-            sent[key] = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
-        seconds = sent[key]
+        seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
         if exchange.axis in overlapped:
             moved[exchange.axis] += seconds
             coming[exchange.operation] += seconds

@@ -79,7 +79,7 @@ class Scorer:
             return None
         if shape.zero < 2 or len(rows) == 1:
             return self._place(shape, rows)
-        # Ranks exchange in each piece, and so all of them have as many.
+        # Ranks exchange in each row chunk, and so all of them have as many.
         least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
         layouts = (self._place(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)

@@ -1,6 +1,6 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
-What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
+`planner/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement of
 pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
 with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by

@@ -9,7 +9,7 @@ A *shape* says everything but the cuts:
 - the numbers of microbatches and of *virtual stages* of a rank (`interleaved_shapes`);
 - a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
   through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
-  pieces (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
+  row chunks (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first, in the fastest
@@ -55,7 +55,7 @@ class StageChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What is chosen from; `None`: all that there are."""
+    """What a search selects from; `None`: all that there are."""
 
     microbatches: tuple[int, ...] | None = None
     largest_grid: int | None = None
