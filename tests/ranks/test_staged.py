@@ -51,9 +51,10 @@ class Pretended:
         direct="",
         device=None,
         exports=False,
+        library=None,
     ):
         """`direct`: the families whose memory MPI is given. If it `exports`, devices open each other's memory. With a
-        real `device` its libraries are real too."""
+        real `device` its libraries are real too, unless a fake `library` of collectives is given."""
         hosts = hosts or [world.place.host] * world.size
         places = [Place(h, f, FAMILIES[f]) for h, f in zip(hosts, families, strict=True)]
         own = places[world.rank]
@@ -65,7 +66,8 @@ class Pretended:
             for name, kind in FAMILIES.items()
         }
         mpi = world.raw_mpi
-        self.nccl, self.patience, self.rank = None if device else FakeNccl(mpi), world.patience, world.rank
+        self.nccl = library or (None if device else FakeNccl(mpi))
+        self.patience, self.rank = world.patience, world.rank
         self.progress, self._world = Progress(world.has_threads, self.device.use), world
         self._made: list[Communicator] = []
         devices = Devices(self.device, known)

@@ -46,7 +46,7 @@ class StreamedCollectives:
 
     def barrier(self) -> Steps:
         """Of hosts: what is queued on devices may still be in flight."""
-        return self._run(self._inner.barrier(), None)
+        return self._run(self._inner.barrier(), None, ())
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Asked:
         return self._asked(self._inner.all_reduce(flat, op), flat)
@@ -65,14 +65,15 @@ class StreamedCollectives:
 
     def _asked(self, steps: Steps, *tensors: torch.Tensor) -> Asked:
         if not self._accelerator.is_on_device(tensors[0]):
-            return self._run(steps, None)
+            return self._run(steps, None, tensors)
         queued, order = self._accelerator.queued(), self._accelerator.launches
         if self.is_launched:
             return DeviceLaunch(order, steps, queued, tensors)
-        steps = self._run(steps, queued)
+        steps = self._run(steps, queued, tensors)
         return Composite(order, steps) if self._natives else steps
 
-    def _run(self, steps: Steps, queued: Event | None) -> Steps:
+    def _run(self, steps: Steps, queued: Event | None, kept: Sequence[torch.Tensor]) -> Steps:
+        """Keep the tensors until the device is done with them: the stream that they are of would get their memory."""
         if queued is not None:
             self.stream.wait_event(queued)
         while True:
@@ -85,6 +86,7 @@ class StreamedCollectives:
             done = self.stream.record_event()
             if not done.query():
                 yield Pending(partial(self._look, done.query), "the device")
+        del kept
 
     def _look(self, ready: Ready) -> bool:
         """Move messages too, whatever it is that is waited for: other ranks may be waiting for them.
