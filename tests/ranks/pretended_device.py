@@ -408,13 +408,16 @@ class WatchedCommunicator(FakeNcclCommunicator):
     def _touch(self, name: str, stream: int, number: int, reads, writes) -> None:
         """`reads` and `writes` are addresses and numbers of elements."""
         of = next(each for each in MODULE.streams if each.cuda_stream == stream)
-        size = int(self._nccl.dtypes[number][1:])
+        size = self._bytes_of(number)
         tick = of.launch()
         for pairs, is_write in ((reads, False), (writes, True)):
             for address, count in pairs:
                 block = MODULE.block_at(address) if count else None
                 if block is not None:
                     block.touch((address, address + count * size), of, tick, is_write, f"NCCL's {name}")
+
+    def _bytes_of(self, number: int) -> int:
+        return int(self._nccl.dtypes[number][1:])
 
     def allReduce(self, sent, received, count, number, op, stream):  # noqa: N802
         self._touch("allReduce", stream, number, [], [(received, count)])
@@ -430,11 +433,14 @@ class WatchedCommunicator(FakeNcclCommunicator):
         super().reduceScatter(sent, received, count, number, op, stream)
 
     def allGather(self, sent, received, count, number, stream):  # noqa: N802
-        self._touch("allGather", stream, number, [], [(received, count * self._comm.size)])
+        parts = [(received + i * count * self._bytes_of(number), count) for i in range(self._comm.size)]
+        others = [each for each in parts if each[0] != sent]  # a part that is in its place stays as it is
+        self._touch("allGather", stream, number, [(sent, count)], others)
         super().allGather(sent, received, count, number, stream)
 
     def broadcast(self, sent, received, count, number, root, stream):
-        self._touch("broadcast", stream, number, [], [(received, count)])
+        at = [(received, count)]
+        self._touch("broadcast", stream, number, *((at, []) if self._comm.rank == root else ([], at)))
         super().broadcast(sent, received, count, number, root, stream)
 
     def send(self, address, count, number, peer, stream):

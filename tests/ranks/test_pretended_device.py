@@ -5,8 +5,11 @@ from unittest.mock import patch
 import pytest
 
 from hpctrain.architectures.registry import families
+from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.launches import DeviceLaunch
+from hpctrain.comm.probe import device_timing
+from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
@@ -92,6 +95,25 @@ def test_nothing_races_between_families(world, tokens, of_ranks):
         result = trained(world, of_ranks, job, {"native": True})
     assert not every_complaint(world)
     assert largest_relative_difference(result, alone) < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatch):
+    """A GPU measures products in fp16, a host does not: both must come to the same barriers."""
+    monkeypatch.setattr(torch_device, "MEASURED_SIZE", 64)
+    monkeypatch.setattr(MODULE, "total", 1 << 28)
+    monkeypatch.setattr(device_timing, "SHAPES", device_timing.SHAPES[:2])
+    monkeypatch.setattr(device_timing, "PRODUCT_SIZE", 64)
+    with watched():
+        device = PretendedDevice() if world.rank == 0 else None
+        pretended = Pretended(world, "ac", device=device, library=WatchedNccl(world.raw_mpi))
+        described = probe_cluster(pretended, pretended.device, 0.5)
+        pretended.close()
+    assert not every_complaint(world)
+    cluster, _ = world.broadcast_object(described)
+    measured = {name: {speed.dtype for speed in family.products} for name, family in cluster.families.items()}
+    assert measured == {"a": {"fp32", "bf16", "fp16"}, "c": {"fp32", "bf16"}}
 
 
 def run_without_wait(launch, stream, accelerator) -> None:

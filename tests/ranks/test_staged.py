@@ -71,8 +71,8 @@ class Pretended:
         self.progress, self._world = Progress(world.has_threads, self.device.use), world
         self._made: list[Communicator] = []
         devices = Devices(self.device, known)
-        topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
-        settings = Settings(topology, preferences, devices=devices)
+        self.place, self.topology = own, Topology(tuple(places))
+        settings = Settings(self.topology, Preferences(route, algorithm), devices=devices)
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,17 +77,25 @@ class Schedule:
 
 
 def measure_device(
-    comm: Communicator, accelerator: Accelerator, family: str, ranks_on_host: int, seconds: float
+    comm: Communicator,
+    accelerator: Accelerator,
+    family: str,
+    ranks_on_host: int,
+    seconds: float,
+    dtypes: Sequence[str],
 ) -> DeviceFigures:
-    """Measure the device for about so many seconds. All ranks of `comm` must call."""
+    """Measure the device for about so many seconds.
+
+    `dtypes` are all that some device of `comm` measures products in, the same on all its ranks, which must all call.
+    """
     on_cpu = accelerator.kind == "cpu"
     memory = accelerator.memory().total // (ranks_on_host if on_cpu else 1)
-    schedule = Schedule(seconds, len(accelerator.measured_dtypes) * len(SHAPES) + 2)
-    speeds = {
-        (name, shape): speed
-        for name in accelerator.measured_dtypes
-        for shape, speed in measure_products(comm, accelerator, DTYPES[name], memory // SHARE_OF_MEMORY, schedule)
-    }
+    schedule = Schedule(seconds, len(dtypes) * len(SHAPES) + 2)
+    speeds: dict[tuple[str, Shape], float] = {}
+    for name in dtypes:
+        most_bytes = memory // SHARE_OF_MEMORY if name in accelerator.measured_dtypes else 0
+        measured = measure_products(comm, accelerator, DTYPES[name], most_bytes, schedule)
+        speeds |= {(name, shape): speed for shape, speed in measured}
     most = (COPIED_BYTES_ON_CPUS if on_cpu else COPIED_BYTES) // (SHORT_PART if seconds < SHORT_SECONDS else 1)
     num_bytes = min(most, memory // SHARE_OF_MEMORY // 2)
     comm.barrier()
@@ -184,7 +192,7 @@ def _affordable_count(comm: Communicator, accelerator: Accelerator, most_bytes: 
         comm.all_reduce(sample)
         once = taken()
     affordable = min(most_bytes // 4, int(sample.numel() * max(1.0, seconds / once)))
-    fewest = torch.tensor([affordable], dtype=torch.int64, device=accelerator.device)
+    fewest = torch.full((1,), affordable, dtype=torch.int64, device=accelerator.device)
     comm.all_reduce(fewest, "min")  # different devices, and hosts, have different memory
     return int(fewest.item())
 

@@ -42,7 +42,10 @@ def probe_cluster(
     if not with_overlap:
         for_devices, for_overlap = for_devices + for_overlap, 0.0
     ranks_on_host = world.topology.ranks_on_host(world.rank)
-    figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * for_devices)
+    every = world.broadcast_object(world.gather_objects(accelerator.measured_dtypes))
+    dtypes = list(dict.fromkeys(name for names in every for name in names))
+    family = world.place.family
+    figures = measure_device(comm, accelerator, family, ranks_on_host, seconds * for_devices, dtypes)
     if with_overlap:
         times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
         figures = figures._replace(overlap_slowdown=times)
