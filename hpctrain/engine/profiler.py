@@ -223,7 +223,7 @@ class Trials:
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
-        of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
+        of_loss = torch.full((), 1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
             Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store, kernels=kernels)
             for items in layers(Interval(0, small.model.num_items))

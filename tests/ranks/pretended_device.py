@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hpctrain.comm.accelerators.kinds import CUDA
+from hpctrain.comm.accelerators.kinds import CUDA, DeviceKind
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from tests.ranks.fake_devices import POISON, FakeNccl, FakeNcclCommunicator
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
@@ -188,6 +189,9 @@ class PretendedModule(FakeTorchModule):
         if any(self.host.get(of, 0) < ticks for of, ticks in stream.clock.items()):
             self.waits.append(what)
         self.host.learn(stream.clock)
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"GPU-{index}", total_memory=self.total)
 
     def synchronize(self, *_) -> None:
         with self.lock:
@@ -377,11 +381,8 @@ KIND = CUDA._replace(torch_type=NAME, pins_memory=False)
 class PretendedDevice(TorchAccelerator):
     """The project's own class, on the module above. MPI may be given memory only when it is there."""
 
-    def __init__(self, family: str = "a"):
-        super().__init__(KIND, 0, family, 1, MODULE, FakeCupy())
-
-    def bind(self) -> None:
-        self.use()
+    def __init__(self, kind: DeviceKind = KIND, index: int = 0, family: str = "a", sharers: int = 1):
+        super().__init__(kind, index, family, sharers, MODULE, FakeCupy())
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         made = super().host_buffer(num_bytes)
@@ -452,10 +453,15 @@ class WatchedCommunicator(FakeNcclCommunicator):
         super().recv(address, count, number, peer, stream)
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    made = tensor.clone()
-    MODULE.pinned.append(made.flatten().view(torch.uint8))
-    return made
+def pin_by_copying() -> None:
+    """Have tensors of the host be pinned, from now on, as the device's driver would."""
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.clone()
+        MODULE.pinned.append(made.flatten().view(torch.uint8))
+        return made
+
+    torch.Tensor.pin_memory = pinned
 
 
 @contextmanager
@@ -465,7 +471,8 @@ def watched() -> Iterator[PretendedModule]:
     MODULE.waits.clear()
     torch.autograd.set_multithreading_enabled(False)
     try:
-        with patch.object(torch.Tensor, "pin_memory", pinned):
+        with patch.object(torch.Tensor, "pin_memory"):
+            pin_by_copying()
             yield MODULE
     finally:
         torch.autograd.set_multithreading_enabled(True)

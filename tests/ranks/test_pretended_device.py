@@ -42,7 +42,7 @@ def every_complaint(world) -> list[str]:
 def trained(world, families: str, job, route: dict) -> list[float]:
     """Return the losses of a job on pretended devices. All ranks must call."""
     has_device = families[world.rank] != "c"
-    device = PretendedDevice(families[world.rank]) if has_device else None
+    device = PretendedDevice(family=families[world.rank]) if has_device else None
     pretended = Pretended(world, families, device=device, library=WatchedNccl(world.raw_mpi), **route)
     result = losses(pretended, job, STEPS, pretended.device)
     pretended.close()

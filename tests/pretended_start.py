@@ -1,0 +1,63 @@
+"""Start a module where a pretended device stands in for CUDA's; at the end say what it complained of.
+
+    HPCTRAIN_DEVICE=cuda python -m tests.pretended_start hpctrain train tiny
+
+All of hpctrain is as it is, from the detection of devices on. Replaced are torch's module of the device, CuPy, and the
+library of collectives. See `tests/ranks/pretended_device.py`.
+"""
+
+import atexit
+import runpy
+import sys
+
+from mpi4py import MPI
+
+from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.probe import device_timing
+from hpctrain.comm.routes import torch_groups
+from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.routes.maker import RouteMaker
+from hpctrain.comm.routes.nccl import Nccl
+from hpctrain.comm.routes.streamed import StreamedCollectives
+from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, WatchedNccl, pin_by_copying
+
+COMPLAINED = "complained:"
+
+
+def replace_cuda() -> None:
+    """Have every part of hpctrain that asks for CUDA find the pretended device. The host's products take their time:
+    only small ones are measured."""
+    library = WatchedNccl(MPI)
+    backend = RouteMaker.backend
+
+    def moving(routes, *args, **kwargs):
+        """Return what a group communicates by, whose messages move while the library waits, as they do on a device."""
+        made = backend(routes, *args, **kwargs)
+        if made and isinstance(made.collectives, StreamedCollectives):
+            library.moves(made.collectives.stream, made.transport.poll)
+        return made
+
+    def module_of(kind):
+        return MODULE if kind.name == KIND.name else None
+
+    MODULE.count = 4
+    kinds.KINDS[KIND.name] = KIND
+    for user in (kinds, detect, torch_device):
+        user.torch_module = module_of
+    torch_device.TorchAccelerator = PretendedDevice
+    torch_device.MEASURED_SIZE = device_timing.PRODUCT_SIZE = 64
+    device_timing.SHAPES = device_timing.SHAPES[:4]
+    torch_groups.load_nccl = lambda: Nccl(library, Ability(True, "a library that is not there"))
+    RouteMaker.backend = moving
+    pin_by_copying()
+
+
+def main() -> None:
+    replace_cuda()
+    atexit.register(lambda: [print(COMPLAINED, each, file=sys.stderr) for each in MODULE.complaints])
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
