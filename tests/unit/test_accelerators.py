@@ -169,7 +169,8 @@ def test_the_probe_sends_to_itself_in_a_job_of_its_own(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_probe_says_why_it_could_not():
     result = probe_direct("cuda")
-    assert not result.works and "exit code 1" in result.reason and "CUDA" in result.reason
+    assert not result.works and "exit code 1" in result.reason
+    assert "CUDA" in result.reason or "no NVIDIA driver" in result.reason, "as torch is built for CPUs, or for CUDA"
 
 
 def test_a_probe_that_dies_is_a_no():

@@ -114,6 +114,8 @@ def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+    if not hasattr(CachingAutotuner, "_could_rblock_scale"):
+        pytest.skip(f"torch {torch.__version__} has the same condition in a function that needs a device")
     scales, compile_to_module = [], GraphLowering.compile_to_module
 
     def noted(graph):
@@ -138,9 +140,10 @@ def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
 def test_a_device_for_which_torch_is_not_built_says_so():
     device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
     ability = device.compiles()
-    assert not ability.works and ability.reason == (
-        "torch.compile: AssertionError: Torch not compiled with CUDA enabled (it needs g++ and, for devices, Triton)"
-    )
+    built = torch.version.cuda or torch.version.hip
+    reason = "RuntimeError: Found no NVIDIA driver" if built else "AssertionError: Torch not compiled with CUDA enabled"
+    assert not ability.works and ability.reason.startswith(f"torch.compile: {reason}")
+    assert ability.reason.endswith("(it needs g++ and, for devices, Triton)")
     kernels, reasons = resolve_fused(KernelChoice(), [trial(0, "h200", ability)])
     assert kernels.fused is False and reasons == {"kernels.fused": f"h200 off: {ability.reason} (rank 0 on node0)"}
 
