@@ -185,7 +185,7 @@ def kernels(job: str):
         seconds[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) * 1e-6
         counts[kind] += event.count
     result = {"step_seconds": wall, "seconds": seconds, "counts": counts, "busy": sum(seconds.values()) / wall}
-    print(json.dumps(result))
+    print(json.dumps(result | {"block": _seconds_of_block(trainer)}))
 
 
 def of_device(profiled) -> list:
@@ -267,24 +267,49 @@ def fused(job: str):
     print(json.dumps(result))
 
 
-def _kernels_of_block(trainer) -> int:
-    """Return how many kernels the first block takes forward and backward; on a host how many operations."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu, job = DEVICE.type == "cuda", trainer.job
-    block = trainer.layout.stages[0].layers[1]
+def _pass_of_block(trainer) -> Callable[[], None]:
+    """Return what computes the first block forward and backward, for two sequences."""
+    job, block = trainer.job, trainer.layout.stages[0].layers[1]
     shape = 2, job.data.sequence_length, job.model.hidden_size
     hidden = torch.randn(shape, device=DEVICE, dtype=trainer.layout.dtype, requires_grad=True)
 
     def both() -> None:
         block.forward(hidden).backward(torch.ones_like(hidden))
-        synchronize()
 
+    return both
+
+
+def _kernels_of_block(trainer) -> int:
+    """Return how many kernels the first block takes forward and backward; on a host how many operations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu, both = DEVICE.type == "cuda", _pass_of_block(trainer)
     both()
+    synchronize()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         both()
+        synchronize()
     operations = ("aten::", "## Call CompiledFxGraph")
     return sum(each.count for each in of_device(profiled) if on_gpu or each.key.startswith(operations))
+
+
+def _seconds_of_block(trainer) -> dict[str, float | str]:
+    """Return what the first block takes forward and backward: launched one by one, and as one CUDA graph, which is what
+    graphs could save at the most."""
+    both = _pass_of_block(trainer)
+    result: dict[str, float | str] = {"launched_seconds": seconds_of(both)}
+    if DEVICE.type != "cuda":
+        return result | {"graph_could_not": "a host has no graphs"}
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            both()  # what is allocated at first must not be part of the graph
+        synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            both()
+        return result | {"graph_seconds": seconds_of(graph.replay)}
+    except RuntimeError as error:
+        return result | {"graph_could_not": str(error).splitlines()[0]}
 
 
 def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:

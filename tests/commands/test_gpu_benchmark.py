@@ -21,7 +21,9 @@ CHECKS = {
     "routes": lambda result: result["auto"]["exit_code"] == 0,
     "parity": lambda result: all(of["same"] for of in result.values()),
     "training": lambda result: result["mfu_of_measured_peak"] > 0 and "failed" not in str(result),
-    "kernels": lambda result: result["counts"]["products"] > 0 and result["busy"] > 0,
+    "kernels": lambda result: (
+        result["counts"]["products"] > 0 and result["busy"] > 0 < result["block"]["launched_seconds"]
+    ),
     "fused": lambda result: result["kernels_of_a_block"]["separate"] > 10 and result["operators"]["norm"],
     "prediction": lambda result: result["predicted_to_measured"] > 0,
     "families": lambda result: result["fraction_of_the_sum"] > 0,
