@@ -19,7 +19,8 @@ from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
-from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, WatchedNccl, pin_by_copying
+from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
+from tests.ranks.watched_nccl import WatchedNccl
 
 COMPLAINED = "complained:"
 

@@ -22,12 +22,11 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hpctrain.comm.accelerators.kinds import CUDA, DeviceKind
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
-from tests.ranks.fake_devices import POISON, FakeNccl, FakeNcclCommunicator
+from tests.ranks.fake_devices import POISON
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 
 NAME = "pretended"
@@ -280,6 +279,27 @@ def held(value):
     return value.held if isinstance(value, DeviceTensor) else value
 
 
+def wrapped(value):
+    return DeviceTensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def mapped(function, value):
+    """Return lists, tuples and dicts with a function of each value in them; torch's own way takes most of a test."""
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(function, each) for each in value])
+    return {k: mapped(function, v) for k, v in value.items()} if isinstance(value, dict) else function(value)
+
+
+def tensors_in(*values) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += tensors_in(*(value.values() if isinstance(value, dict) else value))
+    return found
+
+
 @cache
 def mutated(func) -> tuple[tuple[int, str], ...]:
     """Return place and name of the arguments that an operation writes."""
@@ -293,7 +313,7 @@ def run(func, args, kwargs):
     with MODULE.lock:
         if name in ("copy_", "_to_copy"):
             return copied(func, args, kwargs)
-        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = tensors_in(args, kwargs)
         on_host = [each for each in given if not is_on_device(each)]
         on_device = [each for each in given if is_on_device(each)]
         is_index = name in ("index", "index_put_", "index_put", "_index_put_impl_")
@@ -306,23 +326,25 @@ def run(func, args, kwargs):
         masks = [each for each in given if each.dtype == torch.bool] if is_index else []
         if name in OF_DATA or (is_index and (on_host or masks)):
             MODULE.wait(stream, f"the host needs what {name} returns")
-        kwargs_held = tree_map(held, kwargs)
+        kwargs_held = mapped(held, kwargs)
         if kwargs_held.get("device") is not None:
             kwargs_held["device"] = DEVICE
-        result = func(*tree_map(held, args), **kwargs_held)
+        result = func(*mapped(held, args), **kwargs_held)
         if name.startswith(("empty", "new_empty")) and isinstance(result, torch.Tensor):
             poison(result)
         stores = {each.held.untyped_storage().data_ptr() for each in on_device}
-        wrapped = tree_map(lambda each: DeviceTensor(each) if isinstance(each, torch.Tensor) else each, result)
-        made = [each for each in tree_iter(wrapped) if is_on_device(each)]
+        of_device = mapped(wrapped, result)
+        made = tensors_in(of_device)
         fresh = [each for each in made if each.held.untyped_storage().data_ptr() not in stores]
         writes = [args[i] if i < len(args) else kwargs.get(key) for i, key in mutated(func)]
-        written = [each for each in tree_iter(writes) if is_on_device(each)]
+        written = [each for each in tensors_in(writes) if is_on_device(each)]
         is_view = not written and not fresh
         if not is_view and not name.startswith(("empty", "new_empty")):
             only_read = [each for each in on_device if not any(each is other for other in written)]
             MODULE.touch(only_read, [*written, *fresh], stream, name)
-        return return_and_correct_aliasing(func, args, kwargs, wrapped)
+        if not written and len(fresh) == len(made):
+            return of_device
+        return return_and_correct_aliasing(func, args, kwargs, of_device)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -396,61 +418,6 @@ class PretendedDevice(TorchAccelerator):
         if self.is_on_device(data) and data.numel():
             data.block.check_seen(extent(held(data)), "a message of MPI")
         return super().view_for_mpi(data)
-
-
-class WatchedNccl(FakeNccl):
-    """The library of collectives, whose operations are watched too."""
-
-    def NcclCommunicator(self, size, key, rank):  # noqa: N802
-        return WatchedCommunicator(self, size, key, rank)
-
-
-class WatchedCommunicator(FakeNcclCommunicator):
-    def _touch(self, name: str, stream: int, number: int, reads, writes) -> None:
-        """`reads` and `writes` are addresses and numbers of elements."""
-        of = next(each for each in MODULE.streams if each.cuda_stream == stream)
-        size = self._bytes_of(number)
-        tick = of.launch()
-        for pairs, is_write in ((reads, False), (writes, True)):
-            for address, count in pairs:
-                block = MODULE.block_at(address) if count else None
-                if block is not None:
-                    block.touch((address, address + count * size), of, tick, is_write, f"NCCL's {name}")
-
-    def _bytes_of(self, number: int) -> int:
-        return int(self._nccl.dtypes[number][1:])
-
-    def allReduce(self, sent, received, count, number, op, stream):  # noqa: N802
-        self._touch("allReduce", stream, number, [], [(received, count)])
-        super().allReduce(sent, received, count, number, op, stream)
-
-    def reduce(self, sent, received, count, number, op, root, stream):
-        self._touch("reduce", stream, number, [(sent, count)], [(received, count)])
-        super().reduce(sent, received, count, number, op, root, stream)
-
-    def reduceScatter(self, sent, received, count, number, op, stream):  # noqa: N802
-        size = self._comm.size
-        self._touch("reduceScatter", stream, number, [(sent, count * size)], [(received, count)])
-        super().reduceScatter(sent, received, count, number, op, stream)
-
-    def allGather(self, sent, received, count, number, stream):  # noqa: N802
-        parts = [(received + i * count * self._bytes_of(number), count) for i in range(self._comm.size)]
-        others = [each for each in parts if each[0] != sent]  # a part that is in its place stays as it is
-        self._touch("allGather", stream, number, [(sent, count)], others)
-        super().allGather(sent, received, count, number, stream)
-
-    def broadcast(self, sent, received, count, number, root, stream):
-        at = [(received, count)]
-        self._touch("broadcast", stream, number, *((at, []) if self._comm.rank == root else ([], at)))
-        super().broadcast(sent, received, count, number, root, stream)
-
-    def send(self, address, count, number, peer, stream):
-        self._touch("send", stream, number, [(address, count)], [])
-        super().send(address, count, number, peer, stream)
-
-    def recv(self, address, count, number, peer, stream):
-        self._touch("recv", stream, number, [], [(address, count)])
-        super().recv(address, count, number, peer, stream)
 
 
 def pin_by_copying() -> None:

@@ -15,7 +15,7 @@ from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
-from tests.ranks.pretended_device import MODULE, PretendedDevice, WatchedNccl, watched
+from tests.ranks.pretended_device import MODULE, PretendedDevice, watched
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -26,6 +26,7 @@ from tests.ranks.small_runs import (
 )
 from tests.ranks.test_launches import PLANS, job_of
 from tests.ranks.test_staged import Pretended
+from tests.ranks.watched_nccl import WatchedNccl
 
 ROUTES: list[dict] = [{"native": True}, {}, {"direct": "a"}]
 STEPS = 3
