@@ -258,6 +258,15 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    @property
+    def data(self):
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value):
+        torch.Tensor.data.__set__(self, value)
+        self.held, self.block = value.held, value.block
+
     def untyped_storage(self):
         return self.held.untyped_storage()
 
