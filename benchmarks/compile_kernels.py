@@ -3,8 +3,8 @@
     python -m benchmarks.compile_kernels                    # sm_75, sm_80, sm_90, sm_100
     python -m benchmarks.compile_kernels --capability 90
 
-It shows that Triton takes them, in how many kernels, and that no sum has a choice of block sizes, which a measurement
-would make. It does not run them. Torch is told what a device would say of itself; that fits torch 2.11.
+It shows that Triton takes them, and in how many kernels. It does not run them. Torch is told what a device would say of
+itself; that fits torch 2.11. bf16 is left out before sm_80, which has none.
 """
 
 import sys
@@ -55,8 +55,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, list[Shape]]]:
 
 
 @contextmanager
-def described(capability: int, compiled: list):
-    """Have torch believe that there is a device; note in `compiled` the kernels, and their configurations."""
+def described(capability: int, compiled: list[str]):
+    """Have torch believe that there is a device; note in `compiled` the names of kernels."""
     import torch._inductor.runtime.triton_helpers as helpers
     import triton
     from torch._dynamo.device_interface import CudaInterface
@@ -88,7 +88,7 @@ def described(capability: int, compiled: list):
     cuda |= {"get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "_lazy_init": lambda: None}
 
     def note(autotuner) -> None:
-        compiled.append((autotuner.fn.__name__, len(autotuner.compile_results)))
+        compiled.append(autotuner.fn.__name__)
         autotuner.launchers = [lambda *_, **__: None]
 
     target = GPUTarget("cuda", capability, 32)
@@ -139,15 +139,13 @@ def command(capability: tuple[int, ...]):
         sys.exit(f"torch {torch.__version__} is not built for CUDA: install one that is; it needs no GPU")
     failed = 0
     for each in capability:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)[each < 80 :]:
             for name, function, shapes in cases(dtype):
-                compiled: list[tuple[str, int]] = []
+                compiled: list[str] = []
                 try:
                     with described(each, compiled):
                         compile_for_device(function, shapes)
-                    sums = [count for kernel, count in compiled if "_poi_" not in kernel]
-                    result = f"{len(compiled)} kernels" + (", a sum has a choice" if max(sums, default=1) > 1 else "")
-                    failed += max(sums, default=1) > 1
+                    result = ", ".join(compiled)
                 except Exception as error:  # whatever a compiler raises
                     failed, result = failed + 1, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 print(f"sm_{each} {str(dtype).removeprefix('torch.'):9} {name:32} {result}", flush=True)
