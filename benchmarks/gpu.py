@@ -5,6 +5,7 @@
 
 Each section is a process of its own with a time limit, and prints one JSON line as it ends, which is also appended to
 `results.jsonl` of the folder. What is `done` there is not repeated: start the same command again after an interruption.
+A section that fails or takes too long leaves the figures that it had by then (`result_so_far`).
 A machine without a GPU runs to the end too, on small models; `could_not` of each line says what that leaves out.
 """
 
@@ -23,6 +24,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "results.jsonl"
+PARTIAL = "partial.json"
+"""What the section that runs has so far, for the case that it takes too long."""
 STARTER = "HPCTRAIN_BENCHMARK_STARTER"
 """A variable with the words that start a module, in place of `python -m`; the tests have a quicker start."""
 
@@ -49,6 +52,10 @@ class Setting(NamedTuple):
     folder: Path
     has_gpu: bool
     short: bool
+
+    def so_far(self, result: dict) -> None:
+        """Keep figures of a section that continues."""
+        (self.folder / PARTIAL).write_text(json.dumps(result))
 
     @property
     def is_small(self) -> bool:
@@ -177,10 +184,11 @@ def routes(setting: Setting) -> dict:
         shared = ["HPCTRAIN_SHARE_DEVICES=1", *(["HPCTRAIN_DEVICE=cuda"] if setting.has_gpu else HOST), *variables]
         words = launch((2, shared, [*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)]))
         try:
-            doctor = run_json(["timeout", "29", *words], setting.folder)
+            doctor = run_json(["timeout", "-k", "5", "25", *words], setting.folder, range(124))
             result[name] = {key: doctor.get(key) for key in ("routes", "links", "exit_code")}
         except SectionError as error:
             result[name] = {"failed": str(error)}
+        setting.so_far(result)
         if not setting.has_gpu:
             break  # all are the same without devices
     native = [*INSIDE, "native"]
@@ -207,18 +215,23 @@ def parity(setting: Setting) -> dict:
     os.environ["HPCTRAIN_DIRECT"] = "0"  # which saves the probe at each start
     for name in ("cpu", "gpu", "mixed", "again", "resumed"):
         shutil.rmtree(setting.folder / name, ignore_errors=True)
+    result: dict = {}
+
+    def note(name: str, *of: str) -> None:
+        result[name] = compared(*of)
+        setting.so_far(result)
+
     run(["env", *HOST, *started("cpu", mixed=False)], setting.folder)
     run(["env", *setting.family, *started("gpu", mixed=False)], setting.folder)
-    for name in ("mixed", "again"):
-        run(started(name), setting.folder)
+    note("gpu_to_cpu", "cpu", "gpu")
+    run(started("mixed"), setting.folder)
+    note("mixed_to_cpu", "cpu", "mixed")
+    run(started("again"), setting.folder)
+    note("repeated", "mixed", "again", "--exact")
     run(started("resumed", "--stop-after", "3"), setting.folder)
     run(started("resumed"), setting.folder)
-    return {
-        "gpu_to_cpu": compared("cpu", "gpu"),
-        "mixed_to_cpu": compared("cpu", "mixed"),
-        "repeated": compared("mixed", "again", "--exact"),
-        "resumed": compared("mixed", "resumed", "--exact"),
-    }
+    note("resumed", "mixed", "resumed", "--exact")
+    return result
 
 
 def training(setting: Setting) -> dict:
@@ -230,24 +243,24 @@ def training(setting: Setting) -> dict:
     for size in sizes:
         job = write_job(setting, "training", global_batch=2 * size, dtype="fp32" if not setting.has_gpu else "bf16")
         words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
+        if not result["by_microbatch"]:
+            result |= run_json([*INSIDE, "peak", str(job)], setting.folder)
         entry: dict = {"microbatch": size}
-        for side, command in (
-            ("hpctrain", words),
-            ("plain", [*plain, str(job), "--microbatch", str(size), "--steps", steps]),
-        ):
+        result["by_microbatch"].append(entry)
+        sides = {"hpctrain": words, "plain": [*plain, str(job), "--microbatch", str(size), "--steps", steps]}
+        if size == sizes[-1]:  # plain PyTorch adds in any order
+            sides["hpctrain_any_order"] = [*words, "--set", "kernels.deterministic=false"]
+        for side, command in sides.items():
             try:
                 entry[side] = run_json(command, setting.folder)["tokens_per_second"]
+                entry[f"{side}_mfu"] = entry[side] * result["flops_per_token"] / result["peak_flops_per_second"]
             except SectionError as error:
                 entry[f"{side}_failed"] = str(error)
-        if "hpctrain" in entry and "plain" in entry:
-            entry["of_plain"] = entry["hpctrain"] / entry["plain"]
-        result["by_microbatch"].append(entry)
-    job = setting.folder / "training.toml"
-    figures = run_json([*INSIDE, "peak", str(job)], setting.folder)
-    speeds = [entry["hpctrain"] for entry in result["by_microbatch"] if "hpctrain" in entry]
-    if speeds:
-        result["mfu_of_measured_peak"] = max(speeds) * figures["flops_per_token"] / figures["peak_flops_per_second"]
-    return result | figures
+            if "hpctrain" in entry and "plain" in entry:
+                entry["of_plain"] = entry["hpctrain"] / entry["plain"]
+            setting.so_far(result)
+    result["mfu_of_measured_peak"] = max(entry.get("hpctrain_mfu", 0.0) for entry in result["by_microbatch"])
+    return result
 
 
 def kernels(setting: Setting) -> dict:
@@ -263,15 +276,18 @@ def fused(setting: Setting) -> dict:
 def prediction(setting: Setting) -> dict:
     """A probe of this machine, a profile of the job, and its predicted step beside a measured one."""
     job = write_job(setting, "predicted", global_batch=8, dtype="bf16" if setting.has_gpu else "fp32")
+    separate = ["--set", "kernels.fused=false"]  # as a profile measures them
     cluster, plan = setting.folder / "cluster.toml", setting.folder / "plan.toml"
     seconds = ("2", "4") if setting.short else ("15", "40")
     run([*HPCTRAIN, "probe", "--out", str(cluster), "--force", "--seconds", seconds[0]], setting.folder)
     profile = [*HPCTRAIN, "probe", "--job", str(job), "--cluster", str(cluster), "--refresh", "--seconds", seconds[1]]
     run(profile, setting.folder)
-    run([*HPCTRAIN, "plan", "search", str(job), "--cluster", str(cluster), "--out", str(plan)], setting.folder)
-    words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), "--json"]
+    search = [*HPCTRAIN, "plan", "search", str(job), "--cluster", str(cluster), "--out", str(plan), *separate]
+    run(search, setting.folder)
+    words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), *separate, "--json"]
     predicted = run_json(words, setting.folder)
-    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", "--json"]
+    setting.so_far({"predicted_seconds": predicted["step_seconds"]})
+    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", *separate, "--json"]
     measured = sorted(run_json(words, setting.folder)["step_seconds"])
     middle = measured[len(measured) // 2]
     return {
@@ -293,6 +309,7 @@ def families(setting: Setting) -> dict:
         "cpu": run_json(launch(hosts), setting.folder)["tokens_per_second"],
         "gpu": run_json(launch((1, setting.family, command)), setting.folder)["tokens_per_second"],
     }
+    setting.so_far(speeds)
     both = run_json(launch(hosts, (1, setting.family, command)), setting.folder)
     return speeds | {
         "both": both["tokens_per_second"],
@@ -302,7 +319,10 @@ def families(setting: Setting) -> dict:
 
 
 def checkpoints(setting: Setting) -> dict:
+    """Of a third of the model: all of it is 13 GB."""
     job = write_job(setting, "checkpoints", global_batch=2, dtype="bf16" if setting.has_gpu else "fp32")
+    if not setting.is_small:
+        job.write_text(job.read_text().replace('preset = "llama-1b"', 'preset = "llama-1b"\nnum_layers = 8'))
     return run_json([*INSIDE, "checkpoints", str(job)], setting.folder)
 
 
@@ -343,6 +363,8 @@ def run_section(name: str, options: argparse.Namespace, gpu: bool) -> dict:
     words += ["--short"] if options.short else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     limit, start = options.limit or section.limit_seconds, time.monotonic()
+    partial = options.folder / PARTIAL
+    partial.unlink(missing_ok=True)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **pipes) as child:
         try:
@@ -358,7 +380,7 @@ def run_section(name: str, options: argparse.Namespace, gpu: bool) -> dict:
         return line | {"result": json.loads(out.splitlines()[-1])}
     why = f"was not done after {limit} s" if status == "timeout" else " ".join(errors.strip().splitlines()[-1:])
     line["could_not"].append(why[-800:])
-    return line
+    return line | ({"result_so_far": json.loads(partial.read_text())} if partial.exists() else {})
 
 
 def main() -> int:

@@ -45,8 +45,11 @@ class KernelChoice(Table):
 
 LOGITS_BYTES = 256 << 20
 """Of logits, as if in fp32, that may be there at once. Small models never have as many, and are computed at once."""
+TOKEN_MULTIPLE = 256
+"""Parts of a batch have a multiple of so many tokens, where they have more: kernels for products like such sizes."""
 
 
 def tokens_at_once(num_tokens: int, columns: int) -> int:
     """Return for how many tokens the logits of so many columns are there at once, the same on all ranks of a grid."""
-    return min(num_tokens, max(1, LOGITS_BYTES // (4 * columns)))
+    count = max(1, LOGITS_BYTES // (4 * columns))
+    return min(num_tokens, count - count % TOKEN_MULTIPLE if count > TOKEN_MULTIPLE else count)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch.autograd import DeviceType
 
 from benchmarks import gpu_inside
-from benchmarks.gpu import PARTS, RESULTS, SECTIONS, is_done, run_section
+from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, is_done, run_section
 from hpctrain.comm.routes import nccl as library_of_collectives
 from hpctrain.comm.routes.abilities import Ability
 
@@ -29,13 +29,15 @@ def test_all_sections_end_in_25_minutes():
 
 def test_a_section_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/started\nwait\n")
+    kept = f"echo '{{\"seconds\": 1}}' > {tmp_path / PARTIAL}"
+    python.write_text(f"#!/bin/sh\n{kept}\nsleep 60 &\necho $! > {tmp_path}/started\nwait\n")
     python.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(python))
     start = time.monotonic()
     line = run_section("parity", options(tmp_path, limit=3), False)
     assert time.monotonic() - start < 40
     assert line["status"] == "timeout" and line["could_not"][-1] == "was not done after 3 s"
+    assert line["result_so_far"] == {"seconds": 1}
     assert not is_done(tmp_path, "parity")
     status = Path("/proc", (tmp_path / "started").read_text().strip(), "status")
     assert not status.exists() or "Z (zombie)" in status.read_text()

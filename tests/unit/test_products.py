@@ -96,6 +96,7 @@ def test_no_more_logits_are_there_than_may_be(monkeypatch):
     columns, tokens = 64, 1000
     monkeypatch.setattr(kernels, "LOGITS_BYTES", 100 * columns * 4)
     assert kernels.tokens_at_once(tokens, columns) == 100 and kernels.tokens_at_once(50, columns) == 50
+    assert kernels.tokens_at_once(tokens, columns // 8) == 768, "of 800, a multiple of 256"
     weight = Weight("head.weight")
     weight.data, weight.grad = torch.randn(columns, 8), torch.zeros(columns, 8)
     largest = []

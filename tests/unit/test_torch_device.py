@@ -18,7 +18,8 @@ from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
-from hpctrain.comm.accelerators.torch_device import FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
+from hpctrain.comm.accelerators.pinned import register_memory
+from hpctrain.comm.accelerators.torch_device import EXACT_BYTES, FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
 from hpctrain.comm.communicator import Communicator, as_tensor
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.launches import DeviceLaunch, ErrorWatch
@@ -135,6 +136,43 @@ def test_memory_that_is_exported_is_opened_and_given_back_by_its_address():
     made, _ = device(KINDS["xpu"])
     made._given_cupy = None
     assert made.export_memory(100) is None
+
+
+def test_large_host_buffers_are_pinned_as_they_are_until_nothing_of_them_is_used():
+    made, module = device()
+    registered: dict[int, int] = {}
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        registered[address] = num_bytes
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
+    module.cudart = lambda: runtime
+    buffer = made.host_buffer(EXACT_BYTES + 12)
+    part = buffer[EXACT_BYTES:].fill_(3)
+    assert registered == {buffer.data_ptr(): EXACT_BYTES + 12}
+    del buffer
+    assert registered and part.tolist() == [3] * 12
+    del part
+    assert not registered
+    runtime.cudaHostRegister = lambda *_: 2
+    assert register_memory(1 << 12, runtime) is None
+
+
+def test_products_are_summed_in_fp32(monkeypatch):
+    made, _ = device()
+    monkeypatch.setattr(made, "_measure_outside", lambda: 0)
+    products = torch.backends.cuda.matmul
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        made.bind()
+        assert not products.allow_bf16_reduced_precision_reduction
+        assert not products.allow_fp16_reduced_precision_reduction
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.autograd.set_multithreading_enabled(True)
+        torch.set_num_threads(threads)
 
 
 def test_arrays_of_other_libraries_are_taken_in_place():
@@ -375,6 +413,9 @@ def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
     )
     devices = bind.learn_devices(world, FakeAccelerator("a"), 1)
     assert devices.families["a"].direct == (False, "8388608 bytes arrived changed")
+    world.topology = Topology((Place("n1", "a", "cuda"),))
+    world.gather_objects = lambda value: [value]
+    assert bind.learn_devices(world, FakeAccelerator("a"), 1).families["a"].direct == bind.ALONE
 
 
 def test_the_device_is_current_before_mpi_starts():

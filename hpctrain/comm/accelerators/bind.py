@@ -22,6 +22,8 @@ from hpctrain.config.errors import TopologyError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
+ALONE = Ability(False, "a single rank sends no messages")
+"""Not probed: that starts torch and the device once more, which takes seconds."""
 
 
 def bind_accelerator(world: World) -> Accelerator:
@@ -81,7 +83,8 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     if accelerator.kind != "cpu":
         native = native_ability(accelerator, sharers)
         if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
-            direct = asked_direct() or probe_direct(accelerator.kind, accelerator.device.index or 0)
+            index = accelerator.device.index or 0
+            direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
     families = combine(world.topology, _of_all(world, (native, direct)))
     if asked_direct() is None:
         families = confirm_direct(world, accelerator, families)

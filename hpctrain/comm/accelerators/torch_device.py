@@ -13,6 +13,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
+from hpctrain.comm.accelerators.pinned import register_memory
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
@@ -23,6 +24,10 @@ LIBRARY_BYTES = 1 << 30
 """For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
 FRAGMENTATION_SHARE = 0.04
 """Of a device's memory, that a caching allocator is taken to lose in blocks that do not fit what comes."""
+
+
+EXACT_BYTES = 64 << 20
+"""Host buffers from this size on are pinned as they are: of offloaded state, twice the bytes could be too many."""
 
 
 class TorchAccelerator(Accelerator):
@@ -59,7 +64,8 @@ class TorchAccelerator(Accelerator):
             self.cupy.cuda.Device(self._index).use()
 
     def bind(self) -> None:
-        """Use this device; sum in the same order in every run; run backward passes in the thread that asks for them.
+        """Use this device; sum in fp32 and in the same order in every run; run backward passes in the thread that asks
+        for them.
 
         The last is for MPI: torch's own threads would communicate in backward passes, which an MPI without full
         support for threads does not allow.
@@ -69,6 +75,8 @@ class TorchAccelerator(Accelerator):
         self.use()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.sum_in_one_order(True)
+        products = torch.backends.cuda.matmul  # else a library may add parts of a long sum in half precision
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.autograd.set_multithreading_enabled(False)
         self._outside = self._measure_outside()
@@ -182,6 +190,10 @@ class TorchAccelerator(Accelerator):
         return getattr(self._current(), self._kind.stream_attribute) if self._kind.stream_attribute else 0
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes >= EXACT_BYTES and self._kind.pins_memory and hasattr(self._module, "cudart"):
+            exact = register_memory(num_bytes, self._module.cudart())
+            if exact is not None:
+                return exact
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._kind.pins_memory)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
