@@ -26,8 +26,8 @@ FRAGMENTATION_SHARE = 0.04
 """Of a device's memory, that a caching allocator is taken to lose in blocks that do not fit what comes."""
 
 
-EXACT_BYTES = 64 << 20
-"""Host buffers from this size on are pinned as they are: of offloaded state, twice the bytes could be too many."""
+EXACT_BYTES = 4 << 20
+"""Host buffers from this size on are pinned as they are: of what is offloaded, twice the bytes could be too many."""
 
 
 class TorchAccelerator(Accelerator):
@@ -190,7 +190,8 @@ class TorchAccelerator(Accelerator):
         return getattr(self._current(), self._kind.stream_attribute) if self._kind.stream_attribute else 0
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        if num_bytes >= EXACT_BYTES and self._kind.pins_memory and hasattr(self._module, "cudart"):
+        is_rounded = num_bytes >= EXACT_BYTES and num_bytes.bit_count() > 1
+        if is_rounded and self._kind.pins_memory and hasattr(self._module, "cudart"):
             exact = register_memory(num_bytes, self._module.cudart())
             if exact is not None:
                 return exact
