@@ -7,10 +7,13 @@ are in memory of the host, and are computed there at once. What a real device do
   writes, must be ordered by a stream, an event, or a host that has waited; else they race.
 - Memory that is freed is given to the next tensor of the stream that it was allocated on. Other streams must be done
   with it then.
-- Copies to and from pinned memory are done late. A host that does not wait for them has wrong numbers.
+- Copies to and from pinned memory, and memory of other processes, are done late. A host that does not wait for them has
+  wrong numbers.
 - Every wait of the host for work that is not known to be done is listed, hidden ones too.
 """
 
+import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -20,10 +23,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from hpctrain.comm.accelerators.base import ExportedMemory
 from hpctrain.comm.accelerators.kinds import CUDA, DeviceKind
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from tests.ranks.fake_devices import POISON
@@ -177,6 +182,8 @@ class PretendedModule(FakeTorchModule):
         self.waits: list[str] = []
         self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self.pinned: list[torch.Tensor] = []
+        self.opened: list[torch.Tensor] = []
+        """Memory that this process has exported, or another one has."""
 
     def complain(self, text: str) -> None:
         if text not in self.complaints:
@@ -198,8 +205,7 @@ class PretendedModule(FakeTorchModule):
                 self.wait(stream, "synchronize")
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        at = tensor.data_ptr()
-        return any(each.data_ptr() <= at < each.data_ptr() + each.numel() for each in self.pinned)
+        return is_in(self.pinned, tensor)
 
     def block_at(self, address: int) -> Block | None:
         """Return the block of an address that may be inside of it; for who has addresses alone."""
@@ -217,6 +223,11 @@ class PretendedModule(FakeTorchModule):
 MODULE = PretendedModule()
 _setup_privateuseone_for_python_backend(NAME, MODULE)
 torch.utils.rename_privateuse1_backend(NAME)
+
+
+def is_in(memory: Iterable[torch.Tensor], tensor: torch.Tensor) -> bool:
+    at = tensor.data_ptr()
+    return any(each.data_ptr() <= at < each.data_ptr() + each.numel() for each in memory)
 
 
 def extent(held: torch.Tensor) -> tuple[int, int]:
@@ -356,9 +367,8 @@ def run(func, args, kwargs):
         return return_and_correct_aliasing(func, args, kwargs, of_device)
 
 
-def poison(tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        tensor.untyped_storage().fill_(POISON)
+def poison(held: torch.Tensor) -> None:
+    held.fill_(float("nan") if held.is_floating_point() else POISON if held.dtype != torch.bool else True)
 
 
 def copied(func, args, kwargs):
@@ -385,12 +395,17 @@ def move(target: torch.Tensor, source: torch.Tensor, is_late: bool) -> None:
     MODULE.touch(reads, writes, stream, "a copy")
     into, values = held(target), held(source)
     if is_on_device(source) and is_on_device(target):
-        into.copy_(values)
+        if is_late and (is_in(MODULE.opened, into) or is_in(MODULE.opened, values)):
+            if not is_in(MODULE.opened, into):
+                poison(into)
+            stream.late.append(lambda: into.copy_(values))
+        else:
+            into.copy_(values)
         return
     of_host = source if is_on_device(target) else target
     if is_late and MODULE.is_pinned(of_host):
         if not is_on_device(target):
-            into.fill_(float("nan") if into.is_floating_point() else POISON)
+            poison(into)
         stream.late.append(lambda: into.copy_(values))
         return
     if of_host.dim() or not is_on_device(target):  # a number goes with the launch
@@ -412,6 +427,9 @@ KIND = CUDA._replace(torch_type=NAME, pins_memory=False)
 class PretendedDevice(TorchAccelerator):
     """The project's own class, on the module above. MPI may be given memory only when it is there."""
 
+    exports = True
+    """Whether other processes may open memory of it."""
+
     def __init__(self, kind: DeviceKind = KIND, index: int = 0, family: str = "a", sharers: int = 1):
         super().__init__(kind, index, family, sharers, MODULE, FakeCupy())
 
@@ -420,8 +438,27 @@ class PretendedDevice(TorchAccelerator):
         MODULE.pinned.append(made)
         return made
 
-    def export_memory(self, num_bytes: int):
-        return None  # memory that others write to is not watched
+    def export_memory(self, num_bytes: int) -> ExportedMemory | None:
+        if not self.exports:
+            return None
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+            file.truncate(num_bytes)
+        return ExportedMemory(self._open(file.name), file.name.encode())
+
+    def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        memory = self._open(handle.decode())
+        os.unlink(handle)
+        return memory
+
+    def _open(self, path: str) -> torch.Tensor:
+        memory = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
+        MODULE.opened.append(memory)
+        return DeviceTensor(memory)
+
+    def close_memory(self, imported: torch.Tensor) -> None:
+        MODULE.opened[:] = [each for each in MODULE.opened if each.data_ptr() != imported.data_ptr()]
+
+    free_memory = close_memory
 
     def view_for_mpi(self, data: torch.Tensor):
         if self.is_on_device(data) and data.numel():

@@ -11,6 +11,7 @@ from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.routes.device_transport import DeviceTransport
+from hpctrain.comm.routes.peer_memory import _PeerMessage
 from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
@@ -28,7 +29,8 @@ from tests.ranks.test_launches import PLANS, job_of
 from tests.ranks.test_staged import Pretended
 from tests.ranks.watched_nccl import WatchedNccl
 
-ROUTES: list[dict] = [{"native": True}, {}, {"direct": "a"}]
+ROUTES: list[dict] = [{"native": True}, {"exports": False}, {"direct": "a", "exports": False}]
+"""By NCCL, with messages that devices copy from each other's memory; by pinned buffers; by MPI on device memory."""
 STEPS = 3
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "head_size": None}
 DTYPES = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
@@ -44,6 +46,8 @@ def trained(world, families: str, job, route: dict) -> list[float]:
     """Return the losses of a job on pretended devices. All ranks must call."""
     has_device = families[world.rank] != "c"
     device = PretendedDevice(family=families[world.rank]) if has_device else None
+    if device:
+        device.exports = route.get("exports", True)
     pretended = Pretended(world, families, device=device, library=WatchedNccl(world.raw_mpi), **route)
     result = losses(pretended, job, STEPS, pretended.device)
     pretended.close()
@@ -136,28 +140,37 @@ def message_at_once(transport, data, peer, post, staged, copied):
     return PlainMessage(post, [data], DONE)
 
 
+def count_at_once(message, counter: int) -> None:
+    for _ in message._copying:
+        message._shared.note(counter)
+    message._copying.clear()
+    COUNT(message, counter)
+
+
+COUNT = _PeerMessage._count
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
+NCCL, STAGED, DIRECT = ROUTES
 MISTAKES = {
-    "a launch does not wait for its operands": (DeviceLaunch, "run_on", run_without_wait, "does not wait for"),
-    "nobody waits for a launch": (DeviceLaunch, "wait", lambda launch: None, "does not wait for NCCL's"),
-    "operands are not kept": (StreamedCollectives, "_run", run_and_forget, "memory is freed"),
-    "a message does not wait": (DeviceTransport, "_message", message_at_once, "a message of MPI does not wait"),
-    "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, "other losses"),
+    "a launch does not wait for its operands": (DeviceLaunch, "run_on", run_without_wait, NCCL, "does not wait for"),
+    "nobody waits for a launch": (DeviceLaunch, "wait", lambda launch: None, NCCL, "does not wait for NCCL's"),
+    "operands are not kept": (StreamedCollectives, "_run", run_and_forget, STAGED, "memory is freed"),
+    "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),
+    "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, STAGED, "other losses"),
+    "a slot is counted too early": (_PeerMessage, "_count", count_at_once, NCCL, "other losses"),
 }
-"""What is replaced by what, and what is complained of then. Those of launches need a library."""
+"""What is replaced by what, on which route, and what is complained of then."""
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(world, tokens, mistake):
-    of, name, replacement, complaint = MISTAKES[mistake]
+    of, name, replacement, route, complaint = MISTAKES[mistake]
     alone = losses_of_one_rank(world, tokens, "gpt2", STEPS)
-    route = {"native": True} if of is DeviceLaunch else {"direct": "a"} if of is DeviceTransport else {}
-    job = job_of(tokens, {"tensor": {"y": 2}, "sequence_parallel": True}, True)
+    plan = {"pipeline": 2} if of is _PeerMessage else {"tensor": {"y": 2}, "sequence_parallel": True}
     with watched() as device, patch.object(of, name, replacement):
         try:
-            result = trained(world, "aa", job, route)
+            result = trained(world, "aa", job_of(tokens, plan, True), route)
         except TrainingError:  # of all ranks: what is poisoned is no number
             result = [float("inf")] * len(alone)
         if largest_relative_difference(result, alone) > 1e-5:
