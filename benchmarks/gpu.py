@@ -93,11 +93,16 @@ def launch(*parts: tuple[int, Sequence[str], Sequence[str]]) -> list[str]:
     return words
 
 
+def module_path() -> str:
+    """Return where Python looks for modules: in this checkout, then wherever it was told to."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(words: Sequence[str], cwd: Path, accepted: Sequence[int] = (0,), **variables: str) -> str:
     """Return what a command printed. Raises SectionError."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": module_path()} | variables
     done = subprocess.run(list(words), cwd=cwd, capture_output=True, text=True, env=environment)
-    if done.returncode not in accepted:
+    if done.returncode not in accepted or not done.stdout.strip():
         last = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
         raise SectionError(f"{' '.join(words[-8:])}: exit code {done.returncode}: {last[-600:]}")
     return done.stdout
@@ -361,7 +366,7 @@ def run_section(name: str, options: argparse.Namespace, gpu: bool) -> dict:
     section = SECTIONS[name]
     words = [*module("benchmarks.gpu"), "--folder", str(options.folder), "--inside", name]
     words += ["--short"] if options.short else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": module_path()}
     limit, start = options.limit or section.limit_seconds, time.monotonic()
     partial = options.folder / PARTIAL
     partial.unlink(missing_ok=True)

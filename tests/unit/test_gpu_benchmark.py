@@ -2,16 +2,18 @@
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from click.testing import CliRunner
 from torch.autograd import DeviceType
 
 from benchmarks import gpu_inside
-from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, is_done, run_section
+from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, SectionError, is_done, run, run_section
 from hpctrain.comm.routes import nccl as library_of_collectives
 from hpctrain.comm.routes.abilities import Ability
 
@@ -41,6 +43,15 @@ def test_a_section_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     assert not is_done(tmp_path, "parity")
     status = Path("/proc", (tmp_path / "started").read_text().strip(), "status")
     assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+def test_modules_are_found_where_python_was_told_to_look(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text("print('found')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run([sys.executable, "-m", "elsewhere"], Path("/")) == "found\n"
+    assert run([sys.executable, "-c", "import benchmarks.gpu; print(1)"], Path("/")) == "1\n"
+    with pytest.raises(SectionError, match="exit code 1: .*No module named nowhere"):
+        run([sys.executable, "-m", "nowhere"], Path("/"), range(256))
 
 
 def test_a_section_that_fails_says_why_and_is_repeated(tmp_path, monkeypatch):
