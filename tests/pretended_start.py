@@ -21,8 +21,7 @@ from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_nccl import WatchedNccl
-
-COMPLAINED = "complained:"
+from tests.started import COMPLAINED
 
 
 def replace_cuda() -> None:

@@ -9,6 +9,8 @@ BIN = Path(sys.executable).parent
 """Where `hpctrain` and `mpirun` are."""
 
 
+COMPLAINED = "complained:"
+"""What stands before each complaint of a pretended device, in the errors of `tests/pretended_start.py`."""
 SMALL_MODEL = """
 [model]
 architecture = "llama"

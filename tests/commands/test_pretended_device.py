@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretended_start import COMPLAINED
-from tests.started import BIN, Finished
+from tests.started import BIN, COMPLAINED, Finished
 from tests.warm_start import MODULE
 
 STARTED = "tests.pretended_start", "hpctrain"
