@@ -99,6 +99,9 @@ def serve(path: str) -> dict:
             elif kind == "client":
                 link, _ = listening.accept()
                 request = _receive(link)
+                if request is None:
+                    link.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     events.close()
@@ -113,7 +116,10 @@ def serve(path: str) -> dict:
                 events.register(link, selectors.EVENT_READ, ("signal", pid))
                 events.register(os.pidfd_open(pid), selectors.EVENT_READ, ("end", pid))
             elif kind == "signal":
-                number = key.fileobj.recv(1)
+                try:
+                    number = key.fileobj.recv(1)
+                except OSError:
+                    number = b""
                 if not number:  # the client was killed
                     events.unregister(key.fileobj)
                 with suppress(ProcessLookupError):
@@ -148,13 +154,20 @@ def _import_everything() -> None:
             importlib.import_module(module.name)
 
 
-def _receive(link: socket.socket) -> dict:
-    size, streams, _, _ = socket.recv_fds(link, SIZE_BYTES, MOST_STREAMS)
-    left, parts = int.from_bytes(size, "big"), []
-    while left:
-        parts.append(link.recv(left))
-        left -= len(parts[-1])
-    return json.loads(b"".join(parts)) | {"streams": streams}
+def _receive(link: socket.socket) -> dict | None:
+    """Return what a client asks for; None where it was killed before it had said so."""
+    streams: list[int] = []
+    try:
+        size, streams, _, _ = socket.recv_fds(link, SIZE_BYTES, MOST_STREAMS)
+        left, parts = int.from_bytes(size, "big"), []
+        while left and (part := link.recv(left)):
+            parts.append(part)
+            left -= len(part)
+        return json.loads(b"".join(parts)) | {"streams": streams}
+    except (OSError, ValueError):
+        for stream in streams:
+            os.close(stream)
+        return None
 
 
 def _become(request: dict, server: int) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -331,3 +332,11 @@ def test_a_trace_is_of_the_first_steps_and_changes_nothing(hpctrain, folder, who
     steps = [(e["pid"], e["name"]) for e in events if e["name"].startswith("step ")]
     assert sorted(steps) == [(rank, f"step {step}") for rank in range(2) for step in (1, 2)]
     assert last_line(hpctrain("compare", "runs/whole", "runs/traced", "--exact", "--json", cwd=folder))["same"]
+
+
+def test_a_client_that_is_killed_before_it_asks_leaves_the_server_of_warm_starts(hpctrain, warm_start, folder):
+    for sent in (b"", b"\0" * 8, (100).to_bytes(8, "big") + b"{"):
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(warm_start[-1])
+            link.sendall(sent)
+    assert hpctrain("--version", cwd=folder).code == 0
