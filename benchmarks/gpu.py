@@ -94,7 +94,7 @@ def launch(*parts: tuple[int, Sequence[str], Sequence[str]]) -> list[str]:
 
 
 def module_path() -> str:
-    """Return where Python looks for modules: in this checkout, then wherever it was told to."""
+    """Return where Python looks for modules: in this checkout, then where PYTHONPATH says."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -244,12 +244,12 @@ def training(setting: Setting) -> dict:
     sizes = [1, 2] if setting.is_small else [4, 8]
     steps = "1" if setting.short else "3"
     plain = [*INSIDE, "plain"]
-    result: dict = {"by_microbatch": []}
+    dtype = "bf16" if setting.has_gpu else "fp32"
+    job = write_job(setting, "training", dtype=dtype)
+    result = {"by_microbatch": [], **run_json([*INSIDE, "peak", str(job)], setting.folder)}
     for size in sizes:
-        job = write_job(setting, "training", global_batch=2 * size, dtype="fp32" if not setting.has_gpu else "bf16")
+        job = write_job(setting, "training", global_batch=2 * size, dtype=dtype)
         words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
-        if not result["by_microbatch"]:
-            result |= run_json([*INSIDE, "peak", str(job)], setting.folder)
         entry: dict = {"microbatch": size}
         result["by_microbatch"].append(entry)
         sides = {"hpctrain": words, "plain": [*plain, str(job), "--microbatch", str(size), "--steps", steps]}
@@ -324,10 +324,7 @@ def families(setting: Setting) -> dict:
 
 
 def checkpoints(setting: Setting) -> dict:
-    """Of a third of the model: all of it is 13 GB."""
     job = write_job(setting, "checkpoints", global_batch=2, dtype="bf16" if setting.has_gpu else "fp32")
-    if not setting.is_small:
-        job.write_text(job.read_text().replace('preset = "llama-1b"', 'preset = "llama-1b"\nnum_layers = 8'))
     return run_json([*INSIDE, "checkpoints", str(job)], setting.folder)
 
 

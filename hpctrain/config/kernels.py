@@ -26,7 +26,7 @@ class KernelChoice(Table):
     are faster in some cases, such as all of cuDNN's for attention; `benchmarks.gpu` measures the price."""
 
     def fused_of(self, family: str) -> bool | None:
-        """Return what ranks of a family do; None where that is still to be chosen."""
+        """Return what ranks of a family do; None where that is not resolved yet."""
         return self.fused_by_family.get(family, self.fused)
 
     @property

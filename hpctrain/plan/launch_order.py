@@ -10,7 +10,7 @@ The event loop of `plan.schedule_run` looks for it, by rules that are harder tha
 |------------------------------------|-----------------------------------------------------------------------------|
 | over x, y, z                       | the ranks of a tile execute the same instructions: they are one runner      |
 | of holders, ZeRO 2 and 3           | the tiles of a stage take each pass together                                |
-| of holders, sums that start early  | all tiles with an item wait for each other, item by item, before they go on |
+| of holders, sums that start early  | tiles with an item wait for each other, item by item, before they continue  |
 | of holders, at the end of a step   | all tiles are there, and launch in the order of `RankShards`                |
 """
 

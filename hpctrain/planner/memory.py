@@ -368,11 +368,11 @@ def _num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
     """Return how many messages a rank of a tile has buffers for: of those that come, before it comes to receive them;
     of those that go, one in flight for each tile that sends any, and the one that it makes."""
 
-    def meets(near: Iterable[Tile]) -> bool:
+    def has_messages(near: Iterable[Tile]) -> bool:
         return any(other.ranks != tile.ranks for other in near)
 
-    kinds = meets(plan.upstream(tile)) + meets(plan.downstream(tile))
-    sending = sum(meets((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
+    kinds = has_messages(plan.upstream(tile)) + has_messages(plan.downstream(tile))
+    sending = sum(has_messages((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
     return min(setup.stack.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)
 
 

@@ -1,8 +1,8 @@
 """What a stage of a pipeline costs: seconds and bytes as lines in its number of blocks, shared by all plans. Pure.
 
 Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same. Seconds are
-those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding and for who meets different
-grids, about which a search knows only roughly.
+those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that exchange
+with tiles of different grids, about which a search knows only roughly.
 """
 
 import itertools

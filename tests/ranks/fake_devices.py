@@ -146,17 +146,12 @@ class FakeAccelerator(Accelerator):
     def export_memory(self, num_bytes: int) -> ExportedMemory | None:
         if not self._exports:
             return None
-        with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
-            file.write(bytes([POISON]) * num_bytes)
         self.open_memory += 1
-        return ExportedMemory(_mapped(file.name), file.name.encode())
+        return share_memory(num_bytes)
 
     def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
-        memory = _mapped(handle.decode())
-        os.unlink(handle)
-        assert memory.numel() == num_bytes
         self.open_memory += 1
-        return memory
+        return open_shared_memory(handle, num_bytes)
 
     def close_memory(self, imported: torch.Tensor) -> None:
         self.open_memory -= 1
@@ -174,6 +169,20 @@ class FakeAccelerator(Accelerator):
 
     def products_per_second(self, dtype: torch.dtype) -> float:
         return 1.0
+
+
+def share_memory(num_bytes: int) -> ExportedMemory:
+    """Return memory of the host, poisoned, that another process may open."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+        file.write(bytes([POISON]) * num_bytes)
+    return ExportedMemory(_mapped(file.name), file.name.encode())
+
+
+def open_shared_memory(handle: bytes, num_bytes: int) -> torch.Tensor:
+    memory = _mapped(handle.decode())
+    os.unlink(handle)
+    assert memory.numel() == num_bytes
+    return memory
 
 
 def _mapped(path: str) -> torch.Tensor:

@@ -12,8 +12,6 @@ are in memory of the host, and are computed there at once. What a real device do
 - Every wait of the host for work that is not known to be done is listed, hidden ones too.
 """
 
-import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -31,7 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from hpctrain.comm.accelerators.base import ExportedMemory
 from hpctrain.comm.accelerators.kinds import CUDA, DeviceKind
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
-from tests.ranks.fake_devices import POISON
+from tests.ranks.fake_devices import POISON, open_shared_memory, share_memory
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 
 NAME = "pretended"
@@ -441,17 +438,14 @@ class PretendedDevice(TorchAccelerator):
     def export_memory(self, num_bytes: int) -> ExportedMemory | None:
         if not self.exports:
             return None
-        with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
-            file.truncate(num_bytes)
-        return ExportedMemory(self._open(file.name), file.name.encode())
+        shared = share_memory(num_bytes)
+        return shared._replace(memory=self._opened(shared.memory))
 
     def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
-        memory = self._open(handle.decode())
-        os.unlink(handle)
-        return memory
+        return self._opened(open_shared_memory(handle, num_bytes))
 
-    def _open(self, path: str) -> torch.Tensor:
-        memory = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
+    @staticmethod
+    def _opened(memory: torch.Tensor) -> torch.Tensor:
         MODULE.opened.append(memory)
         return DeviceTensor(memory)
 
