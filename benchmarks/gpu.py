@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = "results.jsonl"
 PARTIAL = "partial.json"
 """What the section that runs has so far, for the case that it takes too long."""
+PARTIAL_VARIABLE = "HPCTRAIN_BENCHMARK_PARTIAL"
+"""The path of a file like it, for a process that a section starts."""
 STARTER = "HPCTRAIN_BENCHMARK_STARTER"
 """A variable with the words that start a module, in place of `python -m`; the tests have a quicker start."""
 
@@ -56,6 +58,10 @@ class Setting(NamedTuple):
     def so_far(self, result: dict) -> None:
         """Keep figures of a section that continues."""
         (self.folder / PARTIAL).write_text(json.dumps(result))
+
+    def run_inside(self, *words: str) -> dict:
+        """Run a command of `benchmarks.gpu_inside`, which keeps its own figures so far. Raises SectionError."""
+        return run_json([*INSIDE, *words], self.folder, **{PARTIAL_VARIABLE: str(self.folder / PARTIAL)})
 
     @property
     def is_small(self) -> bool:
@@ -154,30 +160,27 @@ def versions(setting: Setting) -> dict:
 def operators(setting: Setting) -> dict:
     """Every operator against float64, forward and backward, twice."""
     job = write_job(setting, "operators")
-    dtypes = [word for dtype in ("fp32", "bf16", "fp16") for word in ("--dtype", dtype)]
     few = ["--tokens", "32"] if setting.short else []
     layers = [] if setting.is_small else ["--set", "model.num_layers=1"]
-    words = [*HPCTRAIN, "align", str(job), *dtypes, *few, *layers, "--json"]
-    summary = run_json(words, setting.folder, (0, 1))
-    worst: dict[str, dict] = {}
-    for entry in summary["operators"]:
-        share = entry["error"] / entry["bound"] if entry["error"] is not None and entry["bound"] else 0.0
-        if share >= worst.get(entry["dtype"], {"share_of_bound": -1.0})["share_of_bound"]:
-            worst[entry["dtype"]] = {"share_of_bound": share} | {k: entry[k] for k in ("operator", "result", "error")}
-    return {
-        "aligned": summary["aligned"],
-        "worst": worst,
-        "beyond": [entry for entry in summary["operators"] if entry["beyond"]],
-        "not_the_same_bits_twice": [
-            f"{entry['operator']} {entry['result']} {entry['dtype']}"
-            for entry in summary["operators"]
-            if not entry["repeats"]
-        ],
-    }
+    result: dict = {"aligned": True, "worst": {}, "beyond": [], "not_the_same_bits_twice": []}
+    for dtype in ("fp32", "bf16", "fp16"):
+        words = [*HPCTRAIN, "align", str(job), "--dtype", dtype, *few, *layers, "--json"]
+        summary = run_json(words, setting.folder, (0, 1))
+        result["aligned"] = result["aligned"] and summary["aligned"]
+        for entry in summary["operators"]:
+            share = entry["error"] / entry["bound"] if entry["error"] is not None and entry["bound"] else 0.0
+            if share >= result["worst"].get(dtype, {"share_of_bound": -1.0})["share_of_bound"]:
+                worst = {"share_of_bound": share} | {key: entry[key] for key in ("operator", "result", "error")}
+                result["worst"][dtype] = worst
+            result["beyond"] += [entry] if entry["beyond"] else []
+            if not entry["repeats"]:
+                result["not_the_same_bits_twice"].append(f"{entry['operator']} {entry['result']} {dtype}")
+        setting.so_far(result)
+    return result
 
 
 def routes(setting: Setting) -> dict:
-    """What two ranks that share the device get by each route; the library of collectives by itself."""
+    """What two ranks that share the device get by each route."""
     result: dict = {}
     asked: dict[str, list[str]] = {
         "auto": [],
@@ -196,9 +199,12 @@ def routes(setting: Setting) -> dict:
         setting.so_far(result)
         if not setting.has_gpu:
             break  # all are the same without devices
-    native = [*INSIDE, "native"]
-    result["native"] = run_json(native, setting.folder) if setting.has_gpu else None
     return result
+
+
+def native(setting: Setting) -> dict:
+    """The library of collectives by itself."""
+    return setting.run_inside("native")
 
 
 def parity(setting: Setting) -> dict:
@@ -241,7 +247,7 @@ def parity(setting: Setting) -> dict:
 
 def training(setting: Setting) -> dict:
     """Tokens/s by microbatch, and the share of the measured peak; plain PyTorch in the same run."""
-    sizes = [1, 2] if setting.is_small else [4, 8]
+    sizes = [1, 2] if setting.is_small else [8, 4, 16, 32]
     steps = "1" if setting.short else "3"
     plain = [*INSIDE, "plain"]
     dtype = "bf16" if setting.has_gpu else "fp32"
@@ -252,13 +258,16 @@ def training(setting: Setting) -> dict:
         words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
         entry: dict = {"microbatch": size}
         result["by_microbatch"].append(entry)
-        sides = {"hpctrain": words, "plain": [*plain, str(job), "--microbatch", str(size), "--steps", steps]}
-        if size == sizes[-1]:  # plain PyTorch adds in any order
+        sides = {"hpctrain": words}
+        if size == sizes[0]:  # plain PyTorch adds in any order
+            sides["plain"] = [*plain, str(job), "--microbatch", str(size), "--steps", steps]
             sides["hpctrain_any_order"] = [*words, "--set", "kernels.deterministic=false"]
         for side, command in sides.items():
             try:
                 entry[side] = run_json(command, setting.folder)["tokens_per_second"]
-                entry[f"{side}_mfu"] = entry[side] * result["flops_per_token"] / result["peak_flops_per_second"]
+                for peak, suffix in (("peak", "mfu"), ("data_sheet", "mfu_of_data_sheet")):
+                    if speed := result.get(f"{peak}_flops_per_second"):
+                        entry[f"{side}_{suffix}"] = entry[side] * result["flops_per_token"] / speed
             except SectionError as error:
                 entry[f"{side}_failed"] = str(error)
             if "hpctrain" in entry and "plain" in entry:
@@ -270,12 +279,19 @@ def training(setting: Setting) -> dict:
 
 def kernels(setting: Setting) -> dict:
     job = write_job(setting, "kernels", global_batch=4, dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([*INSIDE, "kernels", str(job)], setting.folder)
+    result = setting.run_inside("kernels", str(job))
+    setting.so_far(result)
+    return result | {"graph": setting.run_inside("graph", str(job))}
 
 
 def fused(setting: Setting) -> dict:
     job = write_job(setting, "fused", dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([*INSIDE, "fused", str(job)], setting.folder)
+    return setting.run_inside("fused", str(job))
+
+
+def settings(setting: Setting) -> dict:
+    job = write_job(setting, "settings", global_batch=8, dtype="bf16" if setting.has_gpu else "fp32")
+    return setting.run_inside("settings", str(job))
 
 
 def prediction(setting: Setting) -> dict:
@@ -325,7 +341,7 @@ def families(setting: Setting) -> dict:
 
 def checkpoints(setting: Setting) -> dict:
     job = write_job(setting, "checkpoints", global_batch=2, dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([*INSIDE, "checkpoints", str(job)], setting.folder)
+    return setting.run_inside("checkpoints", str(job))
 
 
 class Section(NamedTuple):
@@ -340,12 +356,14 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "versions": Section(1, 60, versions, "driver, CuPy and NCCL are not looked at"),
-    "operators": Section(1, 120, operators, "the operators are those of the CPU"),
-    "routes": Section(1, 130, routes, "no native, direct or staged route: ranks have host memory"),
+    "operators": Section(1, 170, operators, "the operators are those of the CPU"),
+    "routes": Section(1, 150, routes, "no direct or staged route: ranks have host memory"),
+    "native": Section(1, 60, native, "no library of collectives"),
     "parity": Section(1, 180, parity, "both families are CPUs"),
     "training": Section(2, 310, training, "no llama-1b in bf16; the peak is that of one core"),
     "kernels": Section(2, 90, kernels, "operations of the host instead of kernels; a host is always busy"),
-    "fused": Section(2, 110, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
+    "fused": Section(2, 140, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
+    "settings": Section(2, 90, settings, "a host offloads to itself, and multiplies no 8 bits"),
     "prediction": Section(3, 200, prediction, "the prediction is of a CPU"),
     "families": Section(3, 180, families, "both families are CPUs"),
     "checkpoints": Section(3, 120, checkpoints, "a small model, from host memory"),

@@ -8,6 +8,7 @@ Shapes: B sequences, S positions, E hidden size, H heads, K key/value heads, D h
 """
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -19,10 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.gpu import PARTIAL_VARIABLE
 from hpctrain.cli import main
 from hpctrain.comm.launches import ErrorWatch
 from hpctrain.comm.routes import nccl as library_of_collectives
 from hpctrain.comm.routes.native import Connection
+from hpctrain.config.device_catalogue import ACCELERATORS, lookup_accelerator
+from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import started_world, with_vocabulary
 
@@ -38,6 +42,12 @@ CLASSES = {
     "reductions": ("reduce", "softmax", "norm", "sum"),
 }
 """Of kernels, by what their names contain: the first that fits. All others are element-wise."""
+
+
+def keep(result: dict) -> None:
+    """Keep the figures of a command that continues, in case its section takes too long."""
+    if path := os.environ.get(PARTIAL_VARIABLE):
+        Path(path).write_text(json.dumps(result))
 
 
 def synchronize() -> None:
@@ -162,20 +172,26 @@ def flops_per_token(job: Job) -> float:
 @command.command()
 @click.argument("job")
 def peak(job: str):
-    """FLOP/s of the fastest large product in the job's dtype, and what a token of the job takes."""
+    """FLOP/s of the fastest large product in the job's dtype, of the data sheet, and what a token of the job takes."""
     given = with_vocabulary(load_job(job))
-    dtype = DTYPES[given.train.dtype or "fp32"]
+    name = given.train.dtype or "fp32"
+    dtype = DTYPES[name]
     speeds = {}
     for size in (2048, 4096, 8192) if DEVICE.type == "cuda" else (256, 512):
         a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
         speeds[size] = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b, 10)
-    print(json.dumps({"peak_flops_per_second": max(speeds.values()), "flops_per_token": flops_per_token(given)}))
+    result = {"peak_flops_per_second": max(speeds.values()), "flops_per_token": flops_per_token(given)}
+    model = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
+    if entry := lookup_accelerator(model):
+        result["data_sheet_flops_per_second"] = ACCELERATORS[entry].peak_flops_per_second[name]
+    print(json.dumps(result))
 
 
 @command.command()
 @click.argument("job")
 def kernels(job: str):
-    """Seconds of a step by class of kernel, their number, and the share of time that the device is busy."""
+    """Seconds of a step by class of kernel, their number, the share of time that the device is busy, and the host's
+    seconds of a block."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = DEVICE.type == "cuda"
@@ -184,7 +200,8 @@ def kernels(job: str):
         trainer, training = _trainer(world, job)
         for _ in range(2):
             trainer.step(training)
-        block = _seconds_of_block(trainer)  # before the profiler, which may slow launches from then on
+        # Before the profiler, which may slow launches from then on.
+        block = {"launched_seconds": seconds_of(_pass_of_block(trainer))} | _host_seconds_of_block(trainer)
         synchronize()
         with profile(activities=activities) as profiled:
             start = time.perf_counter()
@@ -268,24 +285,25 @@ def fused(job: str):
                 wall = trainer.step(prepared.training)[0]["step_seconds"]
                 taken = wall if DEVICE.type == "cuda" else time.process_time() - start
                 seconds[name] += [taken] if number >= 2 else []  # the first ones compile and allocate
-        counts = {name: _kernels_of_block(trainer) for name, trainer in trainers.items() if "order" not in name}
-        accelerator.sum_in_one_order(True)
         tokens = next(iter(trainers.values())).tokens_per_step
-    middle = {name: statistics.median(each) for name, each in seconds.items()}
-    result = {
-        "kernels_of_a_block": counts,
-        "tokens_per_second": {name: tokens / each for name, each in middle.items()},
-        "to_separate": {name: middle["separate"] / each for name, each in middle.items()},
-        "operators": _operator_seconds(prepared.job, ability.works),
-        "could_not": could_not,
-    }
-    print(json.dumps(result))
+        middle = {name: statistics.median(each) for name, each in seconds.items()}
+        result = {
+            "could_not": could_not,
+            "tokens_per_second": {name: tokens / each for name, each in middle.items()},
+            "to_separate": {name: middle["separate"] / each for name, each in middle.items()},
+        }
+        keep(result)
+        counted = {name: trainer for name, trainer in trainers.items() if "order" not in name}
+        result["kernels_of_a_block"] = {name: _kernels_of_block(trainer) for name, trainer in counted.items()}
+        accelerator.sum_in_one_order(True)
+    keep(result)
+    print(json.dumps(result | {"operators": _operator_seconds(prepared.job, ability.works)}))
 
 
-def _pass_of_block(trainer) -> Callable[[], None]:
-    """Return what computes the first block forward and backward, for two sequences."""
+def _pass_of_block(trainer, rows: int = 2, positions: int = 0) -> Callable[[], None]:
+    """Return what computes the first block forward and backward, for two sequences by default."""
     job, block = trainer.job, trainer.layout.stages[0].layers[1]
-    shape = 2, job.data.sequence_length, job.model.hidden_size
+    shape = rows, positions or job.data.sequence_length, job.model.hidden_size
     hidden = torch.randn(shape, device=DEVICE, dtype=trainer.layout.dtype, requires_grad=True)
 
     def both() -> None:
@@ -309,23 +327,38 @@ def _kernels_of_block(trainer) -> int:
     return sum(each.count for each in of_device(profiled) if on_gpu or each.key.startswith(operations))
 
 
-def _seconds_of_block(trainer) -> dict[str, float | str]:
-    """Return what the first block takes forward and backward: launched one by one, and as one CUDA graph, which is what
-    graphs could save at the most."""
-    both = _pass_of_block(trainer)
-    result: dict[str, float | str] = {"launched_seconds": seconds_of(both)}
-    if DEVICE.type != "cuda":
-        return result | {"graph_could_not": "a host has no graphs"}
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(stream):
-            both()  # what is allocated at first must not be part of the graph
-        synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            both()
-        return result | {"graph_seconds": seconds_of(graph.replay)}
-    except RuntimeError as error:
-        return result | {"graph_could_not": str(error).splitlines()[0]}
+def _host_seconds_of_block(trainer) -> dict[str, float]:
+    """Return what the host takes for a block of 16 tokens, which leaves a device idle; and for one of plain PyTorch."""
+    model, dtype = trainer.job.model, trainer.layout.dtype
+    plain = PlainBlock(model).to(DEVICE, dtype)
+    size = plain.of.head_size
+    cos, sin = (torch.ones(16, size, device=DEVICE, dtype=dtype) for _ in range(2))
+    hidden = torch.randn(1, 16, model.hidden_size, device=DEVICE, dtype=dtype, requires_grad=True)
+
+    def of_plain() -> None:
+        plain(hidden, cos, sin).backward(torch.ones_like(hidden))
+
+    return {"host_seconds": seconds_of(_pass_of_block(trainer, 1, 16)), "plain_host_seconds": seconds_of(of_plain)}
+
+
+@command.command()
+@click.argument("job")
+def graph(job: str):
+    """Seconds of a block, forward and backward, as one CUDA graph: what graphs could save at the most."""
+    with started_world() as world:
+        trainer, _ = _trainer(world, job)
+        both = _pass_of_block(trainer)
+        if DEVICE.type != "cuda":
+            result: dict = {"could_not": "a host has no graphs"}
+        else:
+            stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                both()  # what is allocated at first must not be part of the graph
+            synchronize()
+            with torch.cuda.graph(recorded, stream=stream):
+                both()
+            result = {"seconds": seconds_of(recorded.replay)}
+        print(json.dumps(result))
 
 
 def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
@@ -346,9 +379,75 @@ def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
     return result
 
 
+SETTINGS = {
+    "as it is": (),
+    "masks of documents": ("data.mask_documents=true",),
+    "offloaded optimizer": ("plan.offload=optimizer",),
+    "offloaded activations": ("plan.offload=activations",),
+    "selective recompute": ("plan.recompute=selective",),
+}
+"""Keys of a job that cost time, by what the result calls them."""
+
+
+@command.command()
+@click.argument("job")
+def settings(job: str):
+    """Seconds of a step by keys of the job that cost time, each in its turn; products in 8 bits against the job's."""
+    few = ["model.num_layers=4"] if DEVICE.type == "cuda" else []
+    result: dict = {"step_seconds": {}, "could_not": {}}
+    with started_world() as world:
+        for name, keys in SETTINGS.items():
+            try:
+                trainer, training = _trainer(world, job, *few, *keys)
+            except HpctrainError as error:
+                result["could_not"][name] = str(error)
+                continue
+            seconds = [trainer.step(training)[0]["step_seconds"] for _ in range(5)][2:]
+            result["step_seconds"][name] = statistics.median(seconds)
+            keep(result)
+    print(json.dumps(result | {"products": _product_seconds(load_job(job))}))
+
+
+def _product_seconds(job: Job) -> dict[str, float]:
+    """Return what the three products of a linear layer take, in the job's dtype and with operands of 8 bits."""
+    from hpctrain.model.scaled_products import add_scaled_product, forward_product, has_scaled_products, input_gradient
+
+    dtype = DTYPES[job.train.dtype or "fp32"]
+    hidden, inner = job.model.hidden_size, job.model.description.blocks[0].mlp.up_size
+    tokens = 16384 if DEVICE.type == "cuda" else 256
+    x, dy = (torch.randn(tokens, size, device=DEVICE, dtype=dtype) for size in (hidden, inner))
+    weight = torch.randn(inner, hidden, device=DEVICE, dtype=dtype)
+    grad = torch.zeros(inner, hidden, device=DEVICE)
+
+    def of_dtype() -> None:
+        x @ weight.t(), dy @ weight, dy.t() @ x
+
+    def in_8_bits() -> None:
+        forward_product(x, weight), input_gradient(dy, weight)
+        add_scaled_product(grad, dy, x, fresh=True)
+
+    return {
+        "dtype_seconds": seconds_of(of_dtype),
+        "8_bits_seconds": seconds_of(in_8_bits),
+        "has_scaled_products": float(has_scaled_products(DEVICE, dtype)),
+    }
+
+
+class _OneRank:
+    """The communicator of a group of one rank."""
+
+    rank, size = 0, 1
+
+    def bcast(self, value: object) -> object:
+        return value
+
+    def allgather(self, value: object) -> list:
+        return [value]
+
+
 @command.command()
 def native():
-    """The library of collectives with this rank alone: it starts, sums, and is left in order and in an error."""
+    """The library of collectives with this rank alone: it starts, computes, and is left in order and in an error."""
     library = library_of_collectives.load_nccl()
     result: dict = {"works": library.ability.works, "reason": library.ability.reason}
     if library.ability.works:
@@ -364,7 +463,38 @@ def native():
             start = time.perf_counter()
             getattr(connection, end)()
             result[f"{end}_seconds"] = time.perf_counter() - start
+            keep(result)
+        result["collectives"] = _native_collectives(nccl)
     print(json.dumps(result))
+
+
+def _native_collectives(nccl) -> dict[str, dict]:
+    """Return for each collective of a group of this rank alone whether it is exact, and its seconds for 64 MiB."""
+    from hpctrain.comm.accelerators.kinds import KINDS
+    from hpctrain.comm.accelerators.torch_device import TorchAccelerator
+    from hpctrain.sharding.intervals import Interval
+
+    accelerator = TorchAccelerator(KINDS["rocm" if torch.version.hip else "cuda"], 0, "device")
+    accelerator.bind()
+    group = library_of_collectives.NcclCollectives(nccl, _OneRank(), accelerator)
+    result = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        data = torch.arange((64 << 20) // dtype.itemsize, device=DEVICE).remainder(251).to(dtype)
+        expected, out, most = data.clone(), torch.empty_like(data), data.numel() - 7
+        uneven = [Interval(0, most)]
+        calls = {
+            "all-reduce": lambda data=data: group.all_reduce(data, "sum"),
+            "reduce-scatter": lambda d=data, u=uneven, o=out: group.reduce_scatter(d, u, o[: u[0].size], "sum"),
+            "all-gather": lambda data=data, uneven=uneven: group.all_gather(data, uneven),
+            "all-to-all": lambda data=data, out=out: group.all_to_all([data], [out]),
+        }
+        for call, work in calls.items():
+            out.zero_()
+            seconds = seconds_of(lambda work=work: list(work()), 5)
+            moved = {"reduce-scatter": out[:most], "all-to-all": out}.get(call, data)
+            result[f"{call} {name}"] = {"seconds": seconds, "is_exact": torch.equal(moved, expected[: moved.numel()])}
+    group.close()
+    return result
 
 
 @command.command()
