@@ -106,19 +106,29 @@ def module_path() -> str:
 
 def run(words: Sequence[str], cwd: Path, accepted: Sequence[int] = (0,), **variables: str) -> str:
     """Return what a command printed. Raises SectionError."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": module_path()} | variables
-    done = subprocess.run(list(words), cwd=cwd, capture_output=True, text=True, env=environment)
-    if done.returncode not in accepted or not done.stdout.strip():
-        last = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
-        raise SectionError(f"{' '.join(words[-8:])}: exit code {done.returncode}: {last[-600:]}")
-    return done.stdout
+    return _finished(words, cwd, accepted, variables).stdout
 
 
 def run_json(words: Sequence[str], cwd: Path, accepted: Sequence[int] = (0,), **variables: str) -> dict:
-    lines = [line for line in run(words, cwd, accepted, **variables).splitlines() if line.startswith("{")]
+    """Return the last line of JSON that a command printed. Raises SectionError."""
+    done = _finished(words, cwd, accepted, variables)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise SectionError(f"{' '.join(words[-8:])}: printed no JSON")
+        raise _failure(words, done)
     return json.loads(lines[-1])
+
+
+def _finished(words: Sequence[str], cwd: Path, accepted: Sequence[int], variables: dict) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": module_path()} | variables
+    done = subprocess.run(list(words), cwd=cwd, capture_output=True, text=True, env=environment)
+    if done.returncode not in accepted or not done.stdout.strip():
+        raise _failure(words, done)
+    return done
+
+
+def _failure(words: Sequence[str], done: subprocess.CompletedProcess) -> SectionError:
+    last = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
+    return SectionError(f"{' '.join(words[-8:])}: exit code {done.returncode}: {last[-600:]}")
 
 
 def write_job(setting: Setting, name: str, **train: object) -> Path:

@@ -137,6 +137,7 @@ def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
     assert scales == [False]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, for which torch compiles")
 def test_a_device_for_which_torch_is_not_built_says_so():
     device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
     ability = device.compiles()
