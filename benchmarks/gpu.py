@@ -1,6 +1,6 @@
 """One command for a machine with one GPU: what is right, and how fast, section by section.
 
-    python -m benchmarks.gpu --folder gpu-results             # all, at most 25 minutes
+    python -m benchmarks.gpu --folder gpu-results             # all, at most 30 minutes
     python -m benchmarks.gpu --folder gpu-results --part 1    # or one of three parts
 
 Each section is a process of its own with a time limit, and prints one JSON line as it ends, which is also appended to

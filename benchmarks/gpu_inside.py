@@ -464,7 +464,8 @@ def native():
             getattr(connection, end)()
             result[f"{end}_seconds"] = time.perf_counter() - start
             keep(result)
-        result["collectives"] = _native_collectives(nccl)
+        if DEVICE.type == "cuda":
+            result["collectives"] = _native_collectives(nccl)
     print(json.dumps(result))
 
 
