@@ -85,7 +85,7 @@ def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, host
         files["launch/hosts"] = host_lines(prepared.components, _read_hosts(hosts), implementation)
     start = (prepared.components, prepared.run, Path.cwd(), implementation, bool(hosts), prepared.arguments)
     files["start.sh"] = start_script(*start)
-    write_files(prepared.run, files)
+    write_files(prepared.run, files, prepared.components)
     where = "" if hosts else ", all on this host"
     click.echo(f"{' + '.join(each.describe() for each in prepared.components)}, by mpirun of {implementation}{where}")
     for line in prepared.notes:

@@ -82,7 +82,7 @@ class Guarded:
     def _say(self, line: str) -> None:
         if self._socket is not None:
             with suppress(OSError):  # it has ended
-                self._socket.sendall(line.encode() + b"\n")
+                self._socket.sendall(os.fsencode(line) + b"\n")  # a folder's name may be no UTF-8
 
 
 def _address(name: str) -> bytes:

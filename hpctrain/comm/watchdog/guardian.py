@@ -86,7 +86,7 @@ class Guardian:
         *lines, rest = (self._texts.get(number, b"") + data).split(b"\n")
         self._texts[number] = rest
         for line in lines:
-            word, _, text = line.decode(errors="replace").partition(" ")
+            word, _, text = os.fsdecode(line).partition(" ")
             if word == "rank":
                 rank, process, host = text.split(" ", 2)
                 self._ranks[number] = int(rank), int(process), host
