@@ -49,7 +49,11 @@ def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
 def test_a_name_in_a_file_does_not_reach_the_terminal(tmp_path):
     (tmp_path / "c.toml").write_text('[families."x\\u001b[2J"]\nkind = "cuda"\nmodel = "A100-40\\u0007"\n')
     done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "inspect", "c.toml"], cwd=tmp_path, capture_output=True, timeout=120, text=True
+        [sys.executable, "-m", "hpctrain", "inspect", "c.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        text=True,
     )
     assert done.returncode == 13
     assert "x\\x1b[2J" in done.stderr
