@@ -23,7 +23,7 @@ from hpctrain.config.paths import exists, sync
 
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
-POINTER_BYTES = 4096
+POINTER_BYTES = 1 << 20
 """More than `latest` has."""
 LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
 

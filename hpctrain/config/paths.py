@@ -39,16 +39,13 @@ def look_at(path: Path, most_bytes: int | None = None) -> os.stat_result:
     """Return the status of a regular file. Raises OSError where it is another thing, or has more bytes."""
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise IsADirectoryError(errno.EISDIR, "is a folder and no file", str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"is no regular file, but {kind}", str(path))
     if most_bytes is not None and status.st_size > most_bytes:
-        raise OSError(
-            errno.EFBIG,
-            f"has {status.st_size:,} bytes, and no file of this kind has more than {most_bytes:,}",
-            str(path),
-        )
+        text = f"has {status.st_size:,} bytes, and no file of this kind has more than {most_bytes:,}"
+        raise OSError(errno.EFBIG, text, str(path))
     return status
 
 

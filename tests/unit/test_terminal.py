@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -34,12 +35,15 @@ def test_whatever_prints_passes_the_stream(monkeypatch, encoding):
     assert written == f"a{SHOWN}\nb{SHOWN} {euro}\nc{SHOWN}\n"
 
 
+def run(folder: Path, *arguments: str | bytes) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpctrain", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=120, text=True)
+
+
 @pytest.mark.parametrize("command", [["inspect"], ["plan", "draw"], ["generate"], ["train"]])
 def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
     name = os.fsencode("evil\x1b]0;title\x07") + b"\xff.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", *command, name], cwd=tmp_path, capture_output=True, timeout=120, text=True
-    )
+    done = run(tmp_path, *command, name)
     assert done.returncode in (2, 11, 15, 16), done.stderr
     assert "evil\\x1b]0;title\\x07\\udcff.toml" in done.stderr
     assert "Traceback" not in done.stderr
@@ -48,13 +52,7 @@ def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
 
 def test_a_name_in_a_file_does_not_reach_the_terminal(tmp_path):
     (tmp_path / "c.toml").write_text('[families."x\\u001b[2J"]\nkind = "cuda"\nmodel = "A100-40\\u0007"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "inspect", "c.toml"],
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=120,
-        text=True,
-    )
+    done = run(tmp_path, "inspect", "c.toml")
     assert done.returncode == 13
     assert "x\\x1b[2J" in done.stderr
     assert not {"\x1b", "\x07"} & set(done.stdout + done.stderr)

@@ -37,9 +37,7 @@ class Guarded:
         networks, processes = zip(*comm.allgather((_network(), os.getpid())), strict=True)
         leader, offered = networks.index(networks[comm.rank]), ""
         if leader == comm.rank:
-            ours = [
-                process for network, process in zip(networks, processes, strict=True) if network == networks[leader]
-            ]
+            ours = [p for p, network in zip(processes, networks, strict=True) if network == networks[leader]]
             try:
                 self._process, offered = _start_guardian(ours, speaks=not launcher_names_the_dead())
             except OSError as error:
