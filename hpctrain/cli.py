@@ -8,6 +8,7 @@ import click
 from hpctrain import __version__
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import HpctrainError
+from hpctrain.config.terminal import use_plain_streams
 
 COMMANDS = {
     "prepare": "turn text or source files into a token file",
@@ -67,6 +68,7 @@ def main(command: click.Command = root) -> None:
     """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
     from hpctrain.comm.launcher import promised_rank, record_exit
 
+    use_plain_streams()
     signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
     if not speaks and {"-h", "--help", "--version"} & set(sys.argv):

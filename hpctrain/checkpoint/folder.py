@@ -12,17 +12,19 @@ from hpctrain.checkpoint.format import (
     MANIFEST,
     PARTIAL,
     STEP_FOLDER,
-    read_bytes,
     read_manifest,
+    read_small,
     step_folder,
     write_synced,
 )
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint
-from hpctrain.config.paths import sync
+from hpctrain.config.paths import exists, sync
 
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
+POINTER_BYTES = 1 << 20
+"""More than `latest` has."""
 LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
 
 
@@ -50,13 +52,13 @@ def latest_checkpoint(run: Path) -> Path | None:
     Raises DamagedCheckpointError where `latest` is damaged, or names what is not there or not what it was written for.
     """
     pointer = run / CHECKPOINTS / LATEST
-    if not pointer.is_file():
+    if not exists(pointer):
         if complete := complete_checkpoints(run):
             raise DamagedCheckpointError(
                 f"{pointer}: is missing, and there are checkpoints, such as {complete[-1].name}"
             )
         return None
-    result = POINTER.fullmatch(read_bytes(pointer))
+    result = POINTER.fullmatch(read_small(pointer, POINTER_BYTES))
     if result is None:
         raise DamagedCheckpointError(f"{pointer}: is damaged: it is not the name of a checkpoint and a SHA-256")
     path = pointer.parent / result[1].decode()

@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
+from hpctrain.config.paths import MOST_READ_BYTES, exists, read_bytes
 from hpctrain.config.tables import Several, Table, explain
 
 FORMAT = "hpctrain-checkpoint"
@@ -136,11 +137,11 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     Raises DamagedCheckpointError where a byte is not as it was written, CheckpointError for another version.
     """
     path = folder / MANIFEST
-    if not path.is_file() and (folder / INDEX).is_file():
+    if not exists(path) and (folder / INDEX).is_file():
         raise DamagedCheckpointError(
             f"{path}: is missing; checkpoints of version 1 had none, and are not read any more"
         )
-    data = read_bytes(path)
+    data = read_small(path)
     length = len(FIRST_LINE.format("0" * SHA256_DIGITS))
     digest = hashlib.sha256(data[length:]).hexdigest()
     if data[:length] != FIRST_LINE.format(digest).encode():
@@ -160,10 +161,10 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     return manifest, hashlib.sha256(data).hexdigest()
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return a file's bytes. Raises DamagedCheckpointError."""
+def read_small(path: Path, most_bytes: int = MOST_READ_BYTES) -> bytes:
+    """Return a file's bytes. Raises DamagedCheckpointError, also where it is no regular file or has more bytes."""
     try:
-        return path.read_bytes()
+        return read_bytes(path, most_bytes)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path}: is missing") from None
     except OSError as error:

@@ -28,6 +28,7 @@ from hpctrain.checkpoint.state import attempt, make_empty, read_job
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint, Job, Model
+from hpctrain.config.paths import read_bytes
 from hpctrain.config.tables import explain, toml_value
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
@@ -115,7 +116,7 @@ def import_model(folder: Path, out: Path) -> Imported:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; name a folder of a Hugging Face model") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -23,11 +23,12 @@ from hpctrain.checkpoint.format import (
     SmallFile,
     num_blocks,
     part_name,
-    read_bytes,
     read_manifest,
+    read_small,
 )
 from hpctrain.checkpoint.parts import Extent, checksums, decompress, gaps
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
+from hpctrain.config.paths import look_at
 
 AT_ONCE_BYTES = 8 << 20
 """Of blocks that are read together."""
@@ -180,7 +181,8 @@ class Index:
         path = self.path / name
         if name not in self._files:
             raise DamagedCheckpointError(f"{path}: the manifest does not list it; {REMEDY}")
-        expected, data = self._files[name], read_bytes(path)
+        expected = self._files[name]
+        data = read_small(path, expected.bytes)
         if len(data) != expected.bytes:
             raise DamagedCheckpointError(f"{path}: has {len(data)} bytes instead of {expected.bytes}; {REMEDY}")
         if hashlib.sha256(data).hexdigest() != expected.sha256:
@@ -398,12 +400,12 @@ class Index:
         """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
         if part not in self._handles:
             about = self.manifest.parts[part]
-            self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
-            size = os.fstat(self._handles[part]).st_size
+            size = look_at(self.path / about.file).st_size
             if size != about.bytes:
                 raise DamagedCheckpointError(
                     f"{self.path / about.file}: has {size} bytes instead of {about.bytes}; {REMEDY}"
                 )
+            self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
         return self._handles[part]
 
     def _refusal(self, part: int, error: OSError) -> DamagedCheckpointError:

@@ -172,7 +172,7 @@ def check_contents(index: Index) -> None:
 def _read_cluster(index: Index) -> Cluster | None:
     text = index.about["cluster"]
     try:
-        return parse_cluster(text, f"{index.path}: cluster") if text else None
+        return parse_cluster(text, f"{index.path}: cluster").without_environment() if text else None
     except HpctrainError as error:
         raise CheckpointError(f"{index.path}: its cluster cannot be used: {error}") from None
 

@@ -29,6 +29,7 @@ from hpctrain.checkpoint.format import (
     write_synced,
 )
 from hpctrain.config.errors import DamagedCheckpointError
+from hpctrain.config.paths import read_bytes
 
 
 def make_index(tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]], rectangles: np.ndarray) -> bytes:
@@ -74,7 +75,7 @@ def check_index(
     path = folder / INDEX
     bounds = np.searchsorted(rectangles["tensor"], np.arange(len(tensors) + 1))
     try:
-        with h5py.File(io.BytesIO(path.read_bytes()), "r") as index:
+        with h5py.File(io.BytesIO(read_bytes(path)), "r") as index:
             for number, tensor in enumerate(tensors):
                 dataset = index.get(tensor.name)
                 if not isinstance(dataset, h5py.Dataset) or dataset.shape != tensor.shape or dataset.dtype != "<f4":

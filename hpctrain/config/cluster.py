@@ -377,6 +377,15 @@ class Cluster(Table):
     def links_by_key(self) -> dict[tuple[str | None, tuple[str, ...]], LinkClass]:
         return {link.key: link for link in self.links}
 
+    def without_environment(self) -> Self:
+        """Return it without the variables with which its ranks are started: keys and passwords may be among them."""
+        changed = {
+            name: family.model_copy(update={"launch": family.launch.model_copy(update={"environment": {}})})
+            for name, family in self.families.items()
+            if family.launch and family.launch.environment
+        }
+        return self.model_copy(update={"families": self.families | changed}) if changed else self
+
     def num_of(self, family: str) -> int:
         return sum(nodes.count * nodes.devices.get(family, 0) for nodes in self.nodes)
 

@@ -1,13 +1,16 @@
-"""Questions about paths that people type, also where the operating system refuses the path itself; small files.
+"""Questions about paths that people type, also where the operating system refuses the path itself; files of others.
 
-A name of 300 letters, a link to itself, a zero byte: such a path is nothing, and who reads it says why.
+A name of 300 letters, a link to itself, a zero byte: such a path is nothing, and who reads it says why. What is under a
+path is looked at before it is opened: a pipe would be waited for, and a device has no end.
 """
 
+import errno
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpctrain.config.errors import HpctrainError, describe_os_error
 
@@ -27,10 +30,41 @@ def exists(path: Path) -> bool:
     return _answer(path.exists)
 
 
+MOST_READ_BYTES = 1_000_000_000
+"""Of a file that is read whole; those of hpctrain have far less."""
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def look_at(path: Path, most_bytes: int | None = None) -> os.stat_result:
+    """Return the status of a regular file. Raises OSError where it is another thing, or has more bytes."""
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder and no file", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"is no regular file, but {kind}", str(path))
+    if most_bytes is not None and status.st_size > most_bytes:
+        text = f"has {status.st_size:,} bytes, and no file of this kind has more than {most_bytes:,}"
+        raise OSError(errno.EFBIG, text, str(path))
+    return status
+
+
+def open_file(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file to read it. Raises OSError, as `look_at` does too."""
+    look_at(path, most_bytes)
+    return open(path, "rb")
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_READ_BYTES) -> bytes:
+    """Return the bytes of a regular file. Raises OSError, as `look_at` does too."""
+    with open_file(path, most_bytes) as file:
+        return file.read()
+
+
 def read_json(path: Path, kind: type[HpctrainError], what: str) -> Any:
     """Return the content of a JSON file of ours; `what` says what it should be. Raises `kind` where it is none."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path))
     except OSError as error:
         raise kind(f"{path}: cannot be read: {describe_os_error(error)}") from None
     except (ValueError, RecursionError) as error:
@@ -41,7 +75,8 @@ def write_text(path: Path, text: str, kind: type[HpctrainError], remedy: str, sy
     """Write a file so that it is there whole or not at all. Raises `kind`, with what to do, where the disk refuses."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        partial.unlink(missing_ok=True)  # what is there may be a pipe
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             if synced:
                 file.flush()

@@ -4,10 +4,10 @@ Every TOML file is read here, within limits that keep a damaged one from taking 
 """
 
 import difflib
+import io
 import json
 import math
 import re
-import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
+from hpctrain.config.paths import open_file
 
 REPEATED = re.compile(
     r"(?:Cannot overwrite a value|Cannot declare .* twice) \(at (?:line (\d+), column|end of document)"
@@ -75,13 +76,8 @@ class Table(BaseModel):
 def read_text(path: Path, kind: type[HpctrainError]) -> str:
     """Return a file's text. Raises `kind` where it cannot be read, is no regular file, or is too long to be ours."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            what = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
-            raise kind(f"{path}: cannot be read: is {what}; give the path of a file")
-        if status.st_size > MOST_BYTES:
-            raise kind(f"{path}: has {status.st_size:,} bytes, and no file of this kind has more than {MOST_BYTES:,}")
-        return path.read_text(encoding="utf-8")
+        with io.TextIOWrapper(open_file(path, MOST_BYTES), "utf-8") as file:
+            return file.read()
     except OSError as error:
         raise kind(f"{shorten(path)}: cannot be read: {describe_os_error(error)}") from None
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
+from hpctrain.config.paths import open_file
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
@@ -81,7 +82,7 @@ class JsonLines(Records):
 
     def __init__(self, path: Path, fields: Fields):
         self._path, self._fields = path, fields
-        self._file = open(path, "rb")
+        self._file = open_file(path)
 
     def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
         at = 0
@@ -260,7 +261,7 @@ def prepare(
 def load_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer in a `tokenizer.json` or in a token file. Raises DataError if it has none."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             is_token_file = file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
     except OSError:
         is_token_file = False  # Tokenizer.load says what is wrong
@@ -358,7 +359,7 @@ def _texts(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, where lines are not longer than a part."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest = ""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while data := file.read(PART_BYTES):
             if 0 in data:
                 raise NotTextError

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
+from hpctrain.config.paths import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # 256 bytes and END_OF_TEXT
@@ -82,7 +83,7 @@ class Tokenizer(ABC):
     def load(path: Path) -> "Tokenizer":
         """Read a `tokenizer.json`. Raises DataError if there is none, or it is not one."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_bytes(path).decode()
         except FileNotFoundError:
             raise DataError(
                 f"{path}: no such tokenizer; give 'byte', 'bpe', the path of a Hugging Face tokenizer.json,"

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
-from hpctrain.config.paths import sync
+from hpctrain.config.paths import open_file, sync
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.sharding.intervals import Interval
 
@@ -191,7 +191,7 @@ def open_tokens(path: Path | str) -> TokenSource:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             head = file.read(len(HDF5_SIGNATURE))
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:

@@ -168,11 +168,14 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 
 
 def describe(world: "World", reference: str) -> Described:
-    """Read a cluster, a file or a ready one's name. All ranks must call."""
+    """Read a cluster, a file or a ready one's name. All ranks must call.
+
+    The variables of its families were for their start; a run folder and its checkpoints are for others to read.
+    """
     from hpctrain.config.cluster_file import load_cluster, locate_cluster
 
     with world.all_or_none():
-        return Described(load_cluster(locate_cluster(reference)), reference)
+        return Described(load_cluster(locate_cluster(reference)).without_environment(), reference)
 
 
 def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float | None = None) -> tuple[Job, Described]:

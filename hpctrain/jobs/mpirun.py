@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import LaunchError, describe_os_error
+from hpctrain.config.paths import read_bytes
 from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import launch_options, launch_plan, override_option
 from hpctrain.launch.components import Component
@@ -85,7 +86,7 @@ def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, host
         files["launch/hosts"] = host_lines(prepared.components, _read_hosts(hosts), implementation)
     start = (prepared.components, prepared.run, Path.cwd(), implementation, bool(hosts), prepared.arguments)
     files["start.sh"] = start_script(*start)
-    write_files(prepared.run, files)
+    write_files(prepared.run, files, prepared.components)
     where = "" if hosts else ", all on this host"
     click.echo(f"{' + '.join(each.describe() for each in prepared.components)}, by mpirun of {implementation}{where}")
     for line in prepared.notes:
@@ -95,7 +96,7 @@ def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, host
 
 def _read_hosts(path: Path) -> list[str]:
     try:
-        return path.read_text().split("\n")[: -1 if path.read_text().endswith("\n") else None]
+        return read_bytes(path).decode().removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else error
         raise LaunchError(f"{path}: cannot be read: {why}; give a file with a host a line") from None

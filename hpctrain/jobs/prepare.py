@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.config.terminal import drawing
 from hpctrain.jobs.arguments import PATH, VOCABULARY
 
 
@@ -57,7 +58,7 @@ def command(
     """
     from hpctrain.data.corpus import Fields, prepare
 
-    with click.progressbar(length=1, file=sys.stderr, label="encoding", hidden=not sys.stderr.isatty()) as bar:
+    with click.progressbar(length=1, file=drawing(sys.stderr), label="encoding", hidden=not sys.stderr.isatty()) as bar:
 
         def show(done: int, total: int) -> None:
             bar.length = total

@@ -66,7 +66,7 @@ def command(
     if chain:
         files["chain.sh"] = chain_script(script, prepared.run, chain)
         script, submitted = prepared.run / "chain.sh", "bash"
-    write_files(prepared.run, files)
+    write_files(prepared.run, files, prepared.components)
     if out:
         write_out(out, files["job.sbatch"], is_script=True)
     click.echo(f"{' + '.join(each.describe() for each in prepared.components)}; srun --mpi={mpi}")

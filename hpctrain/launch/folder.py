@@ -5,13 +5,15 @@ launch/cluster.toml    the cluster that it is for, where one was given
 launch/plan.toml       the plan, where the job or the command line gave one
 launch/rank-N.sh       what starts a rank of component N
 launch/version.json    version, digest and commit of the code
+
+Files with variables of a family, `environment`, are readable for their owner alone.
 """
 
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.cluster import Cluster
@@ -43,20 +45,41 @@ def launch_files(
     return files
 
 
-def write_files(run: Path, files: Mapping[str, str]) -> None:
-    """Write files into the run folder; scripts can be run. Raises JobError where the disk refuses."""
+def write_files(run: Path, files: Mapping[str, str], components: Sequence[Component] = ()) -> None:
+    """Write files into the run folder; scripts can be run. Raises JobError where the disk refuses.
+
+    Those with variables of a family are readable for their owner alone: keys and passwords may be among them.
+    """
+    private = private_files(components)
     try:
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             path = run / name
             partial = path.with_name(path.name + ".partial")
-            partial.write_text(text, encoding="utf-8", errors="surrogateescape")
+            partial.unlink(missing_ok=True)
+            readable, executable = (0o600, 0o700) if name in private else (0o666, 0o755)
+            with open(partial, "w", encoding="utf-8", errors="surrogateescape", opener=_creator(readable)) as file:
+                file.write(text)
             if text.startswith("#!"):
-                partial.chmod(0o755)
+                partial.chmod(executable)
             os.replace(partial, path)
     except OSError as error:
         where = error.filename or run
         raise JobError(f"{where}: cannot be written: {describe_os_error(error)}; choose another --run") from None
+
+
+def private_files(components: Sequence[Component]) -> set[str]:
+    """Return the names of the files that have variables of a family."""
+    scripts = {
+        f"{FOLDER}/rank-{number}.sh"
+        for number, component in enumerate(components)
+        if any(launch.environment for launch in component.launch.values())
+    }
+    return scripts | {f"{FOLDER}/cluster.toml"} if scripts else scripts
+
+
+def _creator(mode: int) -> Callable[[str, int], int]:
+    return lambda path, flags: os.open(path, flags, mode)
 
 
 LOCAL_RANK = "${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-0}}}}"

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hpctrain.config.job import Job
+from hpctrain.config.terminal import drawing, printable
 from hpctrain.observe.run import RESOLVED
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import count_parameters
@@ -44,13 +45,14 @@ class Console:
     def __init__(self, speaks: bool, on_stderr: bool = False, bar: bool | None = None):
         """`bar`: whether one line is kept up to date; None: if this process has a terminal. mpirun hides it."""
         self._speaks = speaks
-        file = sys.stderr if on_stderr else sys.stdout
+        file = drawing(sys.stderr if on_stderr else sys.stdout)
         self._rich = RichConsole(file=file, highlight=False, markup=False, force_terminal=bar)
         self._live: Live | None = None
         self._smooth_speed = self._smooth_seconds = 0.0
         self._since: float | None = None
 
     def say(self, text: str) -> None:
+        text = printable(text)
         if self._speaks and self._rich.is_terminal:
             self._rich.print(text)
         elif self._speaks:

@@ -23,7 +23,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
-from hpctrain.config.paths import is_file, write_text
+from hpctrain.config.paths import exists, is_file, look_at, read_bytes, write_text
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -50,7 +50,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
-            probe.write_text("")
+            probe.unlink(missing_ok=True)  # what is there may be a pipe
+            probe.touch(exist_ok=False)
             probe.unlink()
         except OSError as error:
             raise JobError(
@@ -61,12 +62,11 @@ class RunFolder:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
         dumped, before = dump_plan(plan), self.path / PLAN
         with writing(self.path):
-            if is_file(before) and before.read_bytes() != dumped.encode():
+            if is_file(before) and read_bytes(before) != dumped.encode():
                 for name in OF_ONE_PLAN:
                     (self.path / name).unlink(missing_ok=True)
-            (self.path / CLUSTER).write_text(dump_cluster(cluster))
-            before.write_text(dumped)
-            (self.path / RESOLVED).write_text(dump_job(job, reasons, PLAN))
+        for name, text in ((CLUSTER, dump_cluster(cluster)), (PLAN, dumped), (RESOLVED, dump_job(job, reasons, PLAN))):
+            write_text(self.path / name, text, TrainingError, "free space")
 
     def rewind_metrics(self, step: int) -> str | None:
         """Drop the lines of steps after `step`, which a resumed run computes again.
@@ -79,6 +79,7 @@ class RunFolder:
             if mistakes:
                 file.replace(damaged)
             partial = self.path / (METRICS + ".partial")
+            partial.unlink(missing_ok=True)
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
             partial.replace(file)
         return f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}" if mistakes else None
@@ -86,8 +87,11 @@ class RunFolder:
 
 def append_line(path: Path, line: dict) -> None:
     """Append a line to a file of a run folder. Raises TrainingError where the disk refuses."""
-    with writing(path.parent), path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with writing(path.parent):
+        if exists(path):
+            look_at(path)
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
@@ -126,7 +130,7 @@ def parse_metrics(file: Path) -> tuple[list[dict], list[str]]:
     if not is_file(file):
         return [], []
     lines, mistakes = [], []
-    *whole, rest = file.read_bytes().split(b"\n")
+    *whole, rest = read_bytes(file).split(b"\n")
     for number, text in enumerate(whole, 1):
         try:
             lines.append(_metrics_of(text))
@@ -170,7 +174,11 @@ def note_event(folder: Path, event: str, step: int, text: str, **more: object) -
 def read_events(folder: Path) -> list[dict]:
     """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
     path, events = folder / EVENTS, []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except OSError:  # there is none, or something that no run wrote
+        lines = []
+    for line in lines:
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):

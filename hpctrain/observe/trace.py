@@ -90,7 +90,8 @@ class RunTrace:
 def _write(folder: Path, traces: Sequence[RankTrace], summary: dict) -> None:
     partial = folder / f"{TRACE}.partial"
     try:
-        with partial.open("w") as file:
+        partial.unlink(missing_ok=True)
+        with partial.open("x") as file:
             write_chrome(file, traces)
         partial.replace(folder / TRACE)
     except OSError as error:

@@ -159,7 +159,7 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path, content, message):
         (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         Tokenizer.load(tmp_path / "t.json")
-    with pytest.raises(DataError, match="cannot be read: Is a directory; give a tokenizer.json"):
+    with pytest.raises(DataError, match="cannot be read: is a folder and no file; give a tokenizer.json"):
         Tokenizer.load(tmp_path)
 
 

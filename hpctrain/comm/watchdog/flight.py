@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, describe_os_error
+from hpctrain.config.paths import open_file, read_bytes
 
 MAGIC, VERSION = b"hpcfly\r\n", 1
 # magic, version, rank, size, pid, process start (clock ticks since boot), attempt, wall and monotonic clock at start
@@ -144,10 +145,10 @@ def record_path(folder: Path, rank: int) -> Path:
 def read_flight(path: Path) -> Flight:
     """Read a record, also one that is being written or was cut short. Raises CommError if it is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return parse_flight(file.read(TOTAL_BYTES), str(path))
     except OSError as error:
-        raise CommError(f"{path}: cannot be read: {error.strerror}") from None
+        raise CommError(f"{path}: cannot be read: {describe_os_error(error)}") from None
 
 
 def read_flights(folder: Path) -> dict[int, Flight]:
@@ -182,7 +183,7 @@ def claim_last_word(folder: Path, note: Mapping) -> bool:
 def read_first_death(folder: Path) -> tuple[int, float] | None:
     """Return the rank that a guardian saw die first, and when (seconds of the wall clock); None if none did."""
     try:
-        note = json.loads((folder / LAST_WORD).read_text())
+        note = json.loads(read_bytes(folder / LAST_WORD))
         rank, time = int(note["rank"]), float(note["time"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -4,12 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.comm.watchdog.flight import claim_last_word, this_machine
-from hpctrain.comm.watchdog.guardian import parent_of
+from hpctrain.comm.watchdog.guardian import parent_of, peer_of
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 GOODBYE_SECONDS = 1.0
@@ -34,18 +34,21 @@ class Guarded:
         self._process: subprocess.Popen | None = None
         if self.reason:
             return
-        networks = comm.allgather(_network())
+        networks, processes = zip(*comm.allgather((_network(), os.getpid())), strict=True)
         leader, offered = networks.index(networks[comm.rank]), ""
         if leader == comm.rank:
+            ours = [p for p, network in zip(processes, networks, strict=True) if network == networks[leader]]
             try:
-                self._process, offered = _start_guardian(speaks=not launcher_names_the_dead())
+                self._process, offered = _start_guardian(ours, speaks=not launcher_names_the_dead())
             except OSError as error:
                 self.reason = f"rank {leader} could not start it: {error}"
         name = comm.allgather(offered)[leader]
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.connect(_address(name))  # waits where others have filled the queue
             self._socket.settimeout(GOODBYE_SECONDS)
-            self._socket.connect(_address(name))
+            if peer_of(self._socket) != (processes[leader], os.geteuid()):
+                raise ConnectionRefusedError("another process has its name")
         except OSError as error:
             self.reason = self.reason or f"rank {leader} cannot be reached: {error}"
             self._socket = None
@@ -79,7 +82,7 @@ class Guarded:
     def _say(self, line: str) -> None:
         if self._socket is not None:
             with suppress(OSError):  # it has ended
-                self._socket.sendall(line.encode() + b"\n")
+                self._socket.sendall(os.fsencode(line) + b"\n")  # a folder's name may be no UTF-8
 
 
 def _address(name: str) -> bytes:
@@ -94,13 +97,14 @@ def _network() -> str:
         return this_machine()
 
 
-def _start_guardian(speaks: bool) -> tuple[subprocess.Popen, str]:
+def _start_guardian(ranks: Sequence[int], speaks: bool) -> tuple[subprocess.Popen, str]:
+    """Start the guardian of the processes `ranks`; return it, and the name under which it listens. Raises OSError."""
     name = os.urandom(8).hex()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(_address(name))
         listener.listen(BACKLOG)
         # -I -S: without site-packages, whose .pth files cost more than all the rest.
-        arguments = listener.fileno(), os.getppid(), parent_of(os.getppid()), int(speaks)
+        arguments = listener.fileno(), os.getppid(), parent_of(os.getppid()), int(speaks), *ranks
         command = [sys.executable, "-I", "-S", str(GUARDIAN), *map(str, arguments)]
         quiet = subprocess.DEVNULL
         process = subprocess.Popen(

@@ -10,6 +10,9 @@ The launcher turns to the other hosts only when all that write to its standard e
 among them. Before it ends it leaves a note with the flight records. So the note is there before the guardians of other
 hosts see their ranks die, and orders them to be silent.
 
+It believes the ranks of its own start alone. Anyone on the host may connect to an abstract name, so the kernel is asked
+which process of which user each connection is from (SO_PEERCRED): others are closed unread.
+
 Where the launcher itself was killed, no rank is to blame, and it says nothing. Where all were sent a signal that they
 do not handle, the first to go is reported all the same.
 
@@ -20,8 +23,10 @@ path, without site-packages: it needs nothing of them, and is there in 30 ms wit
 import os
 import select
 import socket
+import struct
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +40,9 @@ LAUNCHER_SECONDS = 0.3
 class Guardian:
     """What the process does."""
 
-    def __init__(self, listener: socket.socket):
-        self._listener = listener
+    def __init__(self, listener: socket.socket, ranks: Collection[int]):
+        """`ranks` are the processes that are listened to."""
+        self._listener, self._processes = listener, frozenset(ranks)
         self._poll = select.epoll()  # reports events in the order in which they happened
         self._poll.register(listener, select.EPOLLIN)
         self._connections: dict[int, socket.socket] = {}
@@ -48,15 +54,11 @@ class Guardian:
 
     def watch(self) -> tuple[int, int, str] | None:
         """Return the first that dies without a goodbye (rank, process, host); None if all have said theirs."""
-        while True:
-            events = self._poll.poll(None if self._connections else START_SECONDS)
-            if not events:
-                return None
-            for number, _ in events:
+        deadline = time.monotonic() + START_SECONDS
+        while self._connections or time.monotonic() < deadline:
+            for number, _ in self._poll.poll(None if self._connections else START_SECONDS):
                 if number == self._listener.fileno():
-                    made, _ = self._listener.accept()
-                    self._connections[made.fileno()] = made
-                    self._poll.register(made, select.EPOLLIN)
+                    self._admit(self._listener.accept()[0])
                 elif self._is_gone(number):
                     self._poll.unregister(number)
                     self._connections.pop(number).close()
@@ -64,6 +66,16 @@ class Guardian:
                         return self._ranks[number]
                     if self._goodbyes and not self._connections:
                         return None
+        return None
+
+    def _admit(self, made: socket.socket) -> None:
+        """Listen to a connection if it is from a rank of this start, and this user; close all others."""
+        process, user = peer_of(made)
+        if process not in self._processes or user != os.geteuid():
+            made.close()
+            return
+        self._connections[made.fileno()] = made
+        self._poll.register(made, select.EPOLLIN)
 
     def _is_gone(self, number: int) -> bool:
         """Take in what a rank says; return whether that was the last of it."""
@@ -74,7 +86,7 @@ class Guardian:
         *lines, rest = (self._texts.get(number, b"") + data).split(b"\n")
         self._texts[number] = rest
         for line in lines:
-            word, _, text = line.decode(errors="replace").partition(" ")
+            word, _, text = os.fsdecode(line).partition(" ")
             if word == "rank":
                 rank, process, host = text.split(" ", 2)
                 self._ranks[number] = int(rank), int(process), host
@@ -83,6 +95,12 @@ class Guardian:
             elif word == "goodbye":
                 self._goodbyes = True
         return not data
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end: who connected, or who listened. The kernel says so."""
+    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
 
 
 def parent_of(process: int) -> int:
@@ -117,8 +135,8 @@ def describe_death(folder: Path | None, rank: int, process: int, host: str) -> s
 
 
 def main() -> None:
-    number, launcher, launched_by, speaks = map(int, sys.argv[1:])
-    guardian = Guardian(socket.socket(fileno=number))
+    number, launcher, launched_by, speaks, *ranks = map(int, sys.argv[1:])
+    guardian = Guardian(socket.socket(fileno=number), ranks)
     died = guardian.watch()
     if not died:
         return
@@ -127,8 +145,10 @@ def main() -> None:
         return
     text = describe_death(guardian.folder, *died)
     if text and speaks:
+        from hpctrain.config.terminal import printable
+
         with suppress(OSError):  # nobody listens
-            os.write(2, f"{text}\n".encode())
+            os.write(2, f"{printable(text)}\n".encode())
 
 
 if __name__ == "__main__":

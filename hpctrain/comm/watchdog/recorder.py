@@ -192,7 +192,7 @@ class Recorder:
         """Record how the rank ends: in order or, with the text of a printed error, not. The first call counts."""
         if self._words[flight.STATE_AT // 8] != flight.RUNNING:
             return
-        text = error.encode()[: flight.ERROR_BYTES - 1]
+        text = error.encode(errors="backslashreplace")[: flight.ERROR_BYTES - 1]
         self._memory[flight.ERROR_AT : flight.ERROR_AT + len(text)] = text
         self.beat()
         self._words[flight.STATE_AT // 8] = flight.FAILED if error else flight.ENDED

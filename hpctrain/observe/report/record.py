@@ -15,7 +15,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError, JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.paths import exists, is_file, is_folder
+from hpctrain.config.paths import exists, is_file, is_folder, read_bytes
 from hpctrain.config.tables import Table
 from hpctrain.observe import drift
 from hpctrain.observe.live import RANKS
@@ -172,7 +172,7 @@ def read_saved(path: Path, table: type[Table], num_ranks: int, left_out: list[st
     if not exists(path):
         return None
     try:
-        return table.model_validate_json(path.read_bytes(), context=num_ranks).model_dump(
+        return table.model_validate_json(read_bytes(path), context=num_ranks).model_dump(
             by_alias=True, exclude_unset=True
         )
     except OSError as error:

@@ -1,0 +1,112 @@
+"""The guardian of a host believes the ranks of its own start, whoever else finds its socket."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.comm.watchdog import guarded
+from hpctrain.comm.watchdog.flight import LAST_WORD
+from hpctrain.comm.watchdog.guardian import parent_of
+
+NOBODY = 65534
+HEARD_SECONDS = 0.2
+"""In which a guardian that believed a stranger would have acted."""
+CLIENT = """
+import os, socket, sys
+user, name = int(sys.argv[1]), sys.stdin.readline().strip()
+words = sys.stdin.readline().strip().encode().decode("unicode_escape").encode()
+if user != os.geteuid():
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+link = socket.socket(socket.AF_UNIX)
+try:
+    link.connect(b"\\0hpctrain-" + name.encode())
+    link.sendall(words)
+except OSError:
+    pass  # it is not listened to
+print("said", flush=True)
+sys.stdin.readline()
+"""
+"""Connects as a user, to the name in the first line of its input, and says the second one."""
+ATTACKS = {
+    "a false death, with a code that clears the screen": "rank 3 1 node7\x1b[2J",
+    "a death that is hidden": "goodbye",
+    "a file where the attacker says": "folder {elsewhere}\nrank 3 1 node7",
+    "a line that ends it": "rank nonsense",
+}
+
+
+@contextmanager
+def client(user: int) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-I", "-S", "-c", CLIENT, str(user)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen, name: str, words: str) -> None:
+    assert process.stdin and process.stdout
+    process.stdin.write(f"{name}\n{words!r}\\n\n".replace("'", ""))
+    process.stdin.flush()
+    assert process.stdout.readline() == "said\n"
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def sockets_of(process: int) -> int:
+    links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("words", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize("user", ["nobody", "a process of the same user"])
+def test_strangers_are_not_believed(tmp_path: Path, capfd, user, words):
+    if user == "nobody" and os.geteuid() != 0:
+        pytest.skip("only root can start a process as another user")
+    own, elsewhere = tmp_path / "run" / "flight", tmp_path / "elsewhere"
+    for folder in (own, elsewhere):
+        folder.mkdir(parents=True)
+    with client(os.geteuid()) as rank, client(NOBODY if user == "nobody" else os.geteuid()) as stranger:
+        guardian, name = guarded._start_guardian([rank.pid], speaks=True)
+        say(rank, name, f"rank 0 {rank.pid} node0\nfolder {own}")
+        wait_until(lambda: sockets_of(guardian.pid) == 2)  # it listens, and has heard the rank
+        say(stranger, name, words.replace("{elsewhere}", str(elsewhere)))
+        stranger.kill()
+        stranger.wait()
+        time.sleep(HEARD_SECONDS)
+        assert not list(elsewhere.iterdir())
+        os.kill(rank.pid, signal.SIGKILL)
+        wait_until(lambda: not parent_of(guardian.pid))
+    said = capfd.readouterr().err
+    assert said.startswith(f"hpctrain: rank 0 (host node0, process {rank.pid}) was killed or crashed"), said
+    assert said.count("was killed") == 1
+    assert "\x1b" not in said
+    assert (own / LAST_WORD).is_file()
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
+    guardian, name = guarded._start_guardian([os.getpid()], speaks=False)
+    try:
+        answers = iter([[(guarded._network(), 1), (guarded._network(), os.getpid())], [name, ""]])
+        comm = SimpleNamespace(rank=1, size=2, allgather=lambda value: next(answers))
+        assert guarded.Guarded(comm, "node0").reason == "rank 0 cannot be reached: another process has its name"
+    finally:
+        guardian.kill()
+        guardian.wait()
