@@ -20,6 +20,7 @@ from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
+from hpctrain.config.removed import ignore, say_on_stderr
 from hpctrain.engine.facts import Described, with_values
 from hpctrain.engine.phases import phases_of
 from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
@@ -158,7 +159,7 @@ def started_world() -> Iterator["World"]:
 
 def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
     """Read a job on every rank; where only some can read the file, one of the others reports it."""
-    job = load_job(reference, overrides)
+    job = load_job(reference, overrides, say_on_stderr if world.rank == 0 else ignore)
     world.enter(phases_of(job.observe).start)
     if world.rank == 0:  # before anything that takes seconds
         families = Counter(place.family for place in world.topology.places)
@@ -264,6 +265,21 @@ def write_out(path: Path, text: str, is_script: bool = False) -> None:
             path.chmod(0o755)
     except OSError as error:
         raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the latest of a run; say which of its keys are gone.
+
+    Raises CheckpointError.
+    """
+    from hpctrain.checkpoint.folder import locate_checkpoint
+    from hpctrain.checkpoint.index import Index
+    from hpctrain.checkpoint.state import read_job
+
+    checkpoint = locate_checkpoint(path)
+    with Index(checkpoint) as index:
+        read_job(index, say_on_stderr)
+    return checkpoint
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:
