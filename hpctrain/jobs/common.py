@@ -114,6 +114,7 @@ def launch_plan(
     if plan_path:
         overrides = (*overrides, f"plan.file={plan_path}")
     job = load_job(reference, overrides)
+    check_inputs(job)
     run = (run_path or default_run_folder(job.name)).absolute()
     if cluster_reference:
         cluster = load_cluster(locate_cluster(cluster_reference))
@@ -265,6 +266,19 @@ def write_out(path: Path, text: str, is_script: bool = False) -> None:
             path.chmod(0o755)
     except OSError as error:
         raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+
+
+def check_inputs(job: Job) -> None:
+    """Refuse a job that would wait in a queue for a start without its data. Raises DataError, CheckpointError."""
+    from hpctrain.checkpoint.folder import locate_checkpoint
+    from hpctrain.data.tokens import open_tokens
+
+    data = job.data
+    for path in (data.tokens, data.validation, *(source.tokens for source in data.more)):
+        if path is not None:
+            open_tokens(path).close()
+    if job.train.start_from:
+        locate_checkpoint(job.train.start_from)
 
 
 def find_checkpoint(path: Path) -> Path:
