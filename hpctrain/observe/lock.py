@@ -130,15 +130,19 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            try:
-                if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
-                    os.utime(self.path)
-                else:
-                    self._take_again(os.O_RDWR)
-            except FileNotFoundError:
-                self._restore()
-            except OSError:  # a folder that became read-only: the system's lock stays
-                continue
+            self._look()
+
+    def _look(self) -> None:
+        """Say that this run is alive, and see whether the lock is still its own."""
+        try:
+            if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
+                os.utime(self.path)
+            else:
+                self._take_again(os.O_RDWR)
+        except FileNotFoundError:
+            self._restore()
+        except OSError:  # a folder that became read-only: the system's lock stays
+            return
 
     def _restore(self) -> None:
         """Make the lock again where somebody removed it."""
