@@ -1,5 +1,6 @@
 """The checkpoints of a run folder: which there are, which is the latest, which are kept."""
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from hpctrain.checkpoint.format import (
 )
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint
-from hpctrain.config.paths import exists, sync
+from hpctrain.config.paths import exists, is_file, is_folder, sync
 
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
@@ -39,11 +40,27 @@ class Kept:
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, the oldest first. What only looks like one is left out."""
     folder = run / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    ours = [p for p in named if not p.is_symlink() and ((p / MANIFEST).is_file() or (p / INDEX).is_file())]
-    return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
+    try:
+        if not folder.is_dir():
+            return []
+        named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {describe_os_error(error)}; check its permissions") from None
+    ours = [p for p in named if not p.is_symlink() and (_may_have(p / MANIFEST) or _may_have(p / INDEX))]
+    return sorted(ours, key=step_of)
+
+
+def _may_have(path: Path) -> bool:
+    """Say whether a file is there, or may be: who opens it says why it cannot be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name says."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -58,22 +75,31 @@ def latest_checkpoint(run: Path) -> Path | None:
                 f"{pointer}: is missing, and there are checkpoints, such as {complete[-1].name}"
             )
         return None
-    result = POINTER.fullmatch(read_small(pointer, POINTER_BYTES))
+    result = _read_pointer(pointer)
     if result is None:
         raise DamagedCheckpointError(f"{pointer}: is damaged: it is not the name of a checkpoint and a SHA-256")
-    path = pointer.parent / result[1].decode()
-    if path.is_symlink() or not path.is_dir():
+    path, digest = pointer.parent / result[0], result[1]
+    if path.is_symlink() or not is_folder(path):
         raise DamagedCheckpointError(f"{pointer}: names {path.name}, which is not there")
-    if read_manifest(path)[1] != result[2].decode():
-        raise DamagedCheckpointError(f"{pointer}: names {path.name} with another manifest than that has")
+    if read_manifest(path)[1] != digest:
+        raise DamagedCheckpointError(
+            f"{pointer}: names {path.name} with another manifest than that has: the folder was damaged, or came from"
+            " elsewhere"
+        )
     return path
+
+
+def _read_pointer(pointer: Path) -> tuple[str, str] | None:
+    """Return the name and the digest in `latest`; None where it has none. Raises DamagedCheckpointError."""
+    result = POINTER.fullmatch(read_small(pointer, POINTER_BYTES))
+    return (result[1].decode(), result[2].decode()) if result else None
 
 
 def locate_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path names: itself, or the latest one of a run folder. Raises CheckpointError."""
-    if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
+    if is_file(path / MANIFEST) or STEP_FOLDER.fullmatch(path.name):
         return path
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(f"{path}: no such run folder or checkpoint")
     try:
         result = latest_checkpoint(path)
@@ -92,11 +118,15 @@ def candidates(run: Path, resume: str) -> list[Path]:
     """
     complete = complete_checkpoints(run)[::-1]
     if resume == "auto":
-        try:
+        latest = named = None
+        with suppress(DamagedCheckpointError):
+            named = _read_pointer(run / CHECKPOINTS / LATEST)
             latest = latest_checkpoint(run)
-        except DamagedCheckpointError:
+        if named is None:
             return complete
-        return [latest, *(path for path in complete if path != latest)] if latest else []
+        # Those before the one that `latest` names are the run's own; others may have come from elsewhere.
+        own = [path for path in complete if path == latest or step_of(path) < step_of(Path(named[0]))]
+        return own + [path for path in complete if path not in own]
     if resume == "latest":
         latest = latest_checkpoint(run)
         return [latest] if latest else []
@@ -113,16 +143,29 @@ def tidy(run: Path) -> None:
     A complete one that was about to be replaced or deleted gets its name back.
     """
     folder = run / CHECKPOINTS
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in sorted(folder.iterdir()) if is_folder(folder) and os.access(folder, os.R_OK) else ():
         with suppress(OSError):  # on a disk that is read-only now it stays, and the next save says what is wrong
             if path.name == LATEST + PARTIAL:
                 path.unlink()
             elif LITTER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 final = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(OLD))
-                if path.name.endswith(OLD + PARTIAL) and (path / MANIFEST).is_file() and not final.exists():
-                    path.rename(final)
+                if path.name.endswith(OLD + PARTIAL) and (path / MANIFEST).is_file():
+                    if final.exists() and _is_named(path, final):
+                        shutil.rmtree(final)
+                    if final.exists():
+                        shutil.rmtree(path)
+                    else:
+                        path.rename(final)
                 else:
                     shutil.rmtree(path)
+
+
+def _is_named(path: Path, final: Path) -> bool:
+    """Say whether `latest` names a checkpoint, which was set aside, under its final name."""
+    try:
+        return _read_pointer(final.parent / LATEST) == (final.name, read_manifest(path)[1])
+    except CheckpointError:
+        return False
 
 
 def commit(partial: Path, keeping: Checkpoint) -> Path:
@@ -169,7 +212,7 @@ def _delete_others(newest: Path, keeping: Checkpoint) -> None:
 
 
 def _look_at(checkpoint: Path) -> Kept:
-    step = int(checkpoint.name.removeprefix("step-"))
+    step = step_of(checkpoint)
     try:
         return Kept(step, read_manifest(checkpoint)[0].validation_loss)
     except CheckpointError:

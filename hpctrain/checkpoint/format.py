@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
-from hpctrain.config.paths import MOST_READ_BYTES, exists, read_bytes
+from hpctrain.config.paths import MOST_READ_BYTES, exists, is_file, read_bytes
 from hpctrain.config.tables import Several, Table, explain
 
 FORMAT = "hpctrain-checkpoint"
@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     Raises DamagedCheckpointError where a byte is not as it was written, CheckpointError for another version.
     """
     path = folder / MANIFEST
-    if not exists(path) and (folder / INDEX).is_file():
+    if not exists(path) and is_file(folder / INDEX):
         raise DamagedCheckpointError(
             f"{path}: is missing; checkpoints of version 1 had none, and are not read any more"
         )

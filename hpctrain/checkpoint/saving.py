@@ -123,6 +123,8 @@ class Saver:
         that change; all ranks return the same.
         """
         self._world, self._accelerator, self._run, self._keeping = world, accelerator, run, job.checkpoint
+        if world.rank == 0:  # later it is not made again
+            attempt(run, lambda: run.mkdir(parents=True, exist_ok=True))
         shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
         self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
@@ -197,6 +199,8 @@ class Saver:
         return self._buffer.numpy()
 
     def _write(self, buffer: np.ndarray) -> WrittenStream | None:
+        if not self._run.is_dir():
+            raise CheckpointError(f"{self._run}: the run folder is gone: it was deleted or moved while the run trained")
         self._partial.mkdir(parents=True, exist_ok=True)
         if not self._members:
             return None

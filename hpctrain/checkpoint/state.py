@@ -17,6 +17,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_error
 from hpctrain.config.job import Job, Model
+from hpctrain.config.removed import ignore, without_removed
 from hpctrain.config.tables import explain
 from hpctrain.model.groups import StoredRegion
 from hpctrain.model.shard import Shard
@@ -123,10 +124,13 @@ def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Ten
         target.copy_(values)
 
 
-def read_job(index: Index) -> Job:
-    """Return the job that a checkpoint is of. Raises CheckpointError if this version does not know such jobs."""
+def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:
+    """Return the job that a checkpoint is of, without keys that are gone, of which `say` hears.
+
+    Raises CheckpointError if this version does not know such jobs.
+    """
     try:
-        return Job.model_validate(json.loads(index.about["job"]))
+        return Job.model_validate(without_removed(json.loads(index.about["job"]), str(index.path), say))
     except ValidationError as error:
         raise CheckpointError(
             f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[0][1]}"
@@ -177,15 +181,18 @@ def _read_cluster(index: Index) -> Cluster | None:
         raise CheckpointError(f"{index.path}: its cluster cannot be used: {error}") from None
 
 
-def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan, Cluster | None]:
+def check_same_run(
+    checkpoint: Path, job: Job, data_identity: str, say: Callable[[str], None] = ignore
+) -> tuple[Job, Plan, Cluster | None]:
     """Refuse a checkpoint that this job cannot continue from.
 
     Return the job and the plan that wrote it, and the cluster whose links chose its algorithms, where it was a run's.
 
-    Raises CheckpointError that names the first key that differs, with both values.
+    `say` hears of keys of that job which are gone. Raises CheckpointError that names the first key that differs, with
+    both values.
     """
     with Index(checkpoint) as index:
-        their_job = read_job(index)
+        their_job = read_job(index, say)
         plan, their_data, cluster = read_plan(index, their_job), index.about["data"], _read_cluster(index)
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())

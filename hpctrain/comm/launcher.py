@@ -10,6 +10,8 @@ END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
 """When the batch job ends, in seconds since 1970. The first is for batch systems that leave no such variable."""
 EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
 """A file for the exit code of the first rank that fails. Launchers that end the others report the code of a signal."""
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
+"""Of torchrun, which starts no MPI. One of them alone is of something else."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
@@ -27,12 +29,19 @@ def host_memory_bytes() -> int:
 
 def promised_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
-    return next((int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ), 0)
+    return _first_number(RANK_VARIABLES, TORCHRUN_VARIABLES[0], 0)[0]
 
 
 def promised_size() -> tuple[int, str]:
     """Return how many ranks the launcher promised and the variable that says so; (1, "") without a launcher."""
-    return next(((int(os.environ[v]), v) for v in SIZE_VARIABLES if v in os.environ), (1, ""))
+    return _first_number(SIZE_VARIABLES, TORCHRUN_VARIABLES[1], 1)
+
+
+def _first_number(variables: tuple[str, ...], of_torchrun: str, otherwise: int) -> tuple[int, str]:
+    """Return the number that the first of some variables has, and which that is."""
+    if all(variable in os.environ for variable in TORCHRUN_VARIABLES):
+        variables = (*variables, of_torchrun)
+    return next(((int(os.environ[v]), v) for v in variables if v in os.environ), (otherwise, ""))
 
 
 def end_of_batch_job() -> float | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm import pmi
 from hpctrain.comm.accelerators.detect import detect_device, use_device_early
-from hpctrain.comm.launcher import promised_size, record_exit
+from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
@@ -94,6 +94,12 @@ class World:
             use_device_early(device)
             pmi.init_thread(MPI)
         promised, variable = promised_size()
+        if MPI.COMM_WORLD.size == 1 and promised > 1 and variable in TORCHRUN_VARIABLES:
+            raise LaunchError(
+                f"torchrun started {promised} processes ({variable}), and each would train alone: hpctrain is an MPI"
+                f" program; start it with mpirun -n {promised} hpctrain ..., or with srun. Without torchrun, unset"
+                f" {' and '.join(TORCHRUN_VARIABLES)}"
+            )
         if MPI.COMM_WORLD.size == 1 and promised > 1:
             raise LaunchError(
                 f"{variable} promises {promised} ranks, but MPI started this one alone: the launcher and the MPI"

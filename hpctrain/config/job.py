@@ -7,7 +7,7 @@ ready-made job (`extends = "tiny"`) and from a model preset; the command line ha
 to set.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
@@ -32,6 +32,7 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
+from hpctrain.config.removed import REMOVED, removed_keys, say_on_stderr, without_removed
 from hpctrain.config.tables import (
     AUTO,
     FilePath,
@@ -54,6 +55,8 @@ MOST_EXTENDED = 20
 """Job files that extend each other."""
 MOST_SECTIONS = 8
 """Of a key on the command line."""
+WRITTEN = "# What this run does, with every choice made."
+"""How a job file begins that hpctrain wrote."""
 READY_MADE = Path(__file__).parents[1] / "jobs"
 
 
@@ -353,16 +356,20 @@ class Job(Table):
         return self
 
 
-def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
+def load_job(reference: str, overrides: Iterable[str] = (), say: Callable[[str], None] = say_on_stderr) -> Job:
     """Read a job file, or a ready-made job by its name, with `section.key=value` overrides applied last.
 
-    Raises JobError for anything that is wrong with it, naming file and key.
+    Keys that are gone are left out of files that hpctrain wrote, and `say` hears of it. Raises JobError for anything
+    that is wrong with it, naming file and key.
     """
     path = locate_job(reference)
-    tree, origins = _read(path, ())
+    tree, origins = _read(path, (), say)
     tree.setdefault("name", path.stem)
     for override in overrides:
         _apply_override(tree, origins, override)
+    if gone := removed_keys(tree):
+        lines = (f"{origins.get(key, path)}: {key}: is gone; {REMOVED[key]}" for key in gone)
+        raise JobError("\n".join(lines))
     _apply_preset(tree, origins, path)
     try:
         return Job.model_validate(tree)
@@ -394,9 +401,12 @@ def ready_jobs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(READY_MADE.glob("*.toml"))}
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
+def _read(path: Path, seen: tuple[Path, ...], say: Callable[[str], None]) -> tuple[dict, dict[str, str]]:
     """Read a TOML file over what it extends; also return which file each dotted key came from."""
-    tree = parse_toml(read_text(path, JobError), str(path), JobError)
+    text = read_text(path, JobError)
+    tree = parse_toml(text, str(path), JobError)
+    if text.startswith(WRITTEN):
+        tree = without_removed(tree, str(path), say)
     where = path.resolve()  # it could be read, so it is not a link to itself
     if where in seen:
         raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
@@ -414,7 +424,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     if not isinstance(base, str):
         raise JobError(f"{path}: extends = {base!r}: must be a job file or a ready-made job, in quotes")
     own = path.parent / base
-    parent, origins = _read(own if is_file(own) else ready_jobs().get(base, own), (*seen, where))
+    parent, origins = _read(own if is_file(own) else ready_jobs().get(base, own), (*seen, where), say)
     return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
 
 
@@ -469,7 +479,7 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
 def dump_job(job: Job, reasons: Mapping[str, str], plan_file: str | None) -> str:
     """Return a job as TOML, with reasons as comments. `plan_file` is relative to it; None: the plan is searched for."""
     tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
-    lines = ["# What this run does, with every choice made. Reasons:"]
+    lines = [f"{WRITTEN} Reasons:"]
     lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
     lines += ["", f"name = {toml_value(tree.pop('name'))}"]
     if plan_file:

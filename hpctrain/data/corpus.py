@@ -8,6 +8,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -202,7 +203,7 @@ class Document:
 
 
 class NotTextError(Exception):
-    """A file is not UTF-8 text."""
+    """A file is not UTF-8 text, from the byte that it names."""
 
 
 def prepare(
@@ -229,7 +230,8 @@ def prepare(
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
     result, skipped = list_files(paths, globs, stdlib)
-    documents = _shuffled(_documents(result, skipped, fields))
+    documents = _shuffled(_documents(result, skipped, fields, frozenset(map(Path, paths))))
+    _refuse_to_overwrite(Path(out), {document.path for document in documents} | {Path(tokenizer)})
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         raise DataError(f"nothing to prepare: no text in the {len(result)} files seen ({reasons}); give UTF-8 text")
@@ -256,6 +258,14 @@ def prepare(
             file_bytes=Path(out).stat().st_size,
             skipped=dict(skipped),
         )
+
+
+def _refuse_to_overwrite(out: Path, read: Iterable[Path]) -> None:
+    """Raise DataError where the token file would take the place of a file that it is made from."""
+    for path in read:
+        with suppress(OSError, ValueError):
+            if os.path.samefile(path, out):
+                raise DataError(f"{out}: --out is one of the files to read, and would replace it; name another --out")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -322,8 +332,13 @@ def _walk(
                 yield path, relative.as_posix()
 
 
-def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields) -> Iterator[Document]:
-    """Yield the files that are text, and the records of others; count what is left out by reason."""
+def _documents(
+    result: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields, named: frozenset[Path]
+) -> Iterator[Document]:
+    """Yield the files that are text, and the records of others; count what is left out by reason.
+
+    Raises DataError for a file that is no text and was `named`, not found in a folder.
+    """
     for path, name in result:
         if path.suffix in RECORD_FILES:
             with open_records(path, fields) as records:
@@ -335,7 +350,11 @@ def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str], fields
             continue
         try:
             num_bytes = sum(len(text.encode()) for text in _texts(path))
-        except NotTextError:
+        except NotTextError as error:
+            if path in named:
+                raise DataError(
+                    f"{path}: is not UTF-8 text, by its byte {error}; convert it to UTF-8, or leave it out"
+                ) from None
             skipped["not text"] += 1
         except OSError:
             skipped["unreadable"] += 1
@@ -358,23 +377,23 @@ def _shuffled(documents: Iterable[Document]) -> list[Document]:
 def _texts(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, where lines are not longer than a part."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    rest = ""
+    rest, at = "", 0
     with open_file(path) as file:
         while data := file.read(PART_BYTES):
             if 0 in data:
-                raise NotTextError
+                raise NotTextError(at + data.index(0))
+            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:
                 rest += decoder.decode(data)
-            except UnicodeDecodeError:
-                raise NotTextError from None
+            except UnicodeDecodeError as error:
+                raise NotTextError(at - waiting + error.start) from None
+            at += len(data)
             if len(data) == PART_BYTES:
                 cut = rest.rfind("\n") + 1 or len(rest)
                 yield rest[:cut]
                 rest = rest[cut:]
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise NotTextError from None
+    if waiting := len(decoder.getstate()[0]):
+        raise NotTextError(at - waiting)
     if rest:
         yield rest
 

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from hpctrain.config.errors import DataError
 from hpctrain.config.job import Data
+from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenSource, open_tokens
 from hpctrain.sharding.intervals import Interval
 
@@ -328,6 +330,18 @@ def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str = "
         raise DataError(
             f"{held_out.path}: {key} was made with another tokenizer than data.tokens ({source.path}),"
             f" though both have {source.vocab_size} tokens;{_REMEDY.format(source.path)}"
+        )
+
+
+def check_tokenizer(source: TokenSource, tokenizer_json: str, checkpoint: Path) -> None:
+    """Raise DataError where tokens are not those that the model of a checkpoint knows, as far as both say."""
+    if not tokenizer_json or not source.tokenizer_json or tokenizer_json == source.tokenizer_json:
+        return
+    own, theirs = source.tokenizer, Tokenizer.from_json(tokenizer_json, f"{checkpoint}: tokenizer")
+    if own and own.meaning() != theirs.meaning():
+        raise DataError(
+            f"{source.path}: was made with another tokenizer ({own.vocab_size} ids) than the model of {checkpoint}"
+            f" ({theirs.vocab_size} ids);{_REMEDY.format(checkpoint / 'tokenizer.json')}"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.config.bounds import MOST_WIDTH
 from hpctrain.config.errors import DataError, describe_os_error
 from hpctrain.config.paths import read_bytes
 
@@ -18,6 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # 256 bytes and END_OF_TEXT
 # How well-known tokenizers call the end of a document: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+DECIDING = ("normalizer", "pre_tokenizer", "model")
+"""Parts of a `tokenizer.json` that decide which ids a text becomes."""
 
 
 class Tokenizer(ABC):
@@ -59,6 +62,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """Return all of it as text, for `from_json`."""
+
+    @abstractmethod
+    def meaning(self) -> object:
+        """Return what decides which ids a text becomes; equal for tokenizers whose ids mean the same."""
 
     @staticmethod
     def from_json(text: str, origin: str = "tokenizer") -> "Tokenizer":
@@ -111,6 +118,9 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> str:
         return json.dumps({"type": "byte"})
 
+    def meaning(self) -> object:
+        return "bytes"
+
 
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from the text of its `tokenizer.json`."""
@@ -127,6 +137,10 @@ class LibraryTokenizer(Tokenizer):
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1  # not their number: ids may have holes
+        if self.vocab_size > MOST_WIDTH:
+            raise DataError(
+                f"{origin}: has a token with the id {self.vocab_size - 1:,}; the most is {MOST_WIDTH - 1:,}"
+            )
         self.separator = next((ids[name] for name in SEPARATORS if name in ids), None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -139,6 +153,10 @@ class LibraryTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._library.to_str()
+
+    def meaning(self) -> object:
+        tree = json.loads(self.to_json())
+        return [tree.get(key) for key in DECIDING], self._library.get_vocab(with_added_tokens=True)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
+from hpctrain.config.tables import toml_value
 from hpctrain.engine.facts import Facts, Resolution, with_values
 from hpctrain.engine.resolve_kernels import continued_kernels
 from hpctrain.engine.resolve_overlap import continued
@@ -25,13 +26,16 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
         return Resolution(job, facts)
     from hpctrain.checkpoint.state import check_same_run
 
-    theirs, plan, cluster = check_same_run(where, job, facts.data_identity)
-    reasons = {}
+    gone: list[str] = []
+    theirs, plan, cluster = check_same_run(where, job, facts.data_identity, gone.append)
+    reasons = {"of an older version": "; ".join(gone)} if gone else {}
     if job.train.dtype is None:
         job = with_values(job, "train", dtype=theirs.train.dtype)
         if not job.precision.by_family:
             job = with_values(job, "precision", by_family=theirs.precision.by_family)
         reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
+    if changes := describe_changes(job, theirs):
+        reasons["changed"] = f"{changes}; the run goes on with the new values"
     checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
         reasons["planned again"] = (
@@ -44,6 +48,26 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
     if job.plan is None:
         facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
     return keep(job, theirs, facts, cluster, reasons)
+
+
+MAY_DIFFER = {
+    "data.tokens", "data.more", "data.weight", "data.validation_fraction", "train.start_from", "train.validate_every",
+    "train.validation_sequences",
+}  # fmt: skip
+"""Keys of what changes training that may have another value in a run that continues: its data are compared as such."""
+
+
+def describe_changes(job: Job, theirs: Job) -> str:
+    """Return the keys that change training and have another value than in the run that is continued, with both."""
+    changes = []
+    for section in ("data", "train", "precision"):
+        new, old = (getattr(each, section).model_dump(mode="json") for each in (job, theirs))
+        changes += [
+            f"{section}.{key} = {toml_value(value)} (before: {'none' if old[key] is None else toml_value(old[key])})"
+            for key, value in new.items()
+            if value != old[key] and f"{section}.{key}" not in MAY_DIFFER
+        ]
+    return ", ".join(changes)
 
 
 def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:

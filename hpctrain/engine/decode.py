@@ -12,6 +12,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job, read_region
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import CheckpointError, JobError
+from hpctrain.data.order import check_tokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
 from hpctrain.model.axes import Axes
@@ -108,6 +109,7 @@ def evaluate(
     if length > model.model.max_positions:
         raise JobError(f"--sequence-length {length} is more than the model's {model.model.max_positions} positions")
     with open_tokens(data) as source:
+        check_tokenizer(source, model.tokenizer_json, checkpoint)
         if source.vocab_size > model.model.num_ids:
             raise JobError(
                 f"{data} has {source.vocab_size} token ids and the model {model.model.num_ids}: make it with the"

@@ -105,6 +105,14 @@ def open_data(job: Job, facts: Facts) -> Resolution:
 
     world, reasons = facts.world, {}
     source, training, validation = open_datasets(job.data, job.train.seed)
+    if job.train.start_from and facts.resume_from is None:
+        from hpctrain.checkpoint.folder import locate_checkpoint
+        from hpctrain.checkpoint.index import Index
+        from hpctrain.data.order import check_tokenizer
+
+        start = locate_checkpoint(job.train.start_from)
+        with world.all_or_none(), Index(start) as index:
+            check_tokenizer(source, index.about["tokenizer"], start)
     with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])

@@ -64,7 +64,7 @@ class TrainingRun:
         from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
         from hpctrain.observe.lock import RunLock
-        from hpctrain.observe.run import RunFolder, default_run_folder, note_failure
+        from hpctrain.observe.run import RunFolder, default_run_folder, note_failure, refuse_lost_checkpoints
 
         self._world = world
         self._signals = signals or StopSignals()
@@ -74,9 +74,12 @@ class TrainingRun:
             if self._lock:
                 tidy(self.path)
         # All continue from the same one, whatever their view of the file system.
-        choice = choose_checkpoint(world, self.path, job.checkpoint.resume)
-        self.checkpoint: Path | None = choice.checkpoint
         try:
+            choice = choose_checkpoint(world, self.path, job.checkpoint.resume)
+            self.checkpoint: Path | None = choice.checkpoint
+            with world.all_or_none():
+                if self._lock and choice.checkpoint is None:
+                    refuse_lost_checkpoints(self.path)
             self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
         except HpctrainError:
             if self._lock:
@@ -168,6 +171,8 @@ class TrainingRun:
         last: dict = {}
 
         def report(metrics: dict) -> None:
+            if self._lock:
+                self._hear([self._lock.check()])
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics

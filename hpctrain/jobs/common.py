@@ -20,6 +20,7 @@ from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
+from hpctrain.config.removed import ignore, say_on_stderr
 from hpctrain.engine.facts import Described, with_values
 from hpctrain.engine.phases import phases_of
 from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
@@ -113,6 +114,7 @@ def launch_plan(
     if plan_path:
         overrides = (*overrides, f"plan.file={plan_path}")
     job = load_job(reference, overrides)
+    check_inputs(job)
     run = (run_path or default_run_folder(job.name)).absolute()
     if cluster_reference:
         cluster = load_cluster(locate_cluster(cluster_reference))
@@ -158,7 +160,7 @@ def started_world() -> Iterator["World"]:
 
 def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
     """Read a job on every rank; where only some can read the file, one of the others reports it."""
-    job = load_job(reference, overrides)
+    job = load_job(reference, overrides, say_on_stderr if world.rank == 0 else ignore)
     world.enter(phases_of(job.observe).start)
     if world.rank == 0:  # before anything that takes seconds
         families = Counter(place.family for place in world.topology.places)
@@ -267,6 +269,34 @@ def write_out(path: Path, text: str, is_script: bool = False) -> None:
             path.chmod(0o755)
     except OSError as error:
         raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+
+
+def check_inputs(job: Job) -> None:
+    """Refuse a job that would wait in a queue for a start without its data. Raises DataError, CheckpointError."""
+    from hpctrain.checkpoint.folder import locate_checkpoint
+    from hpctrain.data.tokens import open_tokens
+
+    data = job.data
+    for path in (data.tokens, data.validation, *(source.tokens for source in data.more)):
+        if path is not None:
+            open_tokens(path).close()
+    if job.train.start_from:
+        locate_checkpoint(job.train.start_from)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the latest of a run; say which of its keys are gone.
+
+    Raises CheckpointError.
+    """
+    from hpctrain.checkpoint.folder import locate_checkpoint
+    from hpctrain.checkpoint.index import Index
+    from hpctrain.checkpoint.state import read_job
+
+    checkpoint = locate_checkpoint(path)
+    with Index(checkpoint) as index:
+        read_job(index, say_on_stderr)
+    return checkpoint
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

@@ -18,10 +18,10 @@ def command(path, data, sequences, sequence_length, as_json):
 
     FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
     """
-    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import evaluate
+    from hpctrain.jobs.common import find_checkpoint
 
-    result = evaluate(locate_checkpoint(path), data, sequences, sequence_length)
+    result = evaluate(find_checkpoint(path), data, sequences, sequence_length)
     if as_json:
         print(json.dumps(result._asdict()))
         return

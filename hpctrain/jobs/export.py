@@ -30,12 +30,12 @@ def command(path, folder, dtype, shard_gb, as_json):
     DIR gets config.json, safetensors of at most --shard-gb and, where the run has one, tokenizer.json. Needs one rank
     and no GPU, whatever layout trained the model. Weights are exact with --dtype fp32.
     """
-    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.checkpoint.huggingface import export_model
+    from hpctrain.jobs.common import find_checkpoint
 
     if folder.is_symlink() and not exists(folder):
         raise JobError(f"{folder}: is a link that leads nowhere; remove it, or name another folder with --hf")
-    made = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
+    made = export_model(find_checkpoint(path), folder, dtype, int(shard_gb * GB))
     if as_json:
         summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
         print(json.dumps(summary | {"tokenizer": made.has_tokenizer}))

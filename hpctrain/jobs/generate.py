@@ -38,10 +38,10 @@ def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_en
 
     Runs on one rank, whatever layout trained the model.
     """
-    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import Generator, Sampling
+    from hpctrain.jobs.common import find_checkpoint
 
-    checkpoint = locate_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     sampling = Sampling(temperature, top_k, top_p, seed, stop, ignore_end)
     text = Generator(checkpoint).text(prompt, num_tokens, sampling, cached=not no_cache)
     if as_json:

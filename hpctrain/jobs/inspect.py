@@ -125,11 +125,13 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.choose import verify_alone
     from hpctrain.checkpoint.index import Index
     from hpctrain.checkpoint.state import read_job
+    from hpctrain.config.removed import say_on_stderr
 
     if verify:
         verify_alone(path)
     with Index(path) as index:
-        job, manifest, names = read_job(index), index.manifest, index.names()
+        job = read_job(index, say_on_stderr)
+        manifest, names = index.manifest, index.names()
         summary = {
             "checkpoint": str(path),
             "step": index.step,

@@ -42,10 +42,10 @@ def command(
 ) -> None:
     """Make a token file, which training reads, from text files and folders of them.
 
-    Every file is one document; of .jsonl and .parquet files every record is one. Files that are not UTF-8 text are
-    skipped and counted, hidden ones ignored. Documents are shuffled by a hash of their relative path, so the same
-    folder gives the same token file on any machine. Its end, which training keeps for validation, is a fair
-    sample. The file appears only when it is complete.
+    Every file is one document; of .jsonl and .parquet files every record is one. In folders, files that are not UTF-8
+    text are skipped and counted, hidden ones ignored; a file that is named is refused then. Documents are shuffled by
+    a hash of their relative path, so the same folder gives the same token file on any machine. Its end, which training
+    keeps for validation, is a fair sample. The file appears only when it is complete.
 
     \b
     Examples:

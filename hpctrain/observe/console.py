@@ -18,6 +18,8 @@ from hpctrain.sharding.parameters import count_parameters
 # Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
 QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
 SHOWN = {
+    "of an older version": "of an older version",
+    "changed": "changed",
     "planned again": "planned again",
     "before": "before",
     "machine": "machine",

@@ -73,7 +73,8 @@ class LiveMetrics:
         """Note that a start is about to train, with its choices and what it expects."""
         text = f"{self._plan.describe()} on {cluster.describe()}"
         if checkpoint:
-            text = f"continues after step {step} from {checkpoint.name}: {text}"
+            changes = f", changed: {reasons['changed']}" if "changed" in reasons else ""
+            text = f"continues after step {step} from {checkpoint.name}{changes}: {text}"
         predicted = {}
         if prediction:
             predicted = {

@@ -14,8 +14,9 @@ import threading
 import time
 from pathlib import Path
 
+from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
 from hpctrain.comm.watchdog.flight import process_start_ticks, this_machine
-from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 
 LOCK = "lock"
 BEAT_SECONDS, STILL_SECONDS, POLL_SECONDS = 2.0, 9.0, 0.2
@@ -28,6 +29,7 @@ class RunLock:
         """Raises JobError that names the other run where there is one, or where the folder cannot be written."""
         self.path = run / LOCK
         self._is_new = not run.exists()
+        self._refuse_if_in_flight()
         try:
             run.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -40,9 +42,33 @@ class RunLock:
         except JobError:
             os.close(self._handle)
             raise
+        self._lost = self._news = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._thread.start()
+
+    def check(self) -> str | None:
+        """Return what is to be said of the lock since the last time.
+
+        Raises TrainingError where the folder is gone, or another run took it: two runs would write over each other.
+        """
+        if self._lost:
+            raise TrainingError(self._lost)
+        news, self._news = self._news, ""
+        return news or None
+
+    def _refuse_if_in_flight(self) -> None:
+        """Refuse a folder whose lock was removed while its run trains. Raises JobError."""
+        from hpctrain.comm.watchdog.diagnosis import post_mortem
+
+        if self._is_new or self.path.exists():
+            return
+        result = post_mortem(self.path.parent / FLIGHT, time.time())
+        if result and result[0].startswith("in flight"):
+            raise JobError(
+                f"{self.path.parent}: another run is in this folder ({result[0]}), though its file {LOCK} was removed;"
+                " wait for its end, or choose another --run"
+            )
 
     def _take(self) -> None:
         if not self._lock():
@@ -104,10 +130,44 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            try:
+            self._look()
+
+    def _look(self) -> None:
+        """Say that this run is alive, and see whether the lock is still its own."""
+        try:
+            if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
                 os.utime(self.path)
-            except OSError:  # a folder that was moved or became read-only: the system's lock stays
-                continue
+            else:
+                self._take_again(os.O_RDWR)
+        except FileNotFoundError:
+            self._restore()
+        except OSError:  # a folder that became read-only: the system's lock stays
+            return
+
+    def _restore(self) -> None:
+        """Make the lock again where somebody removed it."""
+        run = self.path.parent
+        if not run.is_dir():
+            self._lost = (
+                f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was moved, start"
+                " the same command with its new path as --run, which continues from the latest checkpoint there"
+            )
+            return
+        with contextlib.suppress(OSError):  # somebody else made it, or the folder went: the next beat sees it
+            self._take_again(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._news = f"{self.path}: was removed while the run trains, and is made again"
+
+    def _take_again(self, flags: int) -> None:
+        """Take the file that is there in place of the one that was held. Raises OSError."""
+        before, self._handle = self._handle, os.open(self.path, flags, 0o666)
+        try:
+            self._take()
+            os.close(before)
+            self._lock()  # where both are one file, closing one of them let go of it
+        except JobError as error:
+            os.close(self._handle)
+            self._handle = before
+            self._lost = f"{error}; its lock was removed while this run trained, so this one ends"
 
     def release(self, is_done: bool = True) -> None:
         """Let others in. Unless the run is done, a folder that was made for it and is empty is removed."""

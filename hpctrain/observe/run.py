@@ -82,7 +82,11 @@ class RunFolder:
             partial.unlink(missing_ok=True)
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
             partial.replace(file)
-        return f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}" if mistakes else None
+        again = [line["step"] for line in lines if line["step"] > step]
+        said = [f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}"] if mistakes else []
+        if again:
+            said.append(f"{file}: steps {again[0]} to {again[-1]}, of which there is no checkpoint, are computed again")
+        return "; ".join(said) or None
 
 
 def append_line(path: Path, line: dict) -> None:
@@ -186,6 +190,19 @@ def read_events(folder: Path) -> list[dict]:
         if _is_event(event):
             events.append(event)
     return events
+
+
+def refuse_lost_checkpoints(folder: Path) -> None:
+    """Refuse a run folder without a checkpoint whose events say that there was one; for one rank to call.
+
+    A new run would write over what is left of the old one. Raises JobError.
+    """
+    saved = [event["step"] for event in read_events(folder) if event["event"] == SAVE]
+    if saved:
+        raise JobError(
+            f"{folder}: has no checkpoint, though {EVENTS} says that one of step {saved[-1]} was written; bring"
+            f" checkpoints/ back, choose another --run, or delete the folder to begin anew"
+        )
 
 
 def _is_event(event: object) -> bool:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -10,12 +11,21 @@ import pytest
 
 from benchmarks.disks import every_call
 from hpctrain.checkpoint import index as checkpoint_index
-from hpctrain.checkpoint.choose import verify_alone
-from hpctrain.checkpoint.folder import Kept, candidates, complete_checkpoints, kept_steps, latest_checkpoint, tidy
+from hpctrain.checkpoint.choose import choose_checkpoint, verify_alone
+from hpctrain.checkpoint.folder import (
+    Kept,
+    candidates,
+    complete_checkpoints,
+    kept_steps,
+    latest_checkpoint,
+    step_of,
+    tidy,
+)
 from hpctrain.checkpoint.index import Index
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
 from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint
+from tests.ranks.small_runs import Alone
 
 
 @pytest.fixture
@@ -213,6 +223,62 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(run):
     with Index(latest_checkpoint(run)) as index:
         name = "embedding.weight"
         assert not np.array_equal(index.whole("model", name), tensors[f"model/{name}"]), "the new one replaced it"
+
+
+def test_own_checkpoints_come_before_those_that_latest_disowns(run, tmp_path):
+    """Another run's folder under the name that `latest` has, and one of a later step."""
+    keep = Checkpoint(keep=5)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, keep=keep, seed=step)
+    for step in (3, 4):
+        write_checkpoint(tmp_path / "other", step, keep=keep, seed=7)
+        shutil.rmtree(run / f"checkpoints/step-{step:08d}", ignore_errors=True)
+        shutil.copytree(tmp_path / f"other/checkpoints/step-{step:08d}", run / f"checkpoints/step-{step:08d}")
+    assert [step_of(path) for path in candidates(run, "auto")] == [2, 1, 4, 3]
+    choice = choose_checkpoint(Alone(), run, "auto")
+    assert choice.checkpoint == run / "checkpoints/step-00000002"
+    assert "names step-00000003 with another manifest than that has" in choice.lines[0]
+    with pytest.raises(DamagedCheckpointError, match="came from elsewhere"):
+        choose_checkpoint(Alone(), run, "latest")
+
+
+def test_a_kill_between_a_renaming_and_latest_leaves_the_old_one(run):
+    write_checkpoint(run, 1, seed=1)
+    path = latest_checkpoint(run)
+    shutil.copytree(path, path.with_name("step-00000001.old.partial"))
+    shutil.rmtree(path)
+    write_checkpoint(run / "new", 1, seed=2)
+    shutil.move(run / "new/checkpoints/step-00000001", path)
+    with pytest.raises(DamagedCheckpointError, match="another manifest"):
+        latest_checkpoint(run)
+    tidy(run)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["latest", "step-00000001"]
+    verify_alone(latest_checkpoint(run))
+
+
+def test_a_folder_without_permissions_is_passed_over_with_a_word(run, monkeypatch):
+    """As for other users than root, who may read all."""
+    for step in (1, 2):
+        write_checkpoint(run, step, keep=Checkpoint(keep=5))
+    locked = run / "checkpoints/step-00000002"
+
+    def deny(name):
+        ask = getattr(Path, name)
+
+        def asked(path, *arguments, **options):
+            if locked in path.parents:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return ask(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, name, asked)
+
+    for name in ("stat", "open", "read_bytes"):
+        deny(name)
+    choice = choose_checkpoint(Alone(), run, "auto")
+    assert choice.checkpoint == run / "checkpoints/step-00000001"
+    assert "step-00000002/manifest.json: cannot be read: Permission denied" in "\n".join(choice.lines)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        choose_checkpoint(Alone(), run, "step-00000002")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
+from hpctrain.comm.watchdog import diagnosis
 from hpctrain.comm.watchdog.flight import this_machine
-from hpctrain.config.errors import JobError
+from hpctrain.config.errors import JobError, TrainingError
 from hpctrain.observe import lock
 from hpctrain.observe.lock import RunLock
 
@@ -77,3 +80,74 @@ def test_a_run_that_did_not_begin_leaves_no_folder(tmp_path):
     assert not (tmp_path / "new").exists()
     RunLock(tmp_path).release(is_done=False)
     assert tmp_path.exists(), "it was there before"
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """A lock whose heart beats fast."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
+    result = RunLock(tmp_path / "run")
+    yield result
+    result._stop.set()
+    os.close(result._handle)
+
+
+def await_true(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("not within ten seconds")
+
+
+def refuses(held) -> bool:
+    try:
+        held.check()
+    except TrainingError:
+        return True
+    return False
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_that_is_removed_is_made_again_and_keeps_others_out(tmp_path, held):
+    (tmp_path / "run" / "lock").unlink()
+    await_true((tmp_path / "run" / "lock").exists)
+    await_true(lambda: held._news)
+    assert "was removed while the run trains, and is made again" in held.check() and held.check() is None
+    code = "import sys; from pathlib import Path; from hpctrain.observe.lock import RunLock; RunLock(Path(sys.argv[1]))"
+    second = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True)
+    assert f"another run is in this folder (process {os.getpid()} on" in second.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_lock_another_one_has_ends(tmp_path, held, monkeypatch):
+    code = HOLDER.replace(
+        "from hpctrain.observe.lock", "Path(sys.argv[1], 'lock').unlink()\nfrom hpctrain.observe.lock"
+    )
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 3600.0)
+    time.sleep(0.1)  # the last short beat
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        held._look()
+        with pytest.raises(TrainingError, match=rf"another run .* \(process {holder.pid} .* so this one ends"):
+            held.check()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_folder_is_gone_ends_and_does_not_make_it_again(tmp_path, held):
+    shutil.rmtree(tmp_path / "run")
+    await_true(lambda: refuses(held))
+    with pytest.raises(TrainingError, match="run: the run folder is gone: it was deleted or moved while"):
+        held.check()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_whose_ranks_live_is_refused_without_its_lock_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, "post_mortem", lambda folder, now: ("in flight, 4 ranks, in step", None))
+    with pytest.raises(JobError, match=r"another run is in this folder \(in flight, 4 ranks, in step\), though"):
+        RunLock(tmp_path)
+    assert not (tmp_path / "lock").exists()

@@ -207,6 +207,27 @@ def test_what_is_not_text_is_seen_in_any_part(tmp_path, monkeypatch, damage):
     assert prepare([folder], tmp_path / "t.h5").skipped == {"not text": 1}
 
 
+@pytest.mark.parametrize(
+    ("damage", "byte"), [(b"\xff" * 20, 60), (b"\0" * 20, 60), (b"ab\xc3", 62), (b"ab\xc3(", 62), (b"abcd\xe2\x82(", 64)]
+)
+def test_a_named_file_that_is_not_text_is_refused_with_the_byte(tmp_path, monkeypatch, damage, byte):
+    monkeypatch.setattr(module, "PART_BYTES", 8)
+    make(tmp_path, {"good.txt": "good", "bad.txt": b"good so far\n" * 5 + damage})
+    with pytest.raises(DataError, match=rf"bad.txt: is not UTF-8 text, by its byte {byte};"):
+        prepare([tmp_path / "good.txt", tmp_path / "bad.txt"], tmp_path / "t.h5")
+
+
+def test_what_is_read_is_not_overwritten(corpus, tmp_path):
+    before = (corpus / "a.py").read_text()
+    (tmp_path / "link").symlink_to(corpus / "a.py")
+    for out in (corpus / "a.py", tmp_path / "link"):
+        with pytest.raises(DataError, match="--out is one of the files to read"):
+            prepare([corpus], out)
+    assert (corpus / "a.py").read_text() == before
+    for _ in range(2):  # a token file in a folder is no text, and is made again
+        assert prepare([corpus], corpus / "t.h5").documents == 4
+
+
 def test_parts_are_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_BYTES", 10)
     (tmp_path / "t.txt").write_text("one\ntwo\nthree\nlonger than a part!\nend")

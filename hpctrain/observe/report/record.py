@@ -285,7 +285,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     return RunRecord(
         path,
         name,
-        load_job(str(path / RESOLVED)),
+        load_job(str(path / RESOLVED), say=left_out.append),
         plan,
         load_cluster(path / CLUSTER),
         check_lines(METRICS, metrics, SavedMetrics, left_out),
