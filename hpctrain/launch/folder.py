@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 from hpctrain.config.cluster import Cluster
@@ -20,6 +21,7 @@ from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.launch.code import code_version
 from hpctrain.launch.components import Component
+from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -59,7 +61,7 @@ def write_files(run: Path, files: Mapping[str, str]) -> None:
         raise JobError(f"{where}: cannot be written: {describe_os_error(error)}; choose another --run") from None
 
 
-LOCAL_RANK = "${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-0}}}}"
+LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")
 MODULES = """\
 if ! command -v module > /dev/null; then
   for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /etc/profile.d/z00_lmod.sh; do
@@ -101,6 +103,8 @@ def _set_up(component: Component, family: str) -> Iterator[str]:
     launch = component.launch[family]
     if family:
         yield f"export HPCTRAIN_FAMILY={shlex.quote(family)}"
+    if kind := component.kinds.get(family):  # else a rank without its device could compute on its host
+        yield f"export HPCTRAIN_DEVICE={kind}"
     if launch.modules:
         yield from MODULES.splitlines()
         yield f"module load {shlex.join(launch.modules)}"

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators import bind
-from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
+from hpctrain.comm.accelerators.bind import choose_devices, native_ability
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
@@ -351,8 +351,8 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
 def test_ranks_share_a_device_only_where_there_are_fewer_devices():
     topology = Topology(tuple(Place("n1", "a", "cuda") for _ in range(3)))
     enough, few = [("u0", "u1", "u2")] * 3, [("u0", "u1")] * 3
-    assert resolved_devices(topology, enough, sharing=True) == {0: (0, "n1 u0"), 1: (1, "n1 u1"), 2: (2, "n1 u2")}
-    assert resolved_devices(topology, few, sharing=True)[2] == (0, "n1 u0")
+    assert choose_devices(topology, enough, sharing=True) == {0: (0, "u0"), 1: (1, "u1"), 2: (2, "u2")}
+    assert choose_devices(topology, few, sharing=True)[2] == (0, "u0")
 
 
 def test_direct_can_be_forced_and_forbidden(monkeypatch):
