@@ -15,6 +15,7 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind, driver_files
 from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Topology
@@ -67,8 +68,10 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     """
     places, rank = world.topology.places, world.rank
     native, direct = ON_HOST, None
+    with world.all_or_none():
+        if accelerator.kind != "cpu":
+            native = native_ability(accelerator, sharers, len(world.topology.ranks_of(accelerator.family)))
     if accelerator.kind != "cpu":
-        native = native_ability(accelerator, sharers)
         if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
             index = accelerator.device.index or 0
             direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
@@ -78,8 +81,11 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     return Devices(accelerator, families)
 
 
-def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
-    """Say whether this rank can use its maker's library of collectives, and why not where it cannot."""
+def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:
+    """Say whether this rank can use its maker's library of collectives, and why not where it cannot.
+
+    Raises TopologyError where its family has several ranks, which could use it if it were installed.
+    """
     kind = KINDS.get(accelerator.kind)
     if kind is None or not kind.library:
         return Ability(False, f"no library of collectives is used on {accelerator.kind}")
@@ -87,7 +93,14 @@ def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
         return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
     if re.search(MIG_PATTERN, accelerator.model.lower()):
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
-    return load_library(kind).ability
+    ability = load_library(kind).ability
+    if not ability.works and num_ranks > 1 and os.environ.get(NATIVE_VARIABLE) != "0":
+        package = "pip install 'hpctrain[cuda12]' (or cuda13, rocm)" if kind.uses_cupy else "install a torch that has it"
+        raise TopologyError(
+            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; {package}, or"
+            f" set {NATIVE_VARIABLE}=0 to do without it, through MPI"
+        )
+    return ability
 
 
 def confirm_direct(
