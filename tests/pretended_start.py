@@ -3,10 +3,11 @@
     HPCTRAIN_DEVICE=cuda python -m tests.pretended_start hpctrain train tiny
 
 All of hpctrain is as it is, from the detection of devices on. Replaced are torch's module of the device, CuPy, and the
-library of collectives. See `tests/ranks/pretended_device.py`.
+library of collectives. See `tests/ranks/pretended_device.py`. PRETENDED_FAULT says what is wrong with the host.
 """
 
 import atexit
+import os
 import runpy
 import sys
 
@@ -21,13 +22,28 @@ from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_nccl import WatchedNccl
+from tests.unit.fake_torch import GIB
 from tests.started import COMPLAINED
+
+FAULT_VARIABLE = "PRETENDED_FAULT"
+UNSEEN, REFUSED, TWO_SIZES = "unseen", "refused", "two sizes"
+"""The driver's file is there, and torch sees no device; the library refuses its ranks; ranks' devices have 40 and 80
+GB."""
+DRIVER_FILE = "/dev/null"
+
+
+class RefusingNccl(WatchedNccl):
+    """A library whose network is not there."""
+
+    def NcclCommunicator(self, size, key, rank):  # noqa: N802
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
 
 
 def replace_cuda() -> None:
     """Have every part of hpctrain that asks for CUDA find the pretended device. The host's products take their time:
     only small ones are measured."""
-    library = WatchedNccl(MPI)
+    fault, kind = os.environ.get(FAULT_VARIABLE), KIND
+    library = RefusingNccl(MPI) if fault == REFUSED else WatchedNccl(MPI)
     backend = RouteMaker.backend
 
     def moving(routes, *args, **kwargs):
@@ -38,10 +54,14 @@ def replace_cuda() -> None:
         return made
 
     def module_of(kind):
-        return MODULE if kind.name == KIND.name else None
+        return MODULE if kind.name == KIND.name and fault != UNSEEN else None
 
     MODULE.count = 4
-    kinds.KINDS[KIND.name] = KIND
+    if fault == UNSEEN:
+        kind = KIND._replace(driver_files=(DRIVER_FILE,), device_files=(DRIVER_FILE,))
+    if fault == TWO_SIZES:
+        MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(detect.local_rank(os.environ) or 0) % 2] * GIB)
+    kinds.KINDS[KIND.name] = kind
     for user in (kinds, detect, torch_device):
         user.torch_module = module_of
     torch_device.TorchAccelerator = PretendedDevice

@@ -21,6 +21,8 @@ class SharedChannel:
     sender while it computes.
     """
 
+    route, reason = "shared memory", "of one host"
+
     def __init__(self, mpi, comm, num_bytes: int, depth: int, patience: Patience):
         self._slot_bytes = -(-num_bytes // 64) * 64
         self._depth, self._patience = depth, patience
@@ -69,6 +71,7 @@ class LaneChannel:
 
     def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool):
         """`posts_early` says whether receives are posted when they are expected."""
+        self.route, self.reason = outgoing.route, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = posts_early
         self._peer = 1 - outgoing.rank
@@ -118,6 +121,7 @@ class RecordedChannel:
     """A channel whose messages are in the rank's flight record, and in its trace if there is one."""
 
     def __init__(self, inner: SharedChannel | LaneChannel, journal: Journal, trace: GroupTrace | None = None):
+        self.route, self.reason = inner.route, inner.reason
         self._inner, self._journal, self._trace = inner, journal, trace
 
     def send(self, tensor: torch.Tensor) -> None:

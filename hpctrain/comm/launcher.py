@@ -1,9 +1,11 @@
 """What can be known before MPI is started: the launcher's promise, by the environment it left, and this host."""
 
 import os
+import socket
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
@@ -20,6 +22,14 @@ def record_exit(code: int) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with suppress(OSError), open(path, "x") as file:
             file.write(f"{code}\n")
+
+
+def machine_name() -> str:
+    """Return a name that no other machine has, even where all are called `localhost`: with the number of its boot."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}".strip()
 
 
 def host_memory_bytes() -> int:

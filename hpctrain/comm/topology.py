@@ -1,5 +1,6 @@
 """Where ranks are, and by which route a group of them communicates: pure functions, no MPI needed."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,13 @@ MOST_DOUBLED_BYTES = 1 << 20
 LEAST_PART_BYTES = 8
 """Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
 KEPT_CHOICES = 256
+SAME_MEMORY = 1.1
+"""Devices of one name are of one family up to this ratio of their memory: drivers and ECC take a few percent of it."""
+GIB = 1 << 30
+
+
+DOMAIN = ":"
+"""Stands between the name of a host and the number of one of its domains of shared memory."""
 
 
 class Place(NamedTuple):
@@ -24,6 +32,29 @@ class Place(NamedTuple):
     family: str
     kind: str = "cpu"
     """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
+
+    @property
+    def host_name(self) -> str:
+        """The name of the host, of which MPI may make several (`hpctrain.comm.world.gather_places`)."""
+        return self.host.partition(DOMAIN)[0]
+
+
+def split_families(places: Sequence[Place], memory_bytes: Sequence[int]) -> list[Place]:
+    """Return the places, where devices of one name and two sizes of memory are two families. Pure.
+
+    A100s of 40 and of 80 GB become `a100-40` and `a100-80`; those of one size stay `a100`. A rank without a number of
+    bytes keeps its family.
+    """
+    names: dict[tuple[str, int], str] = {}
+    for family in dict.fromkeys(place.family for place in places):
+        sizes = sorted({size for place, size in zip(places, memory_bytes, strict=True) if place.family == family and size})
+        least = [size for before, size in zip([0, *sizes], sizes, strict=False) if size > SAME_MEMORY * before]
+        for size in sizes if len(least) > 1 else ():
+            names[family, size] = f"{family}-{math.ceil(max(each for each in least if each <= size) / GIB)}"
+    return [
+        place._replace(family=names.get((place.family, size), place.family))
+        for place, size in zip(places, memory_bytes, strict=True)
+    ]
 
 
 def places_of(cluster: Cluster) -> tuple[Place, ...]:
@@ -105,12 +136,9 @@ class Topology:
     def ranks_of(self, family: str) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
 
-    def local_rank(self, rank: int) -> int:
-        """Return how many ranks before this one are on its host: which of its devices it takes."""
-        return sum(place.host == self.places[rank].host for place in self.places[:rank])
-
     def ranks_on_host(self, rank: int) -> int:
-        return sum(place.host == self.places[rank].host for place in self.places)
+        """Return how many ranks have the host of this one, by its name: an MPI may not let all of them share memory."""
+        return sum(place.host_name == self.places[rank].host_name for place in self.places)
 
     def are_together(self, one: int, other: int) -> bool:
         """Say whether two ranks are on one host."""

@@ -19,7 +19,7 @@ from hpctrain.comm.accelerators.detect import detect_device, use_device_early
 from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
-from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.comm.topology import DOMAIN, Place, Preferences, Topology, split_families
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.flight import write_ranks
@@ -107,7 +107,7 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), device.family, device.kind)
-        return cls(MPI, ours, gather_places(MPI, place), timeout_seconds, watched)
+        return cls(MPI, ours, gather_places(MPI, place, device.memory_bytes), timeout_seconds, watched)
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
@@ -432,8 +432,8 @@ class World:
         return trace + message
 
 
-def gather_places(mpi, own: Place) -> list[Place]:
-    """Return where all ranks are. All ranks must call.
+def gather_places(mpi, own: Place, memory_bytes: int = 0) -> list[Place]:
+    """Return where all ranks are. All ranks must call, with what their devices have of memory (`split_families`).
 
     A host is where ranks share memory as MPI sees it, which may be less than what has one name: each node of Slurm is
     a host to MPICH, and so is each container. Further hosts of a name have the first of their ranks behind it.
@@ -442,14 +442,15 @@ def gather_places(mpi, own: Place) -> list[Place]:
     sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
     leader = sharing.bcast(comm.rank)
     sharing.Free()
-    gathered = comm.allgather((own, leader))
+    gathered = comm.allgather((own, leader, memory_bytes))
     first: dict[str, int] = {}
-    for place, leader in gathered:
+    for place, leader, _ in gathered:
         first.setdefault(place.host, leader)
-    return [
-        place if first[place.host] == leader else place._replace(host=f"{place.host}:{leader}")
-        for place, leader in gathered
+    places = [
+        place if first[place.host] == leader else place._replace(host=f"{place.host}{DOMAIN}{leader}")
+        for place, leader, _ in gathered
     ]
+    return split_families(places, [size for _, _, size in gathered])
 
 
 EXCHANGES = 20

@@ -4,14 +4,14 @@ The order is that of what depends on what. Mistakes in files are reported before
 comes last. Every choice comes back as a value and a reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.signals import StopSignals
-from hpctrain.comm.topology import Preferences
+from hpctrain.comm.topology import Place, Preferences
 from hpctrain.config.cluster import part_of
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
@@ -154,7 +154,7 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
             reasons["machine"] = f"{part.describe()}: a part of {described.name} ({described.cluster.describe()})"
             facts = replace(facts, described_or_none=replace(described, cluster=part))
     with world.all_or_none():
-        check_ranks_are_devices(facts.described, facts.families)
+        check_ranks_are_devices(facts.described, world.topology.places)
     return Resolution(job, facts, reasons)
 
 
@@ -324,9 +324,10 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
 """In the order of what depends on what."""
 
 
-def check_ranks_are_devices(described: Described, families: list[str]) -> None:
+def check_ranks_are_devices(described: Described, places: Sequence[Place]) -> None:
     """Refuse ranks that are not the devices of a cluster, in its order. Raises LaunchError or TopologyError."""
-    devices = [device.family for device in described.cluster.devices]
+    cluster, families = described.cluster, [place.family for place in places]
+    devices = [device.family for device in cluster.devices]
     if len(devices) != len(families):
         raise LaunchError(
             f"{described.name} describes {len(devices)} devices ({count_families(devices)}), but {len(families)} ranks"
@@ -339,3 +340,11 @@ def check_ranks_are_devices(described: Described, families: list[str]) -> None:
             " here; start the ranks in the order of the file's nodes, name the families as the ranks do"
             " (HPCTRAIN_FAMILY), or describe this machine (hpctrain probe)"
         )
+    for rank, place in enumerate(() if described.is_rehearsed else places):
+        kind = cluster.families[place.family].kind
+        if kind != place.kind:
+            raise TopologyError(
+                f"{described.name}: family '{place.family}' is of kind {kind} there, but rank {rank} on host {place.host}"
+                f" computes on {place.kind}; start it where hpctrain doctor shows such devices, impersonate them with"
+                " --rehearse, or describe this machine (hpctrain probe)"
+            )

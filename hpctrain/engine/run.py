@@ -139,22 +139,25 @@ class TrainingRun:
         return RunMetrics(world, accelerator, self._recorder, used, self._live.take)
 
     def _introduce(self) -> None:
+        from hpctrain.engine.routes import describe_routes
         from hpctrain.observe.metrics import Rates
 
         prepared, done = self._prepared, self._trainer.steps_done
         self._steps_before = done
+        routes = describe_routes(self._world, self._trainer.layout)
+        reasons = prepared.reasons | ({"routes": routes} if routes else {})
         with self._world.all_or_none():
             if self._folder:
-                self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
+                self._folder.describe(self.job, prepared.plan, reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
                 self._families = predict_families(self.job, self._described)
                 predicted = prepared.prediction
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._rates = Rates(mfu_seconds, sum_of_families(self._families))
                 cluster, is_rehearsed = self._described.cluster, self._described.is_rehearsed
-                what = prepared.reasons, cluster, is_rehearsed, prepared.prediction
+                what = reasons, cluster, is_rehearsed, prepared.prediction
                 self._live.note_start(done, self.checkpoint, *what)
-                what = self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint, self.path
+                what = self.job, prepared.plan, reasons, prepared.source, done, self.checkpoint, self.path
                 self._console.start(*what)
                 if damage:
                     self._console.say(damage)

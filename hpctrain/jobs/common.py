@@ -163,8 +163,11 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     job = load_job(reference, overrides, say_on_stderr if world.rank == 0 else ignore)
     world.enter(phases_of(job.observe).start)
     if world.rank == 0:  # before anything that takes seconds
-        families = Counter(place.family for place in world.topology.places)
-        ranks = " and ".join(f"{count} {family}" for family, count in families.items())
+        families = Counter((place.family, place.kind) for place in world.topology.places)
+        ranks = " and ".join(
+            f"{count} {family}" + (f" ({kind})" if kind != family else "")
+            for (family, kind), count in families.items()
+        )
         click.echo(f"hpctrain {__version__}: {job.name} on {ranks} ranks, {world.library.split(' ')[0]}", err=True)
     return job
 

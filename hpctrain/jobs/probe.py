@@ -141,8 +141,8 @@ def probe_job(
                     comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
                     text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
                     described = parse_cluster(text, str(source))
-                families = [place.family for place in world.topology.places]
-                check_ranks_are_devices(Described(described, str(source)), families)
+                of_ranks = Described(described, str(source), is_rehearsed=rehearsed is not None)
+                check_ranks_are_devices(of_ranks, world.topology.places)
         described = world.broadcast_object(described)
         with world.all_or_none():
             parsed = with_vocabulary(parsed)

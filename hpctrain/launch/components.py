@@ -1,7 +1,7 @@
 """Cuts a cluster into components: equal nodes that one request to the batch system can ask for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import LaunchError
@@ -20,8 +20,8 @@ class Component:
     """Of each node, by family, in their order; the empty name is for a family that hpctrain detects."""
     launch: Mapping[str, Launch]
     """By family."""
-    accelerators: frozenset[str] = frozenset()
-    """The families that are no CPUs."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Of devices, by family, where that is known."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -57,7 +57,7 @@ class Component:
         """What Slurm is asked for on each node."""
         result: dict[str, int] = {}
         for name, count in self.devices.items():
-            if resource := self.launch[name].gres or ("gpu" if name in self.accelerators else ""):
+            if resource := self.launch[name].gres or ("gpu" if self.kinds.get(name, "cpu") != "cpu" else ""):
                 result[resource] = result.get(resource, 0) + count
         return result
 
@@ -84,11 +84,11 @@ def components_of(cluster: Cluster, where: str) -> tuple[Component, ...]:
         launch = {name: cluster.families[name].launch or Launch() for name in nodes.devices}
         _check_request(launch, f"{where}: nodes.{number}")
         devices = dict(nodes.devices)
-        accelerators = frozenset(name for name in devices if cluster.families[name].kind != "cpu")
+        kinds = {name: cluster.families[name].kind for name in devices}
         count = nodes.count
         if made and list(made[-1].devices.items()) == list(devices.items()):
             count += made.pop().num_nodes
-        made.append(Component(count, devices, launch, accelerators))
+        made.append(Component(count, devices, launch, kinds))
     for component in made:
         if (component.request.min_nodes or 0) > component.num_nodes:
             raise LaunchError(

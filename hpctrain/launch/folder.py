@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 from hpctrain.config.cluster import Cluster
@@ -22,6 +23,7 @@ from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.launch.code import code_version
 from hpctrain.launch.components import Component
+from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -82,7 +84,7 @@ def _creator(mode: int) -> Callable[[str, int], int]:
     return lambda path, flags: os.open(path, flags, mode)
 
 
-LOCAL_RANK = "${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-0}}}}"
+LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")
 MODULES = """\
 if ! command -v module > /dev/null; then
   for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /etc/profile.d/z00_lmod.sh; do
@@ -124,6 +126,8 @@ def _set_up(component: Component, family: str) -> Iterator[str]:
     launch = component.launch[family]
     if family:
         yield f"export HPCTRAIN_FAMILY={shlex.quote(family)}"
+    if kind := component.kinds.get(family):  # else a rank without its device could compute on its host
+        yield f"export HPCTRAIN_DEVICE={kind}"
     if launch.modules:
         yield from MODULES.splitlines()
         yield f"module load {shlex.join(launch.modules)}"

@@ -7,6 +7,18 @@ from typing import NamedTuple
 
 from hpctrain.config.errors import LaunchError
 
+LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",  # MPICH's and Intel's mpirun
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MVP_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+    "SLURM_LOCALID",
+)
+"""A process' number among the ranks of its host, the first that is set. Those of batch systems come last: the ranks of
+an mpirun inside of a job all have the number of the job's own script."""
 SECONDS = 60
 ASK = """\
 import mpi4py

@@ -23,6 +23,7 @@ SHOWN = {
     "planned again": "planned again",
     "before": "before",
     "machine": "machine",
+    "routes": "routes",
     "train.dtype": "dtype",
     "plan": "search",
     "runner-up": "runner-up",

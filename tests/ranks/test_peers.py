@@ -44,7 +44,7 @@ def test_messages_of_any_size_arrive_in_order_through_few_slots(world):
     with small_slots():
         if peer is not None:
             backend = pretended.routes.message_backend(sorted((world.rank, peer)))
-            assert backend.reason == "copies from the other device's memory"
+            assert backend.collectives.name == "copies from the other device's memory"
             transport, at = backend.transport, int(peer > world.rank)
             sending = [transport.send(at, pretended.later(values(world.rank, i))) for i in range(len(sizes))]
             for i in range(len(sizes)):
@@ -71,7 +71,7 @@ def test_who_cannot_open_memory_sends_by_mpi_and_says_why(world, monkeypatch):
         result = ""
         if world.rank in ranks:
             backend = pretended.routes.message_backend(ranks)
-            result = backend.reason
+            result = f"{backend.collectives.name}; {backend.reason}"
             transport, other = backend.transport, 1 - world.rank
             sent, received = torch.full((9,), float(world.rank)), torch.empty(9)
             ready = transport.send(other, sent), transport.receive(other, received)
@@ -87,7 +87,7 @@ def test_who_cannot_open_memory_sends_by_mpi_and_says_why(world, monkeypatch):
         raise RuntimeError("cudaErrorPeerAccessUnsupported")
 
     without = "the devices do not copy from each other's memory: "
-    staged = "MPI through pinned host buffers"
+    staged = "MPI through pinned host buffers; MPI is not given memory of a: asked for; no native library: a fake"
     if world.rank in ranks:
         assert reason_of() == f"{staged}; {without}memory of cuda is not opened by other processes"
     with small_slots():
@@ -107,7 +107,7 @@ def test_who_cannot_open_memory_sends_by_mpi_and_says_why(world, monkeypatch):
             assert reason_of(exports=True) == f"{staged}; {without}the other device's bytes arrived changed"
         monkeypatch.undo()
     if world.rank in ranks:
-        assert reason_of(exports=True, direct="a") == "MPI on device memory"
+        assert reason_of(exports=True, direct="a").startswith("MPI on device memory; MPI moves memory of a")
         hosts = [f"h{rank}" for rank in range(world.size)]
         assert reason_of(exports=True, hosts=hosts) == staged
 
@@ -118,11 +118,11 @@ class Probed(Pretended):
     def __init__(self, world, families, **options):
         super().__init__(world, families, **options)
         self.topology = Topology(tuple(Place(world.place.host, family, "cuda") for family in families))
-        self.reasons: list[str] = []
+        self.routes_of_pairs: list[str] = []
 
     def pair(self, ranks) -> Communicator:
         backend = self.routes.message_backend(ranks)
-        self.reasons.append(backend.reason)
+        self.routes_of_pairs.append(backend.collectives.name)
         self._made.append(Communicator(ranks, backend, self.patience))
         return self._made[-1]
 
@@ -134,9 +134,10 @@ def test_a_probe_measures_messages_by_the_route_of_pipelines(world):
     everybody = probed.group(range(world.size))
     classes = pair_classes(probed.topology.places, ["ib"] * world.size)
     (links,) = measure_messages(probed, everybody, probed.device, classes, 0.2)
-    assert probed.reasons == ["copies from the other device's memory"]
+    assert probed.routes_of_pairs == ["copies from the other device's memory"]
     if world.rank == 0:
-        assert links.latency_seconds > 0 and links.route == "copies from the other device's memory"
+        assert links.latency_seconds > 0
+        assert links.route.startswith("copies from the other device's memory (MPI is not given memory of a: ")
     probed.close()
 
 

@@ -8,17 +8,19 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.accelerators.bind import DTYPES, choose_device
+from hpctrain.comm.accelerators import bind, detect, kinds
+from hpctrain.comm.accelerators.bind import DTYPES, choose_devices
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import detect_device, family_of
+from hpctrain.comm.accelerators.detect import detect_device, family_of, local_rank
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.routes.abilities import Ability, DescribedRoute, FamilyAbilities, combine, describe_routes
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
 from hpctrain.comm.routes.torch_groups import load_library
-from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.config.errors import TopologyError
+from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 
 YES, NO = Ability(True, "it does"), Ability(False, "it does not")
 
@@ -50,14 +52,14 @@ def test_families_are_detected_by_the_names_of_devices(name):
 
 
 def test_the_device_is_what_the_environment_says():
-    assert detect_device({"HPCTRAIN_DEVICE": "cpu"}) == ("cpu", "cpu")
-    assert detect_device({"HPCTRAIN_DEVICE": "cpu", "HPCTRAIN_FAMILY": "epyc"}) == ("cpu", "epyc")
+    assert detect_device({"HPCTRAIN_DEVICE": "cpu"})[:2] == ("cpu", "cpu")
+    assert detect_device({"HPCTRAIN_DEVICE": "cpu", "HPCTRAIN_FAMILY": "epyc"})[:2] == ("cpu", "epyc")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_detected_later_by_all_ranks():
-    assert detect_device({}) == ("cpu", "cpu")
-    assert detect_device({"HPCTRAIN_DEVICE": "cuda"}) == ("cuda", "cuda")
+    assert detect_device({})[:2] == ("cpu", "cpu")
+    assert detect_device({"HPCTRAIN_DEVICE": "cuda"})[:2] == ("cuda", "cuda")
 
 
 def test_a_start_without_drivers_does_not_load_torch():
@@ -73,24 +75,80 @@ def places(*kinds, host="n1"):
     return Topology(tuple(Place(host, kind, kind) for kind in kinds))
 
 
+def taken(topology, visible, sharing=False):
+    return [index for index, _ in choose_devices(topology, visible, sharing).values()]
+
+
 def test_ranks_take_devices_in_their_order_and_those_on_the_host_none():
-    topology = places("cuda", "cpu", "cuda", "cuda")
     visible = [("u0", "u1", "u2"), (), ("u0", "u1", "u2"), ("u0", "u1", "u2")]
-    assert [choose_device(topology, visible, rank) for rank in (0, 2, 3)] == [0, 1, 2]
+    every = choose_devices(places("cuda", "cpu", "cuda", "cuda"), visible)
+    assert every == {0: (0, "u0"), 2: (1, "u1"), 3: (2, "u2")}
 
 
 def test_ranks_that_each_see_their_own_device_take_it():
-    assert [choose_device(places("cuda", "cuda"), [("u0",), ("u1",)], rank) for rank in (0, 1)] == [0, 0]
-    assert [choose_device(places("cuda", "cuda"), [("u3", "u4"), ("u3", "u5")], rank) for rank in (0, 1)] == [0, 1]
+    assert taken(places("cuda", "cuda"), [("u0",), ("u1",)]) == [0, 0]
+    assert taken(places("cuda", "cuda"), [("u3", "u4"), ("u3", "u5")]) == [0, 1]
+
+
+def test_no_device_is_taken_twice_where_mpi_makes_a_host_of_each_rank():
+    """MPIR_CVAR_NOLOCAL=1 does. Whose devices have no name of their own are told apart by the machine."""
+    alone = Topology(tuple(Place(host, "a", "cuda") for host in ("n1", "n1:1", "n1:2")))
+    assert taken(alone, [("u0", "u1", "u2")] * 3) == [0, 1, 2]
+    with pytest.raises(TopologyError, match=r"host n1 has 3 ranks for 2 visible devices: all 2 that rank 2 sees"):
+        choose_devices(alone, [("u0", "u1")] * 3)
+    with pytest.raises(TopologyError, match="host n1 has 2 ranks for 1 visible devices"):
+        choose_devices(alone, [("u0",), ("u1",), ("u1",)])
+    assert taken(alone, [("u0", "u1")] * 3, sharing=True) == [0, 1, 0]
+    assert [alone.ranks_on_host(rank) for rank in range(3)] == [3, 3, 3]
 
 
 def test_more_ranks_than_devices_are_refused_with_the_numbers_and_what_to_do():
     visible = [("u0", "u1")] * 3
-    for rank in (0, 1):
-        choose_device(places("cuda", "cuda", "cuda"), visible, rank)
     with pytest.raises(TopologyError, match=r"host n1 has 3 ranks for 2 visible devices.*--ntasks-per-node=2"):
-        choose_device(places("cuda", "cuda", "cuda"), visible, 2)
-    assert choose_device(places("cuda", "cuda", "cuda"), visible, 2, sharing=True) == 0
+        choose_devices(places("cuda", "cuda", "cuda"), visible)
+    assert taken(places("cuda", "cuda", "cuda"), visible, sharing=True) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("variable", LOCAL_RANK_VARIABLES)
+def test_every_launchers_number_of_a_rank_on_its_host_is_read(variable):
+    assert local_rank({variable: "3"}) == 3
+    assert local_rank({variable: "3", "SLURM_LOCALID": "0"}) == (0 if variable == "SLURM_LOCALID" else 3)
+
+
+def test_devices_of_one_name_and_two_sizes_of_memory_are_two_families():
+    gib = 1 << 30
+    sizes = [39.4, 79.2, 79.4, 39.5, 0, 15.8]
+    given = [Place("n1", name, "cuda") for name in ("a100", "a100", "a100", "a100", "a100", "v100")]
+    result = split_families(given, [int(size * gib) for size in sizes])
+    assert [place.family for place in result] == ["a100-40", "a100-80", "a100-80", "a100-40", "a100", "v100"]
+    assert split_families(given[:2], [79 * gib, 80 * gib]) == given[:2], "a driver takes some of it"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A host with NVIDIA's driver, whose device torch does not see."""
+    monkeypatch.setattr(kinds.os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setattr(kinds, "torch_module", lambda kind: None)
+    monkeypatch.setattr(detect, "torch_module", lambda kind: None)
+
+
+@pytest.mark.parametrize("variables", [{}, {"HPCTRAIN_FAMILY": "h100"}, {"HPCTRAIN_DEVICE": "auto"}])
+def test_a_host_whose_device_torch_does_not_see_is_refused(driver, monkeypatch, variables):
+    for name, value in {"CUDA_VISIBLE_DEVICES": "", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert detect_device().kind == "cpu"
+    with pytest.raises(TopologyError) as refused:
+        bind._no_devices()
+    assert "has /dev/nvidiactl of NVIDIA's driver, but torch" in str(refused.value)
+    assert "sees no such device with CUDA_VISIBLE_DEVICES=''; install torch" in str(refused.value)
+    assert str(refused.value).endswith("or set HPCTRAIN_DEVICE=cpu to compute on processors")
+    monkeypatch.setenv("HPCTRAIN_DEVICE", "cpu")
+    assert bind._no_devices() == []
+
+
+def test_what_every_host_with_a_display_has_is_no_device(monkeypatch):
+    monkeypatch.setattr(kinds.os.path, "exists", lambda path: path in ("/dev/dri", "/dev/dxg"))
+    assert bind._no_devices() == []
 
 
 def test_a_cpu_says_what_it_has():

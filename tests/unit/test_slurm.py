@@ -65,7 +65,7 @@ def recorder(tmp_path_factory) -> Recorder:
     return Recorder(tmp_path_factory.mktemp("programs"))
 
 
-ONE = (Component(2, {"a": 4}, {"a": Launch(partition="fast")}, frozenset("a")),)
+ONE = (Component(2, {"a": 4}, {"a": Launch(partition="fast")}, {"a": "cuda"}),)
 TWO = (*ONE, Component(1, {"b": 2}, {"b": Launch(partition="slow", cores_per_rank=3)}))
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "16(x2)"}
 IN_MIXED = IN_JOB | {
@@ -213,12 +213,14 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     script = launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]
     script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
     (recorder.folder / "hpctrain").write_text(
-        (recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]]", '[os.environ["HPCTRAIN_FAMILY"]]]')
+        (recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]]", '[os.environ["HPCTRAIN_FAMILY"], os.environ["HPCTRAIN_DEVICE"]]]')
     )
     write_files(tmp_path, {"rank.sh": script})
     seen = [recorder.run(tmp_path / "rank.sh", SLURM_LOCALID=str(rank)) for rank in range(4)]
-    assert [calls[0][2] for code, calls in seen[:3]] == [["a"], ["a"], ["b"]]
+    assert [calls[0][2] for code, calls in seen[:3]] == [["a", "cuda"], ["a", "cuda"], ["b", "cuda"]]
     assert seen[3] == (12, [])
+    number = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}  # of mpirun in a job's script
+    assert recorder.run(tmp_path / "rank.sh", **number)[1][0][2] == ["b", "cuda"]
 
 
 @pytest.mark.parametrize("has_variables", [True, False])

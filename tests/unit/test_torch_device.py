@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators import bind
-from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
+from hpctrain.comm.accelerators.bind import choose_devices, native_ability
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
@@ -30,10 +31,11 @@ from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_rou
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.routes.native import Connection, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
+from hpctrain.comm.routes.torch_groups import Library, TorchCollectives
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.pipeline import Pipeline
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
@@ -317,7 +319,7 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected"), KeyError(7)])
 @pytest.mark.parametrize("at_key", [False, True])
-def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason(error, at_key):
+def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(error, at_key):
     """CuPy raises KeyError for numbers of errors that it does not know. Without a key all ranks leave, too."""
 
     def refusing(*_):
@@ -332,9 +334,21 @@ def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason(err
     for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
         setattr(nccl, f"NCCL_{name}", name)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])
-    result = connect_native(partial(NcclCollectives, nccl), comm, FakeAccelerator())
-    assert isinstance(result, Ability) and not result.works
-    assert "NCCL refuses these 2 ranks" in result.reason and f"{type(error).__name__}: {error}" in result.reason
+    with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
+        connect_native(partial(NcclCollectives, nccl), comm, FakeAccelerator())
+    assert f"{type(error).__name__}: {error}" in str(refused.value)
+
+
+def test_a_family_without_its_library_is_refused_unless_it_is_to_do_without(monkeypatch):
+    made, _ = device()
+    missing = Library(TorchCollectives, Ability(False, "CuPy cannot be used (ImportError: no)"))
+    monkeypatch.setattr(bind, "load_library", lambda kind: missing)
+    with pytest.raises(TopologyError, match=r"2 ranks of family 'h200' have no NCCL: CuPy cannot be used .*hpctrain\[c"):
+        native_ability(made, 1, num_ranks=2)
+    assert native_ability(made, 1, num_ranks=1) == missing.ability, "a single rank has nobody to sum with"
+    assert not native_ability(made, 2, num_ranks=2).works, "sharing was asked for"
+    monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
+    assert native_ability(made, 1, num_ranks=2) == missing.ability
 
 
 def test_shared_devices_and_parts_of_them_do_without_the_library():
@@ -351,8 +365,8 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
 def test_ranks_share_a_device_only_where_there_are_fewer_devices():
     topology = Topology(tuple(Place("n1", "a", "cuda") for _ in range(3)))
     enough, few = [("u0", "u1", "u2")] * 3, [("u0", "u1")] * 3
-    assert resolved_devices(topology, enough, sharing=True) == {0: (0, "n1 u0"), 1: (1, "n1 u1"), 2: (2, "n1 u2")}
-    assert resolved_devices(topology, few, sharing=True)[2] == (0, "n1 u0")
+    assert choose_devices(topology, enough, sharing=True) == {0: (0, "u0"), 1: (1, "u1"), 2: (2, "u2")}
+    assert choose_devices(topology, few, sharing=True)[2] == (0, "u0")
 
 
 def test_direct_can_be_forced_and_forbidden(monkeypatch):
@@ -406,6 +420,7 @@ def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
     monkeypatch.setattr(bind, "native_ability", lambda *_: Ability(False, "-"))
     world = SimpleNamespace(
         topology=Topology((Place("n1", "a", "cuda"), Place("n1", "a", "cuda"))),
+        all_or_none=nullcontext,
         rank=0,
         raw_mpi=SimpleNamespace(COMM_WORLD=None),
         gather_objects=lambda value: [value, value],

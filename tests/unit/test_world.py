@@ -26,7 +26,7 @@ class FakeComm:
         pass
 
     def allgather(self, value):
-        return [(place, self.domains.index(domain)) for place, domain in zip(self.places, self.domains, strict=True)]
+        return [(place, self.domains.index(domain), 0) for place, domain in zip(self.places, self.domains, strict=True)]
 
 
 class FakeMPI:

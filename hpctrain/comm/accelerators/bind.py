@@ -3,6 +3,8 @@
 import itertools
 import os
 import re
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,8 +13,9 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
-from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
+from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind, driver_files
 from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Topology
@@ -29,26 +32,24 @@ ALONE = Ability(False, "a single rank sends no messages")
 def bind_accelerator(world: World) -> Accelerator:
     """Take this rank's device, and use it from now on, in groups made from now on too. All ranks must call.
 
-    A second call returns the same. A rank takes the device with its place among the ranks of its host that use devices,
-    among the visible ones; where the launcher shows each rank its own, that one. Raises TopologyError on all ranks
-    where there are too few.
+    A second call returns the same. Ranks take devices as `choose_devices` says. Raises TopologyError on all of them
+    where there are too few, where a rank would compute on its host without having been told to, and where a maker's
+    library of collectives is not there.
     """
     if world.accelerator is not None:
         return world.accelerator
     kind = world.place.kind
-    visible: list[str] = []
     with world.all_or_none():
-        if kind != "cpu":
-            visible = _visible_devices(kind)
+        visible = _visible_devices(kind) if kind != "cpu" else _no_devices()
     everywhere = _of_all(world, tuple(visible))
     accelerator: Accelerator = CpuAccelerator(world.place.family)
     sharing = os.environ.get(SHARE_VARIABLE) == "1"
-    identity, sharers = "", 1
+    sharers = 1
     with world.all_or_none():
         if kind != "cpu":
-            every = resolved_devices(world.topology, everywhere, sharing)
-            index, identity = every[world.rank]
-            sharers = sum(other == identity for _, other in every.values())
+            taken = choose_devices(world.topology, everywhere, sharing)
+            index, identity = taken[world.rank]
+            sharers = sum(other == identity for _, other in taken.values())
             accelerator = _device(KINDS[kind], index, world.place.family, sharers)
         accelerator.bind()
     threads_per_core = _threads_per_core(world)
@@ -59,19 +60,6 @@ def bind_accelerator(world: World) -> Accelerator:
     return accelerator
 
 
-def resolved_devices(topology: Topology, visible: Sequence[Sequence[str]], sharing: bool) -> dict[int, tuple[int, str]]:
-    """Return by rank, of those with devices, the index of its device and a name of that, unique over hosts. Pure.
-
-    Raises TopologyError as `choose_device`.
-    """
-    result = {}
-    for rank, place in enumerate(topology.places):
-        if place.kind != "cpu":
-            index = choose_device(topology, visible, rank, sharing)
-            result[rank] = index, f"{place.host} {visible[rank][index]}"
-    return result
-
-
 def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devices:
     """Detect what each family's devices can do. All ranks must call, with their devices bound.
 
@@ -80,8 +68,10 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     """
     places, rank = world.topology.places, world.rank
     native, direct = ON_HOST, None
+    with world.all_or_none():
+        if accelerator.kind != "cpu":
+            native = native_ability(accelerator, sharers, len(world.topology.ranks_of(accelerator.family)))
     if accelerator.kind != "cpu":
-        native = native_ability(accelerator, sharers)
         if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
             index = accelerator.device.index or 0
             direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
@@ -91,8 +81,11 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     return Devices(accelerator, families)
 
 
-def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
-    """Say whether this rank can use its maker's library of collectives, and why not where it cannot."""
+def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:
+    """Say whether this rank can use its maker's library of collectives, and why not where it cannot.
+
+    Raises TopologyError where its family has several ranks, which could use it if it were installed.
+    """
     kind = KINDS.get(accelerator.kind)
     if kind is None or not kind.library:
         return Ability(False, f"no library of collectives is used on {accelerator.kind}")
@@ -100,7 +93,14 @@ def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
         return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
     if re.search(MIG_PATTERN, accelerator.model.lower()):
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
-    return load_library(kind).ability
+    ability = load_library(kind).ability
+    if not ability.works and num_ranks > 1 and os.environ.get(NATIVE_VARIABLE) != "0":
+        package = "pip install 'hpctrain[cuda12]' (or cuda13, rocm)" if kind.uses_cupy else "install a torch that has it"
+        raise TopologyError(
+            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; {package}, or"
+            f" set {NATIVE_VARIABLE}=0 to do without it, through MPI"
+        )
+    return ability
 
 
 def confirm_direct(
@@ -142,20 +142,37 @@ def _visible_devices(name: str) -> list[str]:
     from hpctrain.comm.accelerators.torch_device import visible_devices
 
     if not (visible := visible_devices(kind)):
-        built = [f"{title} {v}" for title, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
-        raise TopologyError(
-            f"{DEVICE_VARIABLE}={name}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'},"
-            " sees no such device; install torch for the devices of this host, ask the batch system for some"
-            f" (--gres=gpu:N), or set {DEVICE_VARIABLE}=cpu"
-        )
+        raise _unseen(f"{DEVICE_VARIABLE}={name}", kind)
     return visible
+
+
+def _no_devices() -> list[str]:
+    """Return the devices of a rank on its host: none. Raises TopologyError where the host has some that torch does not
+    see, unless this rank was told to compute on its host."""
+    there = driver_files()
+    if there and os.environ.get(DEVICE_VARIABLE) != "cpu":
+        kind, path = there[0]
+        raise _unseen(f"host {socket.gethostname()} has {path} of {kind.maker}'s driver", kind)
+    return []
+
+
+def _unseen(what: str, kind: DeviceKind) -> TopologyError:
+    built = [f"{title} {v}" for title, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
+    hidden = [f"{name}='{os.environ[name]}'" for name in kind.visibility if name in os.environ]
+    return TopologyError(
+        f"{what}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'}, sees no such device"
+        f"{' with ' + ' and '.join(hidden) if hidden else ''}; install torch for the devices of this host, ask the"
+        f" batch system for some (--gres=gpu:N){', unset ' + ' or '.join(kind.visibility) if hidden else ''}, or set"
+        f" {DEVICE_VARIABLE}=cpu to compute on processors"
+    )
 
 
 def _device(kind: DeviceKind, index: int, family: str, sharers: int) -> Accelerator:
     from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 
     result = TorchAccelerator(kind, index, family, sharers)
-    if FAMILY_VARIABLE not in os.environ and family_of(result.model) != family:
+    named = re.fullmatch(rf"{re.escape(family_of(result.model))}(-\d+)?", family)  # as `split_families` names it
+    if FAMILY_VARIABLE not in os.environ and not named:
         raise TopologyError(
             f"this rank was taken for one of family '{family}', but its device {index} is a {result.model}: the host"
             f" has devices of several kinds; set {FAMILY_VARIABLE} for each rank"
@@ -163,31 +180,38 @@ def _device(kind: DeviceKind, index: int, family: str, sharers: int) -> Accelera
     return result
 
 
-def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: int, sharing: bool = False) -> int:
-    """Return which of the devices visible to `rank` it takes; `visible` is by rank what each sees. Pure.
+def choose_devices(
+    topology: Topology, visible: Sequence[tuple[str, ...]], sharing: bool = False
+) -> dict[int, tuple[int, str]]:
+    """Return by rank, of those with devices, the index of its device and its name. Pure.
 
-    Ranks of a host choose in their order, each the first it sees that is not taken. Raises TopologyError if none is
-    left, unless they are `sharing`.
+    `visible` has by rank the names of what it sees; no two devices of any hosts share a name. Ranks choose in their
+    order, each the first it sees that is not taken, whatever MPI says of their hosts. If they are `sharing`, those that
+    see the same take it in turn. Raises TopologyError where a rank sees none that is not taken.
     """
-    host = topology.places[rank].host
-    peers = [r for r, place in enumerate(topology.places) if place.host == host and place.kind != "cpu"]
-    if sharing:
-        return peers.index(rank) % len(visible[rank])
+    result: dict[int, tuple[int, str]] = {}
     taken: set[str] = set()
-    for peer in peers:
-        free = [index for index, name in enumerate(visible[peer]) if name not in taken]
-        if not free:
-            num_devices = len(set().union(*(visible[r] for r in peers)))
+    turns: Counter[tuple[str, ...]] = Counter()
+    for rank, place in enumerate(topology.places):
+        if place.kind == "cpu":
+            continue
+        names = visible[rank]
+        index = next((index for index, name in enumerate(names) if name not in taken), None)
+        if sharing:
+            index = turns[names] % len(names)
+            turns[names] += 1
+        if index is None:
+            peers = [other for other in visible if not set(names).isdisjoint(other)]
+            num_devices = len(set[str]().union(*peers))
             raise TopologyError(
-                f"host {host} has {len(peers)} ranks for {num_devices} visible devices: all {len(visible[peer])} that"
-                f" rank {peer} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
+                f"host {place.host_name} has {len(peers)} ranks for {num_devices} visible devices: all {len(names)} that"
+                f" rank {rank} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
                 f" them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or set"
                 f" {SHARE_VARIABLE}=1 for a test"
             )
-        if peer == rank:
-            return free[0]
-        taken.add(visible[peer][free[0]])
-    raise AssertionError(f"rank {rank} is not among those with a device")
+        result[rank] = index, names[index]
+        taken.add(names[index])
+    return result
 
 
 def _of_all(world: World, value) -> list:
@@ -200,7 +224,7 @@ def _threads_per_core(world: World) -> float:
     here = [
         result
         for place, result in zip(world.topology.places, _of_all(world, own), strict=True)
-        if place.host == world.place.host and result[0]
+        if place.host_name == world.place.host_name and result[0]
     ]
     cores = set().union(*(cores for _, _, cores in here))
     return max(1.0, sum(threads for _, threads, _ in here) / max(1, len(cores)))

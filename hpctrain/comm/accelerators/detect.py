@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpctrain.comm.accelerators.kinds import KINDS, may_be_there, torch_module
+from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 
 # Set for a rank: the kind of device to use, and the name of its family.
 DEVICE_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_DEVICE", "HPCTRAIN_FAMILY"
-LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # From a device's name, in lower case, to its family: the first that matches. What is captured is the family, spaces
 # left out; a part of a GPU (MIG) is a family of its own, since it computes and holds less.
 NAME_PATTERNS = (
@@ -31,6 +31,8 @@ class DetectedDevice(NamedTuple):
     kind: str
     """cpu or one of `KINDS`; or what was asked for and may be missing, which `bind_accelerator` detects."""
     family: str
+    memory_bytes: int = 0
+    """Of a device whose name decides its family, and maybe not alone: see `split_families`."""
 
 
 def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice:
@@ -45,11 +47,13 @@ def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice
         candidates = [KINDS["cuda"], KINDS["rocm"]]
     for kind in candidates:
         if module := torch_module(kind):
-            family = environment.get(FAMILY_VARIABLE)
+            family, memory_bytes = environment.get(FAMILY_VARIABLE), 0
             if not family and hasattr(module, "get_device_name"):
                 index = (local_rank(environment) or 0) % module.device_count()
                 family = family_of(module.get_device_name(index))
-            return DetectedDevice(kind.name, family or kind.name)
+                if hasattr(module, "get_device_properties"):
+                    memory_bytes = module.get_device_properties(index).total_memory
+            return DetectedDevice(kind.name, family or kind.name, memory_bytes)
     name = "cpu" if asked == "auto" else asked
     return DetectedDevice(name, environment.get(FAMILY_VARIABLE, name))
 

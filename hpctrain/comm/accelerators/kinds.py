@@ -20,6 +20,10 @@ class DeviceKind(NamedTuple):
     """What `torch.device` and `torch.get_device_module` call it."""
     driver_files: tuple[str, ...]
     """One of these is there where a driver is."""
+    device_files: tuple[str, ...] = ()
+    """Those of them that prove a device for computing. Intel's `/dev/dri` and WSL's `/dev/dxg` are there for displays."""
+    visibility: tuple[str, ...] = ()
+    """Variables by which a launcher or a user hides devices."""
     stream_attribute: str = ""
     """Which attribute of a stream is the driver's handle; empty where streams have none."""
     library: str = ""
@@ -48,6 +52,8 @@ CUDA = DeviceKind(
     "NVIDIA",
     "cuda",
     ("/dev/nvidiactl", "/dev/dxg"),
+    device_files=("/dev/nvidiactl",),
+    visibility=("CUDA_VISIBLE_DEVICES",),
     stream_attribute="cuda_stream",
     library="NCCL",
     backend="nccl",
@@ -57,12 +63,20 @@ CUDA = DeviceKind(
     # its own thread would end the process at an error, before hpctrain can say where.
     environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")),
 )
-ROCM = CUDA._replace(name="rocm", maker="AMD", driver_files=("/dev/kfd",), library="RCCL")
+ROCM = CUDA._replace(
+    name="rocm",
+    maker="AMD",
+    driver_files=("/dev/kfd",),
+    device_files=("/dev/kfd",),
+    visibility=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    library="RCCL",
+)
 XPU = DeviceKind(
     "xpu",
     "Intel",
     "xpu",
     ("/dev/dri",),
+    visibility=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
     stream_attribute="sycl_queue",
     library="oneCCL",
     backend="xccl",
@@ -74,6 +88,8 @@ NPU = DeviceKind(
     "Huawei",
     "npu",
     ("/dev/davinci_manager",),
+    device_files=("/dev/davinci_manager",),
+    visibility=("ASCEND_RT_VISIBLE_DEVICES",),
     stream_attribute="npu_stream",
     library="HCCL",
     backend="hccl",
@@ -102,6 +118,19 @@ def may_be_there(kind: DeviceKind) -> bool:
         return version("torch").endswith(kind.build) and bool(not kind.plugin or version(kind.plugin))
     except ImportError:  # it is not installed
         return False
+
+
+class DriverFile(NamedTuple):
+    """What a driver leaves on a host that has a device of its maker."""
+
+    kind: DeviceKind
+    path: str
+
+
+def driver_files() -> list[DriverFile]:
+    """Return what shows that this host has devices, whatever torch sees of them."""
+    every = [DriverFile(kind, path) for kind in KINDS.values() for path in kind.device_files]
+    return [each for each in every if os.path.exists(each.path)]
 
 
 def torch_module(kind: DeviceKind) -> ModuleType | None:

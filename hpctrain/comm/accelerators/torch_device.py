@@ -14,6 +14,7 @@ from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Ex
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
 from hpctrain.comm.accelerators.pinned import register_memory
+from hpctrain.comm.launcher import machine_name
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
@@ -278,7 +279,8 @@ def import_cupy() -> Any:
 
 
 def visible_devices(kind: DeviceKind) -> list[str]:
-    """Return an identity of each device of a kind that this process sees, unique on its host; none without torch's."""
+    """Return a name of each device of a kind that this process sees, which no other device of any host has; none
+    without torch's."""
     module = torch_module(kind)
     if module is None:
         return []
@@ -286,5 +288,5 @@ def visible_devices(kind: DeviceKind) -> list[str]:
     for index in range(module.device_count()):
         properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
         uuid = getattr(properties, "uuid", None)
-        names.append(str(uuid) if uuid else f"device {index}")
+        names.append(str(uuid) if uuid and str(uuid).strip("0-") else f"device {index} of {machine_name()}")
     return names

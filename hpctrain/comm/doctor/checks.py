@@ -23,6 +23,7 @@ from hpctrain.config.errors import HpctrainError, LaunchError, TrainingError, de
 from hpctrain.launch.mpi import MPI_OF_SRUN, MpiLibrary, kind_of, mpi_library, srun_interfaces
 
 if TYPE_CHECKING:
+    from hpctrain.comm.topology import Place
     from hpctrain.comm.world import World
 
 
@@ -256,7 +257,9 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
         return
     environments = describe_environments(software, [place.family for place in world.topology.places])
     text = environments.removeprefix("software: ") or f"one environment, {software[0].environment}"
-    yield [check_promise(world.size), Finding("software", "ok", text), _check_threads(world)], {}
+    own = describe_drivers(world.place.kind)
+    drivers = check_drivers(world.topology.places, world.gather_objects(own))
+    yield [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), *drivers], {}
 
     from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
 
@@ -281,10 +284,43 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     ranks: list[dict[str, Any]] = world.gather_objects(own)
     yield [*describe_devices(ranks), *check_cores(ranks)], {"ranks": ranks}
     routes = _routes(world)
+    try:
+        _connect_families(world)
+    except HpctrainError as error:
+        yield [error_finding("routes", error)], {"routes": routes}
+        return
     yield [_check_routes(routes)], {"routes": routes}
     links = _measure_links(world, accelerator)
     yield ([_check_links(links)] if links else []), {"links": links}
     yield [_check_clocks(world), *_check_shared(world, folder)], {}
+
+
+def describe_drivers(kind: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Say which makers' drivers this rank's host has, and whether the rank uses a device of theirs; `kind` is what it
+    computes on."""
+    from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE
+    from hpctrain.comm.accelerators.kinds import KINDS, driver_files, torch_module
+
+    there = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"
+    if kind == "cpu":
+        why = f"{DEVICE_VARIABLE}=cpu" if environment.get(DEVICE_VARIABLE) == "cpu" else UNSEEN if driver_files() else ""
+        return f"{there}: ranks compute on processors{why and f', {why}'}"
+    module = torch_module(KINDS[kind]) if kind in KINDS else None
+    return f"{there}: torch sees {module.device_count() if module else 'no'} {kind} devices"
+
+
+UNSEEN = "since torch sees no device"
+
+
+def check_drivers(places: "Sequence[Place]", texts: Sequence[str]) -> list[Finding]:
+    """Compare what drivers there are with what ranks compute on; `texts` are by rank. Pure."""
+    hosts: dict[str, list[str]] = {}
+    for place, text in zip(places, texts, strict=False):
+        if place.host_name not in hosts.setdefault(text, []):
+            hosts[text].append(place.host_name)
+    lines = [f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: {text}" for text, names in hosts.items()]
+    is_unseen = any(text.endswith(UNSEEN) for text in hosts)
+    return [Finding("drivers", "warning" if is_unseen else "ok", "\n".join(lines))] if lines else []
 
 
 def _check_threads(world: "World") -> Finding:
@@ -336,6 +372,19 @@ def _routes(world: "World") -> list[dict[str, str]]:
 
     families = world.settings.devices.families if world.settings.devices else {}
     return [route._asdict() for route in describe_routes(world.topology, families)]
+
+
+def _connect_families(world: "World") -> None:
+    """Connect the ranks of each family by its maker's library, as a run would. All ranks must call.
+
+    Raises CommError on all of them where a library refuses its ranks.
+    """
+    families = world.settings.devices.families if world.settings.devices else {}
+    for name, family in families.items():
+        ranks = world.topology.ranks_of(name)
+        with world.freeing(), world.all_or_none():
+            if family.native.works and world.rank in ranks:
+                world.group(ranks, "doctor")
 
 
 def _check_routes(routes: Sequence[dict[str, str]]) -> Finding:

@@ -154,8 +154,8 @@ class _Meter:
         pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
         if pair:
             self._pair = self._world.pair(pair)
-        reasons = self._world.gather_objects(self._pair.reason if self._pair else None)
-        return next((reason for reason in reasons if reason is not None), None)
+        routes = self._world.gather_objects(f"{self._pair.route} ({self._pair.reason})" if self._pair else None)
+        return next((route for route in routes if route is not None), None)
 
     def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:
         """Yield sizes while there is time for them, by what is in `trips` of rank 0 so far. All ranks must call."""

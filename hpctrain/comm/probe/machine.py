@@ -5,6 +5,7 @@ is started again on the same machine has the same figures, and gets the same pla
 """
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE, probe_cluster
+from hpctrain.comm.routes.abilities import device_route, message_route
+from hpctrain.comm.routes.peer_memory import PEER_VARIABLE
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.config.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
@@ -48,7 +51,8 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def fingerprint(world: World, accelerator: Accelerator) -> str:
-    """Return the fingerprint of these devices and hosts, in this order of ranks. All ranks must call."""
+    """Return the fingerprint of these devices and hosts, in this order of ranks, and of the routes of devices: links by
+    MPI are not those by a maker's library. All ranks must call."""
     own = (
         *world.place,
         accelerator.model,
@@ -59,7 +63,13 @@ def fingerprint(world: World, accelerator: Accelerator) -> str:
         platform.machine(),
     )
     ranks = world.broadcast_object(world.gather_objects(own))
-    known = json.dumps([FORMAT, world.library, torch.__version__, ranks])
+    families = world.settings.devices.families if world.settings.devices else {}
+    routes = [
+        (one.name, other.name, device_route(one, other)[0], message_route(one, other)[0], os.environ.get(PEER_VARIABLE))
+        for one, other in itertools.combinations_with_replacement(families.values(), 2)
+        if not one.kind == other.kind == "cpu"
+    ]
+    known = json.dumps([FORMAT, world.library, torch.__version__, ranks, *routes])
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

@@ -36,8 +36,6 @@ class RouteMaker:
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
-        self._refusal = ""
-        """Why the last group has no native library although its family has one."""
         self._natives: list[NativeCollectives] = []
         """Of the last group."""
 
@@ -61,11 +59,11 @@ class RouteMaker:
             return None
         on_host = self._topology.ranks_on_host(self.rank)
         if self._has_devices(ranks) and not for_host:
-            self._refusal, self._natives = "", []
+            self._natives = []
             transport = self._device_transport(ranks)
             inner = self._device_collectives(ranks, transport)
             collectives = StreamedCollectives(inner, self._devices.accelerator, transport, self._natives)
-            return Backend(collectives, transport, self._refusal or self._device_reason(ranks), on_host)
+            return Backend(collectives, transport, self._device_reason(ranks), on_host)
         route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, self._preferences.route, pace)
@@ -73,15 +71,15 @@ class RouteMaker:
 
     def message_backend(self, ranks: Sequence[int]) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        pace, reason = self._pace(), ""
+        pace = self._pace()
         if not self._has_devices(ranks):
-            transport = self.transport(ranks, pace)
+            transport, reason = self.transport(ranks, pace), self._topology.route(ranks, self._preferences.route).reason
         else:
             peers = self._connect_peers(ranks)
             transport = self._device_transport(ranks, peers if isinstance(peers, PeerMemory) else None)
-            reason = peers.reason if isinstance(peers, Ability) else ""
+            reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
+            reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
         flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        reason = f"{transport.name}; {reason}" if reason else transport.name
         return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank), pace)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
@@ -152,11 +150,8 @@ class RouteMaker:
             if device_route(own, own)[0] == "native":
                 accelerator = self._devices.accelerator
                 make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                native = connect_native(make, transport.comm, accelerator)
-                if isinstance(native, NativeCollectives):
-                    self._natives.append(native)
-                    return ByMemory(native, flat, accelerator)
-                self._refusal = native.reason
+                self._natives.append(connect_native(make, transport.comm, accelerator))
+                return ByMemory(self._natives[-1], flat, accelerator)
         hosts = self._topology.domains(ranks, "host")
         domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)
         if domains is None:

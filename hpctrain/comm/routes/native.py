@@ -14,7 +14,6 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.launches import ErrorWatch
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.steps import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -28,7 +27,7 @@ CONNECTED_AT_ONCE = 64
 """How many ranks of a group are connected each with each when it is made. A connection takes megabytes of a device, and
 larger groups sum fp32, over rings alone. One that needs more opens it at its first operation, which all come to."""
 CONNECT_SECONDS = 120.0
-"""How long the first messages of a new group may take before its ranks do without the library."""
+"""How long the first messages of a new group may take before the library counts as refusing its ranks."""
 ABORT_SECONDS = 3.0
 """How long leaving a communicator in an error may take; one that takes longer is left as it is."""
 
@@ -241,10 +240,11 @@ class NativeCollectives(ABC):
 
 def connect_native(
     make: Callable[[Any, Accelerator], NativeCollectives], comm, accelerator: Accelerator
-) -> NativeCollectives | Ability:
-    """Return the library's collectives over the ranks of `comm`, or why it refuses them, the same on all of them.
+) -> NativeCollectives:
+    """Return the library's collectives over the ranks of `comm`. All ranks must call, with their devices bound.
 
-    It refuses several ranks on a device, and parts of one (MIG). All ranks must call, with their devices bound.
+    Raises CommError on all of them where the library refuses, with its words: without it a run would be many times
+    slower, which is for a person to decide.
     """
     made: list[NativeCollectives] = []
     try:
@@ -254,23 +254,26 @@ def connect_native(
         for each in made:
             each.abandon()
         kind = KINDS[accelerator.kind]
-        why = f"{error}; {kind.debug} shows why"
-        return Ability(False, f"{kind.library} refuses these {comm.size} ranks ({why}), so that MPI is used")
+        raise CommError(
+            f"{kind.library} refuses these {comm.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"
+            " does without it, through MPI"
+        ) from error.__cause__
 
 
 def on_all(comm, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError with the first reason.
+    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError with the first reason,
+    and from its own failure those that had one.
 
     All ranks must call. Whatever a library raises is a failure: CuPy raises KeyError for errors that are new to it.
     """
-    result, failure = None, None
+    result, failure, cause = None, None, None
     try:
         result = attempt()
     except Exception as error:
-        failure = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
+        failure, cause = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}", error
     failures = [text for text in comm.allgather(failure) if text is not None]
     if failures:
-        raise CommError(failures[0])
+        raise CommError(failures[0]) from cause
     return result  # pyright: ignore[reportReturnType] - the attempt succeeded
 
 
