@@ -32,6 +32,8 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
         if not job.precision.by_family:
             job = with_values(job, "precision", by_family=theirs.precision.by_family)
         reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
+    if job.kernels.logits_mib is None:
+        job = with_values(job, "kernels", logits_mib=theirs.kernels.logits_bytes >> 20)
     checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
         reasons["planned again"] = (
