@@ -410,6 +410,8 @@ class Lane(Operations[Started]):
         self._progress.submit(self._queue, work)
         if isinstance(asked, Composite):
             asked.order.start_composite(work)
+            if asked.order.blocks:
+                work.wait()
         return TracedWork(work, operation, self._trace) if self._trace else work
 
     def settle(self) -> None:

@@ -439,8 +439,10 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
 
 
 def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
-    """Return how many logits of each of `rows` a rank keeps, and how many there are besides while it computes: all and none, or
-    none and those of as many tokens as it goes through at once."""
+    """Return how many logits of each of `rows` a rank keeps, and how many there are besides while it computes.
+
+    All and none, or none and those of as many tokens as it goes through at once.
+    """
     columns = padded_vocabulary(setup.model, grid) // grid.y
     at_once = setup.positions
     if setup.stack.chunks_logits:

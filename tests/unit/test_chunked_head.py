@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice, tokens_at_once
 from hpctrain.config.cluster import Family
+from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice, tokens_at_once
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.memory import layer_computing, layer_kept
 from hpctrain.sharding.grid import TensorGrid

@@ -55,8 +55,9 @@ def test_devices_refuse_fp8_by_the_number_of_kernels_that_round():
             self.kernels += 1
             return func(*args, **(kwargs or {}))
 
+    operand = torch.ones(32, 32, dtype=torch.bfloat16)
     with Count() as count:
-        round_to_8_bits(torch.ones(32, 32, dtype=torch.bfloat16), FP8)
+        round_to_8_bits(operand, FP8)
     assert count.kernels == ROUNDING_KERNELS
     job = load_job("tiny", ["train.dtype=fp8"])
     job.precision.check_fp8({"cpu": "cpu"})
