@@ -70,7 +70,10 @@ class VirtualTransport:
         self._group, self._world = group, group.world
         self._received = [0] * self.size
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def queued(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def send(self, peer: int, tensor: torch.Tensor, after: object = None) -> Ready:
         world, network, ranks = self._world, self._world.network, self._group.ranks
         path = ranks[self.rank] * network.num_ranks + ranks[peer]
         slots = self._group.sent.setdefault((self.rank, peer), [])
@@ -81,7 +84,7 @@ class VirtualTransport:
         slots.append(slot)
         return lambda: world.arrived(slot, 0.0)
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def receive(self, peer: int, tensor: torch.Tensor, after: object = None) -> Ready:
         world, sequence = self._world, self._received[peer]
         self._received[peer] += 1
 

@@ -29,6 +29,7 @@ from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Event
     from hpctrain.comm.routes.streamed import StreamedCollectives
     from hpctrain.comm.settings import Pace
 
@@ -246,7 +247,12 @@ class Operations(ABC, Generic[Result]):
         return self._backend.transport
 
     def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
-        yield from until_all([move(peer, as_bytes(self._flat(tensor)))], f"rank {peer} of {self.size}")
+        """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
+        data = as_bytes(self._flat(tensor))
+        return self._moved(move, data, peer, self._transport.queued(data))
+
+    def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
+        yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
 
     def abandon(self) -> None:
         """Leave without the others: `close` will do nothing. For error paths."""
@@ -404,6 +410,8 @@ class Lane(Operations[Started]):
         self._progress.submit(self._queue, work)
         if isinstance(asked, Composite):
             asked.order.start_composite(work)
+            if asked.order.blocks:
+                work.wait()
         return TracedWork(work, operation, self._trace) if self._trace else work
 
     def settle(self) -> None:

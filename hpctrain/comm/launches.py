@@ -111,6 +111,13 @@ class LaunchOrder:
         self._watched: list[Watched] = []
         self._in_flight: deque[DeviceLaunch] = deque()
         self._composite: Moving | None = None
+        self.blocks = False
+        """Whether the host waits for the end of each operation before it continues, as in the first step of a process.
+
+        Kernels are loaded at their first launch, which may wait until the device is idle: for an operation, and so for
+        other ranks."""
+        self.meanwhile: Callable[[], object] = _nothing
+        """Moves lanes while the host waits so: other ranks may wait for their messages."""
 
     @cached_property
     def stream(self) -> "Stream":
@@ -155,10 +162,13 @@ class LaunchOrder:
             wait_until(lambda: self._is_over(first), lambda: awaited, patience)
         launch.run_on(self.stream, self.accelerator)
         self._in_flight.append(launch)
+        if self.blocks:
+            wait_until(lambda: self._is_over(launch), lambda: "the device, in its first step", patience)
 
     def _is_over(self, launch: "DeviceLaunch") -> bool:
         ended = launch.ended
         self.look()
+        self.meanwhile()
         return ended
 
 

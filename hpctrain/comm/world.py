@@ -282,6 +282,8 @@ class World:
         if self._progress is None:
             device = self.accelerator
             self._progress = Progress(self.has_threads, device.use if device else None)
+            if device:
+                device.launches.meanwhile = self._progress.poll
         return self._progress
 
     def _keep(self, made):

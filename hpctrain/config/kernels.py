@@ -1,10 +1,11 @@
 """How a job says which kernels compute, where there are several that compute the same."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster import Cluster, Family
 from hpctrain.config.tables import AUTO, Table
 
 
@@ -25,6 +26,10 @@ class KernelChoice(Table):
     """Whether sums on devices have one order, so that the same run has the same bits. false: torch may use kernels that
     are faster in some cases, such as all of cuDNN's for attention; `benchmarks.gpu` measures the price."""
 
+    logits_mib: Annotated[Annotated[int, Field(gt=0)] | None, AUTO] = None
+    """MiB of logits, as if in fp32, that may be there at once: the head goes through its tokens in parts. auto: 256
+    where any rank is a CPU, else a 32nd of the smallest device's memory, at most 2048."""
+
     def fused_of(self, family: str) -> bool | None:
         """Return what ranks of a family do; None where that is not resolved yet."""
         return self.fused_by_family.get(family, self.fused)
@@ -40,16 +45,30 @@ class KernelChoice(Table):
         auto counts as fused where no family of the cluster is of CPUs.
         """
         is_open = self.fused is None and all(family.kind != "cpu" for family in cluster.families.values())
-        return self.model_copy(update={"fused": True}) if is_open else self
+        known = self.with_logits(cluster.families.values())
+        return known.model_copy(update={"fused": True}) if is_open else known
+
+    def with_logits(self, families: Iterable[Family]) -> Self:
+        """Return the choice with a value for `logits_mib`, where ranks are of these families."""
+        if self.logits_mib is not None:
+            return self
+        share = min((0 if of.kind == "cpu" else of.memory_bytes // LOGITS_SHARE for of in families), default=0)
+        return self.model_copy(update={"logits_mib": min(max(share, LOGITS_BYTES), MOST_LOGITS_BYTES) >> 20})
+
+    @property
+    def logits_bytes(self) -> int:
+        return LOGITS_BYTES if self.logits_mib is None else self.logits_mib << 20
 
 
-LOGITS_BYTES = 256 << 20
-"""Of logits, as if in fp32, that may be there at once. Small models never have as many, and are computed at once."""
+LOGITS_BYTES, MOST_LOGITS_BYTES, LOGITS_SHARE = 256 << 20, 2 << 30, 32
+"""Of logits, as if in fp32, that may be there at once, on CPUs and on devices, of whose memory they are a share. Small
+models never have as many, and are computed at once. A device is busy with larger parts: 4,096 tokens of 128 thousand
+ids, not 512."""
 TOKEN_MULTIPLE = 256
 """Parts of a batch have a multiple of so many tokens, where they have more: kernels for products like such sizes."""
 
 
-def tokens_at_once(num_tokens: int, columns: int) -> int:
+def tokens_at_once(num_tokens: int, columns: int, logits_bytes: int) -> int:
     """Return for how many tokens the logits of so many columns are there at once, the same on all ranks of a grid."""
-    count = max(1, LOGITS_BYTES // (4 * columns))
+    count = max(1, logits_bytes // (4 * columns))
     return min(num_tokens, count - count % TOKEN_MULTIPLE if count > TOKEN_MULTIPLE else count)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from hpctrain.config.errors import JobError
 from hpctrain.config.tables import AUTO, Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
@@ -39,7 +40,20 @@ class Precision(Table):
                 raise ValueError(f"{operator} cannot compute in fp8, only linear can; set another dtype for {operator}")
         return overrides
 
+    def check_fp8(self, kinds: Mapping[str, str]) -> None:
+        """Refuse products in fp8 on devices; `kinds` are those of the families that compute. Raises JobError."""
+        devices = [family for family, kind in kinds.items() if kind != "cpu"]
+        if devices and self.overrides.get("linear") == "fp8":
+            raise JobError(
+                f'train.dtype or precision.overrides.linear is "fp8", but {", ".join(devices)} computes on devices: to'
+                f" round an operand there takes {ROUNDING_KERNELS} kernels, so {2 * ROUNDING_KERNELS} for each product,"
+                ' and it was not shown yet that this is faster than bf16; set train.dtype = "bf16" and no'
+                " precision.overrides.linear"
+            )
 
+
+ROUNDING_KERNELS = 19
+"""Of `model.scaled_products.round_to_8_bits`, counted by its test."""
 TRAINED_DTYPES = ("bf16", "fp16", "fp32")
 HALF_PAYS_ON_CPUS, HALF_PAYS = 6.0, 1.5
 """By how much large products must be faster in half precision than in fp32 for it to be taken.

@@ -36,6 +36,8 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
         reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
     if changes := describe_changes(job, theirs):
         reasons["changed"] = f"{changes}; the run goes on with the new values"
+    if job.kernels.logits_mib is None:
+        job = with_values(job, "kernels", logits_mib=theirs.kernels.logits_bytes >> 20)
     checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
         reasons["planned again"] = (

@@ -219,7 +219,7 @@ class Trials:
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
-        layout, kernels = self._layout(small, zero, rows), Kernels(job.kernels.attention)
+        layout, kernels = self._layout(small, zero, rows), Kernels(job.kernels)
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
@@ -269,8 +269,10 @@ class _Noise:
 def _with_separate_kernels(world: World, accelerator: Accelerator, job: Job) -> Job:
     """Return the job with kernels that are not fused: to compile them takes longer than to measure.
 
-    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for.
+    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for, or computes
+    in fp8 on a device.
     """
+    job.precision.check_fp8({place.family: place.kind for place in world.topology.places})
     kernels = job.kernels.model_copy(update={"fused": False, "fused_by_family": {}})
     separate = job.model_copy(update={"kernels": kernels})
     return resolve_kernels(world, accelerator, separate, range(world.size))[0]

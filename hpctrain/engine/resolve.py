@@ -137,6 +137,14 @@ def take_given_plan(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
 
 
+def check_precision(job: Job, facts: Facts) -> Resolution:
+    """Refuse what is not computed on the devices that there are; a rehearsal computes on CPUs."""
+    topology = facts.world.topology
+    if topology.shares_memory:
+        job.precision.check_fp8({place.family: place.kind for place in topology.places})
+    return Resolution(job, facts)
+
+
 def know_machine(job: Job, facts: Facts) -> Resolution:
     """Look up the description of these devices, where none is given, or measure one."""
     world, reasons = facts.world, {}
@@ -156,6 +164,17 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
     with world.all_or_none():
         check_ranks_are_devices(facts.described, world.topology.places)
     return Resolution(job, facts, reasons)
+
+
+def size_head(job: Job, facts: Facts) -> Resolution:
+    """Say how many logits may be there at once, by the families that compute: a rehearsal computes on CPUs."""
+    if job.kernels.logits_mib is not None or facts.described.is_rehearsed:
+        return Resolution(job, facts)
+    known, plan = facts.described.cluster.families, facts.plan_or_none
+    used = [facts.families[rank] for rank in plan.ranks] if plan else facts.families
+    kernels = job.kernels.with_logits([known[name] for name in dict.fromkeys(used)])
+    reason = f"{kernels.logits_mib}: of the logits of {', '.join(dict.fromkeys(used))}, as if in fp32"
+    return Resolution(job.model_copy(update={"kernels": kernels}), facts, {"kernels.logits_mib": reason})
 
 
 def choose_dtype(job: Job, facts: Facts) -> Resolution:
@@ -311,7 +330,9 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     open_data,
     continue_run,
     take_given_plan,
+    check_precision,
     know_machine,
+    size_head,
     choose_dtype,
     profile_job,
     search_plan,

@@ -13,6 +13,7 @@ from hpctrain.comm.routes.abilities import Ability
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.model.documents import Documents
 from hpctrain.model.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -97,11 +98,9 @@ def try_attention(accelerator: Accelerator, job: Job, dtypes: Sequence[str] = ()
 
 
 def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
-    kernels, dtype = Kernels(job.kernels.attention), DTYPES[name]
+    kernels, dtype = Kernels(job.kernels), DTYPES[name]
     positions = min(job.data.sequence_length, TRIED_POSITIONS)
-    starts = None
-    if job.data.mask_documents:
-        starts = torch.zeros(1, positions, dtype=torch.int64, device=accelerator.device)
+    starts = torch.zeros(1, positions, dtype=torch.int64, device=accelerator.device)
     for attention in dict.fromkeys(block.attention for block in job.model.description.blocks):
         if attention.window is not None and attention.window < job.data.sequence_length:
             attention = replace(attention, window=positions // 2)
@@ -116,7 +115,7 @@ def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
                     keys,
                     values,
                     attention,
-                    starts=starts if job.data.mask_documents else None,
+                    documents=Documents(starts) if job.data.mask_documents else None,
                 ).sum().backward()
         except RuntimeError as error:
             lines = [str(each.message).partition(" (Triggered")[0] for each in said] + [str(error)]

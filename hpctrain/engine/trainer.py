@@ -106,6 +106,8 @@ class Trainer:
             self.loss_scale = LossScale(*scale) if "fp16" in trained else None
             what = self.layout, self.optimizer, hidden, length, accelerator
             self.pipeline = Pipeline(*what, world.tracer, self.loss_scale)
+        self._is_warm = False
+        """Whether a step was done by this process, which has loaded all kernels then."""
         self.tokens_per_step = job.train.global_batch * length
         self.steps_done = 0
 
@@ -152,7 +154,9 @@ class Trainer:
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.step_stopwatch(), self.world.tracer.now()
+            self.accelerator.launches.blocks = not self._is_warm
             totals = self.pipeline.train(batch, step, num_targets, asked)
+            self.accelerator.launches.blocks, self._is_warm = False, True
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1

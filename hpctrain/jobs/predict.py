@@ -64,9 +64,11 @@ def with_overlap(
     """
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     pretended = load_truth(path) is not None
+    if not pretended:
+        job.precision.check_fp8({name: family.kind for name, family in cluster.families.items()})
     overlap, resolved = resolve_on(job, cluster, pretended, plan)
     kernels = job.kernels if pretended else job.kernels.assumed(cluster)
-    if kernels is not job.kernels:
+    if kernels.fused and job.kernels.fused is None:
         resolved["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
     job = job.model_copy(update={"kernels": kernels})
     return job.model_copy(update={"overlap": overlap}), resolved

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpctrain.architectures.description import Attention, Norm
 from hpctrain.comm.reduction import HALF
 from hpctrain.model.axes import Axis
+from hpctrain.model.documents import Documents, visible
 from hpctrain.model.linear_layers import add_part
 from hpctrain.model.units import Weight
 
@@ -323,14 +324,14 @@ def attend(
     values: torch.Tensor,
     attention: Attention,
     first: int = 0,
-    starts: torch.Tensor | None = None,
+    documents: Documents | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Mix values by causal attention, in the window and with the cap that the description has.
 
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
-    result as queries. Queries are those of positions `first`, `first` + 1, ...; with `starts`, int64 [rows, positions],
-    each attends to no position before its own. `backend` is a key of `ATTENTION_BACKENDS`, for scores without a cap.
+    result as queries. Queries are those of positions `first`, `first` + 1, ...; with `documents` each attends to no
+    position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, for scores without a cap.
 
     Raises RuntimeError where torch has no such kernel for the inputs.
     """
@@ -338,7 +339,7 @@ def attend(
     count, total = queries.shape[2], keys.shape[2]
     is_windowed = attention.window is not None and attention.window < total
     if attention.score_cap is None:
-        is_causal = not is_windowed and count == total and starts is None
+        is_causal = not is_windowed and count == total and documents is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
         _select_flash(backend)
@@ -347,14 +348,14 @@ def attend(
                 queries,
                 keys,
                 values,
-                attn_mask=None if is_causal else _visible(queries, first, total, attention.window, starts),
+                attn_mask=None if is_causal else _mask(queries, first, total, attention.window, documents),
                 is_causal=is_causal,
                 scale=scale,
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )
     keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
-    scores = scores.masked_fill(~_visible(queries, first, total, attention.window, starts), -torch.inf)
+    scores = scores.masked_fill(~_mask(queries, first, total, attention.window, documents), -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
@@ -375,14 +376,10 @@ def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
-def _visible(
-    queries: torch.Tensor, first: int, total: int, window: int | None, starts: torch.Tensor | None
+def _mask(
+    queries: torch.Tensor, first: int, total: int, window: int | None, documents: Documents | None
 ) -> torch.Tensor:
-    """Return which positions each query may attend to, bool [queries, all positions], or [rows, 1, ...] of both."""
-    places = torch.arange(total, device=queries.device)
-    behind = places[first : first + queries.shape[2], None] - places
-    visible = (behind >= 0) & (behind < (window or total))
-    return visible if starts is None else visible & (places >= starts[:, None, :, None])
+    return documents.mask(queries, first, total, window) if documents else visible(queries, first, total, window)
 
 
 def capped(values: torch.Tensor, cap: float) -> torch.Tensor:

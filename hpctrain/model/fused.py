@@ -20,7 +20,7 @@ from hpctrain.model.units import Weight
 
 def make_kernels(choice: KernelChoice, family: str) -> Kernels:
     """Return the kernels of a rank of a family. What of the choice is still open is as without it."""
-    return (FusedKernels if choice.fused_of(family) else Kernels)(choice.attention)
+    return (FusedKernels if choice.fused_of(family) else Kernels)(choice)
 
 
 class FusedKernels(Kernels):
@@ -30,8 +30,8 @@ class FusedKernels(Kernels):
     The last bits are others than those of `Kernels`: values are rounded to the dtype once, at the end.
     """
 
-    def __init__(self, attention: str = "auto"):
-        super().__init__(attention)
+    def __init__(self, choice: KernelChoice | None = None):
+        super().__init__(choice)
         self._run = Compiled()
 
     def norm(

@@ -38,7 +38,7 @@ class _HeadLoss(Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logs_N = torch.empty(x_NI.shape[0], device=hidden.device)
         ctx.of = first_id, num_ids, cap
-        for at in _chunks(x_NI, weight):
+        for at in _chunks(x_NI, weight, kernels):
             losses_N, logs_N[at] = kernels.token_losses(_logits(x_NI[at], weight, axes), targets_N[at], *ctx.of, axes.y)
             loss += losses_N.sum(dtype=torch.float64)
         ctx.save_for_backward(hidden, targets_N, logs_N)
@@ -53,7 +53,7 @@ class _HeadLoss(Function):
         axes: Axes = ctx.axes
         x_NI = _all_tokens(hidden, axes)
         dx_NI = torch.empty_like(x_NI)
-        for at in _chunks(x_NI, weight):
+        for at in _chunks(x_NI, weight, ctx.kernels):
             logits_NV = _logits(x_NI[at], weight, axes)
             d_logits_NV = ctx.kernels.logits_gradient(logits_NV, targets_N[at], logs_N[at], d_loss, *ctx.of)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
@@ -92,8 +92,8 @@ def _all_tokens(hidden: torch.Tensor, axes: Axes) -> torch.Tensor:
     return whole.reshape(-1, hidden.shape[-1])
 
 
-def _chunks(x_NI: torch.Tensor, weight: Weight) -> Iterator[slice]:
-    size = tokens_at_once(x_NI.shape[0], weight.data.shape[0])
+def _chunks(x_NI: torch.Tensor, weight: Weight, kernels: Kernels) -> Iterator[slice]:
+    size = tokens_at_once(x_NI.shape[0], weight.data.shape[0], kernels.logits_bytes)
     return (slice(start, start + size) for start in range(0, x_NI.shape[0], size))
 
 

@@ -68,7 +68,9 @@ class KeptLayer:
     def pack(self, saved: torch.Tensor) -> torch.Tensor | KeptTensor:
         """Return what a graph keeps in the place of a tensor. Its copy to the host begins now, where it is large."""
         storage = saved.untyped_storage()
-        if not moves(storage.nbytes(), self._given_bytes, self._y):
+        if saved.dtype == torch.bool or not moves(
+            storage.nbytes(), self._given_bytes, self._y
+        ):  # masks are of all blocks
             return saved
         if storage.data_ptr() not in self._moved:
             flat = saved.detach().as_strided((storage.nbytes() // saved.element_size(),), (1,), 0).view(torch.uint8)

@@ -3,8 +3,10 @@
 import torch
 
 from hpctrain.architectures.description import Attention, Norm
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.model import functions
 from hpctrain.model.axes import Axis
+from hpctrain.model.documents import Documents
 from hpctrain.model.functions import OfInput
 from hpctrain.model.units import Weight
 
@@ -12,9 +14,10 @@ from hpctrain.model.units import Weight
 class Kernels:
     """Norms, rotary positions, gated activations, attention and the loss. See `functions.py` for shapes."""
 
-    def __init__(self, attention: str = "auto"):
-        """`attention` is which of torch's kernels it has to use, by a key of `functions.ATTENTION_BACKENDS`."""
-        self._attention = attention
+    def __init__(self, choice: KernelChoice | None = None):
+        """`choice` says which of torch's kernels attention has to use, and how many logits may be there at once."""
+        choice = choice or KernelChoice()
+        self._attention, self.logits_bytes = choice.attention, choice.logits_bytes
 
     def norm(
         self,
@@ -47,10 +50,12 @@ class Kernels:
         values: torch.Tensor,
         attention: Attention,
         first: int = 0,
-        starts: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Apply `functions.attend`."""
-        return functions.attend(queries, keys, values, attention, first=first, starts=starts, backend=self._attention)
+        return functions.attend(
+            queries, keys, values, attention, first=first, documents=documents, backend=self._attention
+        )
 
     def token_losses(
         self,

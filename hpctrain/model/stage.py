@@ -14,6 +14,7 @@ import torch
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
+from hpctrain.model.documents import Documents
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.kernels import Kernels
@@ -33,14 +34,19 @@ class Saved:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     targets: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    """Where in its row each token's document starts, where attention stays inside of it."""
+    documents: Documents | None = None
+    """Where attention stays inside of them."""
     kept: list[KeptLayer | None] = field(default_factory=list)
     """Where a tile offloads activations: for each layer what it keeps in host memory, None where it keeps nothing
     there."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
     """After the input pass of a backward pass that is split: for each layer, the last first, its additions to
     gradients of weights."""
+
+    def forget_masks(self) -> None:
+        """Let go of the masks of a pass: what computes again in the backward pass makes its own."""
+        if self.documents:
+            self.documents.forget_masks()
 
 
 def initialise(store: Store, model: Model, seed: int) -> None:
@@ -101,7 +107,7 @@ class Stage:
         `targets` are for the last stage; with `starts`, int64 [rows, positions], attention begins at each token's own.
         Without `training` nothing is saved.
         """
-        saved = Saved(targets=targets, starts=starts)
+        saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))
         traffic = self.store.traffic
         keep = training and self.tile.recompute != "full"
         for layer in self.layers:
@@ -121,6 +127,7 @@ class Stage:
             traffic.release(items)
             self._tracer.computed(f"{layer.name} forward", since)
         result = value.detach()
+        saved.forget_masks()
         if keep:  # they go out and may be gone before the graph is
             _forget_numbers(value)
         return result, saved
@@ -168,6 +175,7 @@ class Stage:
             traffic.end_backward(items, passed)
             traffic.release(items)
             self._tracer.computed(f"{layer.name} backward", since)
+        saved.forget_masks()
         return gradient
 
     def backward_input(self, saved: Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -185,6 +193,7 @@ class Stage:
             self.store.traffic.release(items)
             saved.deferred.append(kept)
             self._tracer.computed(f"{layer.name} backward input", since)
+        saved.forget_masks()
         return gradient
 
     def backward_weight(self, saved: Saved, passed: Callable[[int], None] | None = None) -> None:
@@ -225,4 +234,4 @@ class Stage:
         if isinstance(layer, Head):
             assert of.targets is not None, "the last stage has them"
             return layer.forward(value, of.targets)
-        return layer.forward(value, of.starts)
+        return layer.forward(value, of.documents)

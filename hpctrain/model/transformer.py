@@ -16,6 +16,7 @@ from hpctrain.architectures.description import Norm, Rotary
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.documents import Documents
 from hpctrain.model.functions import (
     ACTIVATIONS,
     OfInput,
@@ -117,11 +118,11 @@ class LayerModule:
         """What graphs keep in the place of a tensor."""
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
-    def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, more=None) -> torch.Tensor:
         """Return the layer's output for its input: ids or hidden states.
 
-        `more`, int64 [rows, positions], is where each token's document starts, or None; the head, whose output is its
-        loss, gets the targets.
+        `more` are the documents inside of which attention stays, or None; the head, whose output is its loss, gets the
+        targets, int64 [rows, positions].
         """
         raise NotImplementedError
 
@@ -187,7 +188,7 @@ class Embedding(LayerModule):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, ids: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, more: Documents | None = None) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
         hidden = (scattering_embed if is_cut else embed)(self.anchor, ids, self.table, self.vocabulary()[0], y)
         if self.description.embedding_scale != 1.0:
@@ -195,7 +196,7 @@ class Embedding(LayerModule):
         if not self.positions:
             return hidden
         first = y.rank * hidden.shape[1] if is_cut else 0
-        places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more
+        places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more.starts
         if places is not None:
             places = places[:, first : first + hidden.shape[1]]
         return add_positions(hidden, self.positions[0], self.first() + first, places)
@@ -221,16 +222,16 @@ class Block(LayerModule):
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cache: Cache | None = None
 
-    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, more: Documents | None = None) -> torch.Tensor:
         parts = hidden.chunk(2) if self.cut.in_halves else (hidden,)
-        starts = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
-        outputs = alternating([self._passed(*pair) for pair in zip(parts, starts, strict=True)])
+        documents = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
+        outputs = alternating([self._passed(*pair) for pair in zip(parts, documents, strict=True)])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _passed(self, hidden: torch.Tensor, starts: torch.Tensor | None) -> Passing:
+    def _passed(self, hidden: torch.Tensor, documents: Documents | None) -> Passing:
         attention, mlp = self.attention_of, self.mlp_of
         if self._has_attention:
-            added = yield from self.attention(*self._normed(hidden, self.attention_norm, attention.norm), starts)
+            added = yield from self.attention(*self._normed(hidden, self.attention_norm, attention.norm), documents)
             if attention.out_norm:
                 added = self.norm(added, self.attention_out_norm, attention.out_norm)
             hidden = hidden + added
@@ -267,7 +268,7 @@ class Block(LayerModule):
         ends[0]()
         return result.to(x.dtype)
 
-    def attention(self, x: torch.Tensor, again: Again | None = None, starts: torch.Tensor | None = None) -> Passing:
+    def attention(self, x: torch.Tensor, again: Again | None = None, documents: Documents | None = None) -> Passing:
         attention, size = self.attention_of, self.attention_of.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = yield from self._linear(x, self.qkv, self.axes.x, self.axes.y, again)
@@ -283,7 +284,7 @@ class Block(LayerModule):
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        attending = partial(self.kernels.attend, attention=attention, first=first, starts=starts)
+        attending = partial(self.kernels.attend, attention=attention, first=first, documents=documents)
         if self.drops_results and attention.score_cap is not None:
             attending = partial(keeping_inputs, attending)
         with dropping(placed, placed_again, self.pack):
@@ -369,7 +370,7 @@ class Head(LayerModule):
     def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         assert more is not None, "the loss is of targets"
         (table,), of = self.table, (*self.vocabulary(), self.description.logit_cap)
-        if tokens_at_once(more.numel(), table.data.shape[0]) < more.numel():
+        if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
             normed = self._normed(hidden)
             return head_loss(normed, table, more, *of, self.axes, self.kernels)
         return cross_entropy(self._logits(hidden), more, *of, self.axes.y, self.kernels)

@@ -14,7 +14,7 @@ from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
-from hpctrain.config.kernels import tokens_at_once
+from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
@@ -60,6 +60,8 @@ class Setup:
     tensor_parts: int | None = 1
     """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
     what is not searched for is not cut."""
+    logits_bytes: int = LOGITS_BYTES
+    """Of logits, as if in fp32, that may be there at once, where the head goes through its tokens in parts."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
@@ -82,6 +84,7 @@ class Setup:
             bucket_bytes=bucket_bytes,
             by_family=differing,
             tensor_parts=job.overlap.tensor_parts,
+            logits_bytes=job.kernels.logits_bytes,
         )
 
     @cached_property
@@ -437,7 +440,7 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    if setup.stack.chunks_logits and tokens_at_once(tokens, vocabulary) < tokens:
+    if setup.stack.chunks_logits and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
         backward = PassWork.joined((product.forward, backward))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 

@@ -177,7 +177,7 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
             each.recompute,
             offloads=each.offloads_activations,
             splits=splits,
-            has_rows=at_once > 1,
+            rows=at_once,
             wraps=wraps,
             more_rows=1.0 if at_loss else rows / at_once,
         )
@@ -244,26 +244,26 @@ def row_bytes(
     *,
     offloads: bool,
     splits: bool,
-    has_rows: bool,
+    rows: int,
     wraps: bool = True,
     more_rows: float = 1.0,
 ) -> RowBytes:
     """Return the bytes of a row that a rank with some layers keeps, and computes with.
 
     In a backward pass, what the layers after one have kept is gone, or has become what weight passes need: of
-    `more_rows` times as many rows, where only a chunk is computed at once. `has_rows`: it computes several at once.
+    `more_rows` times as many rows, where only a chunk is computed at once. It computes `rows` at once.
     In a forward pass that offloads, there are what a block has kept and the block before it, which may be the last one
     of another microbatch (`wraps`).
     """
     moved = [layer_moved(setup, grid, layer, recompute) if offloads else 0.0 for layer in every]
-    stays = [layer_kept(setup, grid, layer, recompute) - m for layer, m in zip(every, moved, strict=True)]
+    stays = [layer_kept(setup, grid, layer, recompute, rows) - m for layer, m in zip(every, moved, strict=True)]
     deferred = [layer_deferred(setup, grid, layer) if splits else 0.0 for layer in every]
     hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
     blocks = [number for number, each in enumerate(moved) if each]
     most = more = behind = 0.0
     for number, layer in reversed(list(enumerate(every))):
         inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
-        taken = layer_computing(setup, grid, layer, recompute, has_rows) + sum(moved[max(0, number - 1) : number + 1])
+        taken = layer_computing(setup, grid, layer, recompute, rows) + sum(moved[max(0, number - 1) : number + 1])
         most = max(most, taken + more + (inner if splits else 0.0))
         if moved[number]:  # in the forward pass
             before = moved[number - 1] if number > blocks[0] else moved[blocks[-1]] if wraps else 0.0
@@ -275,45 +275,45 @@ def row_bytes(
     return RowBytes(sum(stays), sum(moved), sum(deferred), most)
 
 
-def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, in_halves: bool = True) -> float:
-    """Return the bytes that a layer computes with and does not keep, for one row of a rank.
+def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
+    """Return the bytes that a layer computes with and does not keep, for one of `rows` of a rank.
 
     While it goes backward, gradients of about half of what it keeps are there too, of half the rows where these go
-    `in_halves`; what was computed again is whole. While the loss is computed, logits are there more than once.
+    in halves; what was computed again is whole. While the loss is computed, logits are there more than once.
     """
-    kept = layer_kept(setup, grid, layer, "none")
+    kept = layer_kept(setup, grid, layer, "none", rows)
     if layer == setup.head:
-        whole, chunk = _logits(setup, grid)
+        whole, chunk = _logits(setup, grid, rows)
         loss_bytes = setup.stack.loss_bytes.get(setup.item_bytes, 0)
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
-        overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
+        overlapped = kept / (4 if rows > 1 and goes_in_halves(setup, grid) and layer.start else 2)
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
         is_whole = recompute == "full"
-        overlapped = _whole_hidden_states(setup, grid, layer, is_whole, in_halves, overlapped)
+        overlapped = _whole_hidden_states(setup, grid, layer, is_whole, rows, overlapped)
     return _again_bytes(setup, grid, layer, recompute) + overlapped + mask
 
 
 def _whole_hidden_states(
-    setup: Setup, grid: TensorGrid, layer: Interval, again: bool, has_rows: bool, gradients: float
+    setup: Setup, grid: TensorGrid, layer: Interval, again: bool, rows: int, gradients: float
 ) -> float:
-    """Return the bytes that a block or the head computes with where y cuts positions, for one row of a rank.
+    """Return the bytes that a block or the head computes with where y cuts positions, for one of `rows` of a rank.
 
     They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
-    inputs, and the gradient of one. With several rows (`has_rows`) some are there twice, while their positions are put
+    inputs, and the gradient of one. With several rows some are there twice, while their positions are put
     in order or taken apart, when half of the gradients are gone; how often is fitted to tests/ranks/test_memory.py.
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
     if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
-        cast = sum(_logits(setup, grid)) * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
-        return max(gradients, cast + (6 if has_rows else 3) * whole * (1 - 1 / grid.y))
+        cast = sum(_logits(setup, grid, rows)) * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
+        return max(gradients, cast + (6 if rows > 1 else 3) * whole * (1 - 1 / grid.y))
     if again:
         inputs = sum(branch is not None for branch in setup.branches(layer))
         return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
-    if has_rows:
+    if rows > 1:
         return gradients / 2 + (1.4 if goes_in_halves(setup, grid) else 2.75) * whole
     return gradients + 2 * whole * (1 - 1 / grid.y)
 
@@ -415,8 +415,8 @@ def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str)
     return kept
 
 
-def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
-    """Return the bytes that a layer keeps for its backward pass, for one row of a rank.
+def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
+    """Return the bytes that a layer keeps for its backward pass, for one of `rows` of a rank.
 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
@@ -428,7 +428,7 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     if recompute == "full":
         return hidden * b * stack.kept_inputs / cut
     if layer == setup.head:
-        logits, _ = _logits(setup, grid)
+        logits, _ = _logits(setup, grid, rows)
         return (
             hidden * 2 * b / grid.position_parts
             + logits * stack.kept_logit_bytes.get(b, 4)
@@ -438,11 +438,15 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
 
 
-def _logits(setup: Setup, grid: TensorGrid) -> tuple[float, float]:
-    """Return how many logits of a row a rank keeps, and how many there are besides while it computes: all and none, or
-    none and those of as many tokens as it goes through at once."""
+def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
+    """Return how many logits of each of `rows` a rank keeps, and how many there are besides while it computes.
+
+    All and none, or none and those of as many tokens as it goes through at once.
+    """
     columns = padded_vocabulary(setup.model, grid) // grid.y
-    at_once = tokens_at_once(setup.positions, columns) if setup.stack.chunks_logits else setup.positions
+    at_once = setup.positions
+    if setup.stack.chunks_logits:
+        at_once = tokens_at_once(setup.positions, columns, setup.logits_bytes // rows)
     return (0.0, at_once * columns) if at_once < setup.positions else (at_once * columns, 0.0)
 
 

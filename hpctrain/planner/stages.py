@@ -355,7 +355,7 @@ class StageCosts:
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
-        block, others = self._row(grid, recompute, ends, moves, splits, at_once > 1)
+        block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.stack.expected_messages
         buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
@@ -375,10 +375,11 @@ class StageCosts:
         return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
 
     def _row_bytes(
-        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], moves: bool, splits: bool, has_rows: bool
+        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], moves: bool, splits: bool, rows: int
     ) -> tuple[RowBytes, RowBytes]:
-        """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with."""
-        options = {"offloads": moves, "splits": splits, "has_rows": has_rows}
+        """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with, of
+        so many at once: of other numbers than one and several those of the head alone differ."""
+        options = {"offloads": moves, "splits": splits, "rows": rows}
         one, two = (row_bytes(self.setup, grid, self.layers(ends, n), recompute, **options) for n in (1, 2))
         block = two.minus(one)
         return block, one.minus(block)._replace(computing=two.computing)

@@ -262,7 +262,10 @@ class ShapedTransport:
         self.bytes_sent = inner.bytes_sent
         self._sent, self._received = [0] * inner.size, [0] * inner.size
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def queued(self, tensor: torch.Tensor) -> None:
+        """Start messages at the time of `stream` in any case."""
+
+    def send(self, peer: int, tensor: torch.Tensor, after: object = None) -> Ready:
         network, target, count = self._network, self._ranks[peer], self._sent[peer]
         tag = network.tag(self._group, target, count)
         now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.done_at, self._stream.late)
@@ -270,7 +273,7 @@ class ShapedTransport:
         self._sent[peer] += 1
         return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def receive(self, peer: int, tensor: torch.Tensor, after: object = None) -> Ready:
         network, source = self._network, self._ranks[peer]
         tag = network.tag(self._group, network.rank, self._received[peer])
         self._received[peer] += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.config.errors import JobError
 from tests.started import BIN, COMPLAINED, Finished
 from tests.warm_start import MODULE
 
@@ -17,7 +18,7 @@ STARTED = "tests.pretended_start", "hpctrain"
 def started(warm_start):
     """Run `hpctrain ARGS` on so many ranks with devices, and so many without, whose MPI is not given device memory."""
 
-    def run(*args: str, devices: int, hosts: int, cwd: Path) -> Finished:
+    def run(*args: str, devices: int, hosts: int, cwd: Path, code: int = 0) -> Finished:
         words: list[str] = []
         for count, kind in ((devices, "cuda"), (hosts, "cpu")):
             if count:
@@ -26,7 +27,7 @@ def started(warm_start):
         variables = {"HPCTRAIN_DIRECT": "0", "HPCTRAIN_NATIVE": "1" if not hosts else "0"}
         command, environment = [str(BIN / "mpirun"), *words], os.environ | variables
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == code, done.stdout + done.stderr
         assert COMPLAINED not in done.stderr, done.stderr
         return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -57,3 +58,12 @@ def test_train_detects_probes_searches_and_trains_on_devices_and_hosts(started, 
 def test_align_compares_the_operators_of_a_device(started, folder):
     done = started("align", "job.toml", "--tokens", "32", devices=1, hosts=0, cwd=folder)
     assert "1 x h200 (NVIDIA H200)" in done.out and "aligned" in done.out.splitlines()[-1], done.out
+
+
+@pytest.mark.timeout(120)
+def test_products_in_fp8_are_refused_on_a_device(started, hpctrain, folder):
+    """With ranks, and on a login node for the description of a machine."""
+    done = started(
+        "train", "job.toml", "--set", "train.dtype=fp8", devices=1, hosts=0, cwd=folder, code=JobError.exit_code
+    )
+    assert "h200 computes on devices" in done.err and "19 kernels" in done.err, done.err

@@ -32,6 +32,9 @@ def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 
+LAUNCH = launches.LaunchOrder.launch
+
+
 @contextmanager
 def counted_waits(device):
     """List what the host waits for of its device."""
@@ -89,6 +92,43 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
     assert waits_of_a_step() == ["the device"]
     with patch.object(launches.DeviceLaunch, "wait", wait_on_host):
         assert len(waits_of_a_step()) > 20, "this is what is counted"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("families", "plan"), [("aaaa", PLANS[0]), ("aaaa", PLANS[3]), ("aaab", PLANS[4])], ids=str)
+def test_in_the_first_step_each_operation_has_ended_before_the_next(world, tokens, families, plan):
+    """Kernels are loaded then, which may wait for what is in flight. The bits are those of a step with all overlaps."""
+    in_flight: list[list[int]] = []
+
+    def launch(order, *rest) -> None:
+        in_flight[-1].append(len(order._in_flight))
+        LAUNCH(order, *rest)
+
+    def trained() -> list[dict]:
+        pretended = Pretended(world, families, native=True)
+        job = job_of(tokens, plan | {"microbatch": 2}, True)
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        trainer = make_trainer(pretended, job, accelerator=pretended.device)
+        trainer.initialise()
+        result = []
+        for _ in range(2):
+            in_flight.append([])
+            result.append(trainer.step(training)[0])
+        pretended.close()
+        return [{key: each[key] for key in ("loss", "grad_norm")} for each in result]
+
+    with patch.object(launches.LaunchOrder, "launch", launch):
+        first = trained()
+        blocking, overlapped = in_flight
+        if families[world.rank] == "a":
+            assert blocking and not any(blocking)
+            assert any(overlapped) or families != "aaaa"
+        never = property(lambda order: False, lambda order, value: None)
+        with patch.object(launches.LaunchOrder, "blocks", never, create=True):
+            assert trained() == first
+        if families == "aaaa":
+            assert any(in_flight[-2]), "this is what is counted"
 
 
 @pytest.mark.ranks(4)

@@ -3,10 +3,13 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.channel import make_channel
+from hpctrain.comm.lanes import Progress
 from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
@@ -16,7 +19,7 @@ from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
-from tests.ranks.pretended_device import MODULE, PretendedDevice, watched
+from tests.ranks.pretended_device import MODULE, Clock, PretendedDevice, watched
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -121,6 +124,42 @@ def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatc
     assert measured == {"a": {"fp32", "bf16", "fp16"}, "c": {"fp32", "bf16"}}
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_the_second_message_of_a_channel_waits_for_no_later_work(world, route):
+    """A lane comes to it when the first has moved: its place in the stream is that of the call."""
+    with watched() as device:
+        pretended = Pretended(world, "aa", device=PretendedDevice(), library=WatchedNccl(world.raw_mpi), **route)
+        pretended.device.exports = route.get("exports", True)
+        progress = Progress(threaded=False)  # nothing moves before somebody waits
+        channel = make_channel(pretended.routes, progress, 1 - world.rank, 4000, 2, world.patience)
+        places = []
+
+        def message(transport, data, peer, after, *rest):
+            places.append((after or transport.queued(data)).clock)
+            return MESSAGE(transport, data, peer, after, *rest)
+
+        with patch.object(DeviceTransport, "_message", message):
+            sent = [torch.full((1000,), 2.0 * world.rank + i, device=pretended.device.device) for i in range(2)]
+            received = [torch.empty(1000, device=pretended.device.device) for _ in sent]
+            for tensor in sent:
+                channel.send(tensor)
+            for tensor in received:
+                channel.expect(tensor)
+            called = Clock(device.current_stream().clock)
+            torch.zeros(1000, device=pretended.device.device)
+            for tensor in received:
+                channel.receive(tensor)
+            channel.close()
+        got = [tensor.cpu()[0].item() for tensor in received]
+        pretended.close()
+    assert got == [2.0 * (1 - world.rank), 2.0 * (1 - world.rank) + 1]
+    assert len(places) == 4
+    assert all(clock.get(stream, 0) <= called.get(stream, 0) for clock in places for stream in clock)
+    assert not every_complaint(world)
+
+
 def run_without_wait(launch, stream, accelerator) -> None:
     with accelerator.on(stream):
         next(launch._steps, None)
@@ -136,7 +175,7 @@ def copy_and_forget(device, target, source):
     return DONE
 
 
-def message_at_once(transport, data, peer, post, staged, copied):
+def message_at_once(transport, data, peer, after, post, staged, copied):
     return PlainMessage(post, [data], DONE)
 
 
@@ -147,7 +186,7 @@ def count_at_once(message, counter: int) -> None:
     COUNT(message, counter)
 
 
-COUNT = _PeerMessage._count
+COUNT, MESSAGE = _PeerMessage._count, DeviceTransport._message
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
 NCCL, STAGED, DIRECT = ROUTES
 MISTAKES = {

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
+from hpctrain.config.cluster import Family
+from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice, tokens_at_once
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.memory import layer_computing, layer_kept
 from hpctrain.sharding.grid import TensorGrid
-from tests.unit.test_predict import SETUP
+from tests.unit.test_predict import CLUSTER, SETUP
 
 POSITIONS = 2048
 FEW, MANY = 1024, 128 * 1024
@@ -29,7 +30,8 @@ def head_products(setup: Setup, grid: TensorGrid) -> tuple[int, int]:
 
 @pytest.mark.parametrize("grid", [ALONE, CUT], ids=str)
 def test_what_goes_in_chunks_has_one_product_more(grid):
-    assert tokens_at_once(POSITIONS, FEW // grid.y) == POSITIONS > tokens_at_once(POSITIONS, MANY // grid.y)
+    few, many = (tokens_at_once(POSITIONS, ids // grid.y, LOGITS_BYTES) for ids in (FEW, MANY))
+    assert few == POSITIONS > many
     assert head_products(setup_of(FEW), grid) == (1, 2)
     assert head_products(setup_of(MANY), grid) == (1, 3)
 
@@ -41,3 +43,31 @@ def test_memory_has_a_chunk_of_logits_and_keeps_none(dtype):
     assert layer_kept(few, ALONE, few.head, "none") - layer_kept(many, ALONE, many.head, "none") == logits
     computing = layer_computing(many, ALONE, many.head, "none")
     assert LOGITS_BYTES <= computing < 2.5 * LOGITS_BYTES < POSITIONS * MANY * 4
+
+
+def test_devices_have_larger_parts_than_cpus():
+    """512 tokens of 128 thousand ids with any CPU, 4,096 where all ranks are devices of 64 GiB or more."""
+
+    def family(kind: str, memory_gib: int) -> Family:
+        return CLUSTER.families["fast"].model_copy(update={"kind": kind, "memory_bytes": memory_gib << 30})
+
+    def tokens_of(*families: Family, asked: int | None = None) -> int:
+        choice = KernelChoice(logits_mib=asked).with_logits(families)
+        return tokens_at_once(16384, MANY, choice.logits_bytes)
+
+    cpu, small, large = family("cpu", 256), family("cuda", 32), family("cuda", 141)
+    assert [tokens_of(cpu), tokens_of(large, cpu), tokens_of(large), tokens_of(large, small)] == [512, 512, 4096, 2048]
+    assert tokens_of(large, asked=512) == 1024, "as the job says"
+    assert KernelChoice().logits_bytes == LOGITS_BYTES, "of runs from before there was a choice"
+
+
+def test_memory_has_one_chunk_for_all_rows_of_a_pass():
+    """With room for the logits of two rows, four rows go in chunks, of half a row each."""
+    setup = replace(setup_of(MANY), logits_bytes=4 * MANY * POSITIONS * 2)
+    assert (
+        layer_kept(setup, ALONE, setup.head, "none", 2)
+        > POSITIONS * MANY
+        > layer_kept(setup, ALONE, setup.head, "none", 4)
+    )
+    whole, chunked = (rows * layer_computing(setup, ALONE, setup.head, "none", rows) for rows in (2, 4))
+    assert chunked == pytest.approx(whole, rel=0.5), "as many logits are there at once"

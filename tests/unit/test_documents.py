@@ -11,11 +11,13 @@ from hpctrain.data.corpus import Fields, prepare
 from hpctrain.data.order import Sequences, open_datasets
 from hpctrain.data.tokenizer import ByteTokenizer
 from hpctrain.data.tokens import TokenWriter, open_tokens
+from hpctrain.model import documents
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, make_job, make_trainer
 from tests.unit.test_model import IGNORED, MODELS, make_stage
 
 LENGTH = 12
+VISIBLE = documents.visible
 SIZES = [5, 1, 9, 30, 2, 2, 7, 14, 3, 20, 4, 4, 6]
 """Of documents: some within a sequence, some over several."""
 
@@ -80,6 +82,29 @@ def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recom
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     ours, theirs = (stage.store.groups[0].own_grads() for stage in (packed, alone))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_masks_are_made_once_for_all_layers_of_a_pass(monkeypatch, tokens, name, recompute, passes):
+    made = []
+
+    def counted(queries, *rest):
+        made.append(rest)
+        return VISIBLE(queries, *rest)
+
+    monkeypatch.setattr(documents, "visible", counted)
+    model = MODELS[name].model_copy(update={"num_layers": 4})
+    stage = make_stage(model, recompute)
+    windows = {block.attention.window for block in model.description.blocks}
+    source, sequences = opened(tokens)
+    with source:
+        rows = torch.from_numpy(sequences.read(np.arange(4)))
+        starts = torch.from_numpy(sequences.document_starts(np.arange(4)))
+    _, saved = stage.forward(rows[:, :-1], rows[:, 1:], True, starts)
+    assert len(made) == len(windows) < model.num_layers
+    stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
+    assert len(made) == passes * len(windows)
 
 
 def test_the_mean_is_over_tokens_that_count(tokens):

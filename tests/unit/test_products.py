@@ -94,9 +94,10 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_o
 
 def test_no_more_logits_are_there_than_may_be(monkeypatch):
     columns, tokens = 64, 1000
-    monkeypatch.setattr(kernels, "LOGITS_BYTES", 100 * columns * 4)
-    assert kernels.tokens_at_once(tokens, columns) == 100 and kernels.tokens_at_once(50, columns) == 50
-    assert kernels.tokens_at_once(tokens, columns // 8) == 768, "of 800, a multiple of 256"
+    most = 100 * columns * 4
+    monkeypatch.setattr(kernels, "LOGITS_BYTES", most)
+    assert kernels.tokens_at_once(tokens, columns, most) == 100 and kernels.tokens_at_once(50, columns, most) == 50
+    assert kernels.tokens_at_once(tokens, columns // 8, most) == 768, "of 800, a multiple of 256"
     weight = Weight("head.weight")
     weight.data, weight.grad = torch.randn(columns, 8), torch.zeros(columns, 8)
     largest = []

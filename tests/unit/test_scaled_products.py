@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
+from hpctrain.config.precision import ROUNDING_KERNELS
 from hpctrain.model import scaled_products
 from hpctrain.model.linear_layers import linear
 from hpctrain.model.scaled_products import FP8, FP8_GRADIENT, forward_product, round_to_8_bits, works_on
@@ -43,6 +45,25 @@ def test_zeros_stay_zeros_and_an_overflow_is_not_saturated():
     values[1, 1] = torch.inf
     assert round_to_8_bits(values, FP8).wide(torch.float32).isnan().all()
     assert forward_product(values, numbers(4, 4)).isnan().all()
+
+
+def test_devices_refuse_fp8_by_the_number_of_kernels_that_round():
+    class Count(TorchDispatchMode):
+        kernels = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.kernels += 1
+            return func(*args, **(kwargs or {}))
+
+    operand = torch.ones(32, 32, dtype=torch.bfloat16)
+    with Count() as count:
+        round_to_8_bits(operand, FP8)
+    assert count.kernels == ROUNDING_KERNELS
+    job = load_job("tiny", ["train.dtype=fp8"])
+    job.precision.check_fp8({"cpu": "cpu"})
+    load_job("tiny", ["train.dtype=bf16"]).precision.check_fp8({"h200": "cuda"})
+    with pytest.raises(JobError, match=r'h200 computes on devices: .* 19 kernels, so 38 .* set train.dtype = "bf16"'):
+        job.precision.check_fp8({"cpu": "cpu", "h200": "cuda"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

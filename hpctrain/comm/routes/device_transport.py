@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
@@ -20,8 +20,9 @@ class DeviceTransport:
 
     Two ranks whose devices copy from each other's memory (`peers`) do that instead.
 
-    Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`
-    comes first; what is queued after `ready` said True sees the message. Polling one message moves all.
+    Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`,
+    or before `queued` was called, comes first; what is queued after `ready` said True sees the message. Polling one
+    message moves all.
     """
 
     polls_freely = True
@@ -55,35 +56,41 @@ class DeviceTransport:
         if peers is not None:
             self.name = "copies from the other device's memory"
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def queued(self, tensor: torch.Tensor) -> Event:
+        return self._accelerator.queued() if self._accelerator.is_on_device(tensor) else DONE
+
+    def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         data = as_bytes(tensor)
         self.bytes_sent[peer] += data.numel()
 
         def post(part: torch.Tensor):
             return self.comm.Isend(self._pointer(part), dest=peer)
 
-        return self._enter(("send", peer), self._message(data, peer, post, StagedSend, PeerSend))
+        return self._enter(("send", peer), self._message(data, peer, after, post, StagedSend, PeerSend))
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         def post(part: torch.Tensor):
             return self.comm.Irecv(self._pointer(part), source=peer)
 
-        message = self._message(as_bytes(tensor), peer, post, StagedReceive, PeerReceive)
+        message = self._message(as_bytes(tensor), peer, after, post, StagedReceive, PeerReceive)
         return self._enter(("receive", peer), message)
 
     def _pointer(self, part: torch.Tensor):
         return mpi_buffer(self._mpi, self._accelerator, part)
 
-    def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type, copied: type) -> Message:
-        on_device = self._accelerator.is_on_device(data)
-        queued = self._accelerator.queued() if on_device else DONE
+    def _message(
+        self, data: torch.Tensor, peer: int, after: Event | None, post: Post, staged: type, copied: type
+    ) -> Message:
+        queued = self.queued(data) if after is None else after
         if self._peers is not None:
             return copied(self._peers, data.split(self._peers.slot_bytes) or [data], queued)
         if peer in self._direct:
             return PlainMessage(post, [data], queued)
         size = self._part_bytes(data.numel())
         parts = [data[start : start + size] for start in range(0, data.numel(), size)] or [data]
-        return staged(post, parts, queued, self._accelerator) if on_device else PlainMessage(post, parts, queued)
+        if self._accelerator.is_on_device(data):
+            return staged(post, parts, queued, self._accelerator)
+        return PlainMessage(post, parts, queued)
 
     def _enter(self, direction: tuple[str, int], message: Message) -> Ready:
         self._moving.setdefault(direction, deque()).append(message)

@@ -1,12 +1,15 @@
 """Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.steps import Ready
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Event
 
 
 class Transport(Protocol):
@@ -24,9 +27,15 @@ class Transport(Protocol):
     polls_freely: bool
     """Whether cores have nothing else to do, so that it costs nothing to look for a message long before it comes."""
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Ready: ...
+    def queued(self, tensor: torch.Tensor) -> "Event | None":
+        """Return the place of the caller's stream after which a message of a tensor may move; None: at once."""
+        ...
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> Ready: ...
+    def send(self, peer: int, tensor: torch.Tensor, after: "Event | None" = None) -> Ready:
+        """`after` is what `queued` returned; without it the place is that of this call."""
+        ...
+
+    def receive(self, peer: int, tensor: torch.Tensor, after: "Event | None" = None) -> Ready: ...
 
     def abandon(self) -> None: ...
 
@@ -46,12 +55,15 @@ class HostTransport:
         self._comm = comm
         self._open = True
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def queued(self, tensor: torch.Tensor) -> None:
+        """Hosts have no streams."""
+
+    def send(self, peer: int, tensor: torch.Tensor, after: "Event | None" = None) -> Ready:
         data = as_bytes(tensor)
         self.bytes_sent[peer] += data.numel()
         return self._comm.Isend(data.numpy(), dest=peer).Test
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+    def receive(self, peer: int, tensor: torch.Tensor, after: "Event | None" = None) -> Ready:
         return self._comm.Irecv(as_bytes(tensor).numpy(), source=peer).Test
 
     def abandon(self) -> None:
