@@ -1,7 +1,6 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from hpctrain.config.tables import (
     parse_toml_once,
     read_text,
     shorten,
+    toml_comment,
     toml_key,
     toml_value,
     with_lines,
@@ -188,8 +188,7 @@ def _listed(kind: str, tables: Sequence[Table], comments: Mapping[str, str]) -> 
 
 
 def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
-    paragraphs = ["".join(c if c.isprintable() else " " for c in text) for text in comments.get(key, "").splitlines()]
-    return [f"# {line}".rstrip() for text in paragraphs for line in textwrap.wrap(text, LINE - 2) or [""]]
+    return toml_comment(comments.get(key, ""), LINE)
 
 
 def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:

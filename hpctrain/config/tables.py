@@ -8,6 +8,7 @@ import json
 import math
 import re
 import stat
+import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -217,6 +218,14 @@ def toml_value(value) -> str:
             return exact if re.search(r"[.e]", exact) else f"{exact}.0"
         case _:  # strings of JSON are strings of TOML, but for one character
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_comment(text: str, width: int | None = None) -> list[str]:
+    """Return text as lines of comments, at most so wide; a character that cannot be printed becomes a blank."""
+    lines = ["".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()]
+    if width:
+        lines = [part for line in lines for part in textwrap.wrap(line, width - 2) or [""]]
+    return [f"# {line}".rstrip() for line in lines]
 
 
 def _parse_within_limits(text: str) -> dict[str, Any]:
