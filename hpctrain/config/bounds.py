@@ -26,6 +26,12 @@ MOST_NUMBER = 10**12
 """Of what is only counted, such as steps."""
 MOST_SECONDS = 1e9
 """About 30 years; timers take no more than ten times that."""
+LEAST_SECONDS = 1e-15
+"""Of what was measured or typed of a machine: light goes less than a micrometre."""
+MOST_MEMORY_BYTES, MOST_PER_SECOND = 10**18, 1e30
+"""Of a device's memory; bytes or operations in a second."""
+MOST_FACTOR = 1e9
+"""Of scales, and of times: quotients and products of such figures stay finite."""
 
 Count = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST_NUMBER)]
@@ -37,5 +43,11 @@ TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 PartCount = Annotated[int, Field(ge=1, le=MOST_PARTS)]
 MicrobatchCount = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
+Rate = Annotated[float, Field(ge=1, le=MOST_PER_SECOND)]
+"""Bytes or operations in a second."""
+Seconds = Annotated[float, Field(ge=LEAST_SECONDS, le=MOST_SECONDS)]
+Latency = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Scale = Annotated[float, Field(ge=1 / MOST_FACTOR, le=MOST_FACTOR)]
+Slowdown = Annotated[float, Field(ge=1, le=MOST_FACTOR)]
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]

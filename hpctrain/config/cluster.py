@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from hpctrain.config.bounds import Count, Rank, RankCount, SequenceCount
-from hpctrain.config.cluster_checks import inconsistencies
+from hpctrain.config.bounds import (
+    MOST_MEMORY_BYTES,
+    MOST_NUMBER,
+    Count,
+    Latency,
+    Rank,
+    RankCount,
+    Rate,
+    Seconds,
+    SequenceCount,
+    Slowdown,
+)
+from hpctrain.config.cluster_checks import TABLE_CHECKS, inconsistencies
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.launch import Launch
 from hpctrain.config.tables import Several, Table
@@ -25,8 +36,6 @@ else:
     Origin = Literal["measured", "datasheet", "assumed"]
     DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
     Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
-NO_LINK = "nothing said of the link between them"
-ORIGINS = "'measured', 'datasheet' or 'assumed'"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
 # (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
@@ -53,9 +62,7 @@ def check_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(check_name)]
-Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_MEMORY_BYTES)]
 
 
 MANY_ROWS = 64
@@ -65,27 +72,29 @@ MANY_ROWS = 64
 class Figures(Table):
     """A table of figures, each of which says where it is from."""
 
+    SECTION: ClassVar = ""
+    """Of a file, if the table is one of those that have checks of their own."""
     UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
 
     origin: Origin | None = None
-    """Of all figures of the table, but for those in `origins`; may be left out where there are none."""
+    """Of all figures of the table, but for those in `origins`; left out: typed, as from a data sheet."""
     origins: dict[str, Origin] = Field(default_factory=dict)
 
     @classmethod
     def figures(cls) -> list[str]:
         return [name for name in cls.model_fields if name.endswith(cls.UNITS)]
 
-    def origin_of(self, figure: str) -> Origin | None:
-        return self.origins.get(figure, self.origin)
+    def origin_of(self, figure: str) -> Origin:
+        return self.origins.get(figure, self.origin or "datasheet")
 
     @property
     def given(self) -> list[str]:
         return [figure for figure in self.figures() if getattr(self, figure) not in (None, {}, ())]
 
     @model_validator(mode="after")
-    def _from_somewhere(self) -> Self:
-        if unknown := [figure for figure in self.given if self.origin_of(figure) is None]:
-            raise ValueError(f"where is {unknown[0]} from? set origin to {ORIGINS}")
+    def _checked(self) -> Self:
+        if mistakes := list(TABLE_CHECKS[self.SECTION](self.model_dump())) if self.SECTION else []:
+            raise ValueError("; ".join(mistakes))
         return self
 
     @field_validator("origins")
@@ -102,33 +111,35 @@ class ProductSpeed(Table):
     dtype: DType
     shape: Annotated[tuple[Count, Count, Count], Field(strict=False)]
     """m, k, n."""
-    flops_per_second: Positive
+    flops_per_second: Rate
     """2 m k n for each product."""
 
 
 class Family(Figures):
     """What one device of a family can do."""
 
+    SECTION: ClassVar = "families"
+
     kind: Kind
     model: str | None = None
     """What its maker calls it."""
     memory_bytes: Bytes
     """What one device, or a CPU rank, may fill, what is reserved included."""
-    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0)] | None = None
+    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
     """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
-    memory_bytes_per_second: Positive
+    memory_bytes_per_second: Rate
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
-    host_copy_bytes_per_second: Positive | None = None
+    host_copy_bytes_per_second: Rate | None = None
     """From pinned memory of the host or to it, per direction; left out for CPUs, whose memory is the host's."""
-    peak_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
+    peak_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
     """Of dense products, as the maker says."""
-    sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
+    sustained_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
     """Of the best of the `products`."""
     products: Several[ProductSpeed] = ()
-    half_speed_rows: Annotated[float, Field(ge=0)] | None = None
+    half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
-    overlap_slowdown: Annotated[float, Field(ge=1)] | None = None
+    overlap_slowdown: Slowdown | None = None
     """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
@@ -164,32 +175,15 @@ class Family(Figures):
         """What a plan may fill of one device."""
         return self.memory_bytes - self.reserve_bytes
 
-    @model_validator(mode="after")
-    def _leaves_memory(self) -> Self:
-        if self.reserve_bytes >= self.memory_bytes:
-            raise ValueError(
-                f"reserved_bytes {self.reserve_bytes} leaves nothing of memory_bytes {self.memory_bytes}; lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _can_compute(self) -> Self:
-        if not self.peak_flops_per_second and not self.sustained_flops_per_second:
-            raise ValueError("no speed: set peak_flops_per_second or sustained_flops_per_second, by dtype")
-        known = [(product.dtype, product.shape) for product in self.products]
-        if twice := [key for key in known if known.count(key) > 1]:
-            raise ValueError(f"products has {twice[0][0]} {list(twice[0][1])} twice; keep one")
-        return self
-
 
 class Fabric(Figures):
     """What connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
 
     network: str | None = None
     """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
-    latency_seconds: NotNegative
+    latency_seconds: Latency
     """From the first byte's departure to its arrival, the software's share included."""
-    bytes_per_second: Positive | None = None
+    bytes_per_second: Rate | None = None
     """The most that goes through it between two nodes; left out: what their NICs let through."""
 
 
@@ -198,20 +192,22 @@ class Nic(Figures):
 
     fabric: Name
     count: Annotated[int, Field(ge=1, le=MOST_NICS)] = 1
-    send_bytes_per_second: Positive
+    send_bytes_per_second: Rate
     """Of each of them."""
-    receive_bytes_per_second: Positive
+    receive_bytes_per_second: Rate
 
 
 class Nodes(Figures):
     """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared round-robin."""
 
+    SECTION: ClassVar = "nodes"
+
     count: RankCount = 1
     devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
     """How many of which family, in their order."""
-    link_latency_seconds: NotNegative | None = None
+    link_latency_seconds: Latency | None = None
     """Between two devices of a node."""
-    link_bytes_per_second: Positive | None = None
+    link_bytes_per_second: Rate | None = None
     nics: Several[Nic] = ()
     host_memory_bytes: Bytes | None = None
     """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
@@ -222,19 +218,6 @@ class Nodes(Figures):
     def num_devices(self) -> int:
         """Of one node."""
         return sum(self.devices.values())
-
-    @model_validator(mode="after")
-    def _linked(self) -> Self:
-        if self.num_devices > 1 and (self.link_latency_seconds is None or self.link_bytes_per_second is None):
-            raise ValueError(
-                f"{self.num_devices} devices on a node, and {NO_LINK};"
-                " set link_latency_seconds and link_bytes_per_second"
-            )
-        if self.ranks is not None and len(self.ranks) != self.count * self.num_devices:
-            raise ValueError(
-                f"{len(self.ranks)} ranks for {self.count} x {self.num_devices} devices; give one for each, or none"
-            )
-        return self
 
     @cached_property
     def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
@@ -251,7 +234,7 @@ class Time(Table):
     message_bytes: Bytes
     flows: Count = 1
     """From as many devices of one node (to as many of another one), this one's included."""
-    seconds: Positive
+    seconds: Seconds
 
 
 class LinkClass(Figures):
@@ -260,8 +243,8 @@ class LinkClass(Figures):
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
     """By which they reach each other; left out: they are on one node."""
-    latency_seconds: NotNegative
-    bytes_per_second: Positive
+    latency_seconds: Latency
+    bytes_per_second: Rate
     """Of a single message."""
     times: Several[Time] = ()
 
@@ -270,7 +253,7 @@ class LinkClass(Figures):
         return self.fabric, tuple(sorted(self.families))
 
 
-Pass = Annotated[tuple[Positive, Positive], Field(strict=False)]
+Pass = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
 """Seconds of a forward and of a backward pass."""
 
 
@@ -286,6 +269,8 @@ class RowTimes(Table):
 class Profile(Figures):
     """What `hpctrain probe --job` measured of one job on a device of a family that is a replica of the whole model."""
 
+    SECTION: ClassVar = "profiles"
+
     family: Name
     work: str
     """Which model, sequences and dtype, in words that the profiler chooses: it is valid for the same ones alone."""
@@ -297,17 +282,10 @@ class Profile(Figures):
     """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
     limited_by: Literal["job", "time", "memory"] | None = None
     """Why no more rows were tried, or fit."""
-    update_seconds: Positive | None = None
+    update_seconds: Seconds | None = None
     """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
     times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
     """By ascending rows. Without communication."""
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        rows = [time.rows for time in self.times]
-        if rows != sorted(set(rows)):
-            raise ValueError(f"times are of rows {rows}; list each number of rows once, in ascending order")
-        return self
 
     @property
     def key(self) -> tuple[str, str, int]:

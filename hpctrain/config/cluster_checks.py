@@ -4,12 +4,67 @@ Works on plain data, so that a file with a broken table is checked in all others
 read, since that is said elsewhere.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import as_list, as_table
+
+NO_LINK = "nothing said of the link between them"
+NO_SPEED = "no speed"
+
+
+def _family_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
+    if not table.get("peak_flops_per_second") and not table.get("sustained_flops_per_second"):
+        yield f"{NO_SPEED}: set peak_flops_per_second or sustained_flops_per_second, by dtype"
+    memory, reserved = table.get("memory_bytes"), table.get("reserved_bytes")
+    if type(memory) in (int, float) and type(reserved) in (int, float) and 0 < memory <= reserved:
+        yield f"reserved_bytes {reserved:.0f} leaves nothing of memory_bytes {memory:.0f}; lower it"
+    products = [as_table(product) for product in as_list(table.get("products"))]
+    known = [f"{product.get('dtype')} {as_list(product.get('shape'))}" for product in products]
+    for product in dict.fromkeys(name for name in known if known.count(name) > 1):
+        yield f"products has {product} twice; keep one"
+
+
+def _node_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
+    total = _num_devices(table)
+    if total is None:
+        return
+    count = table.get("count", 1)
+    devices = total // count
+    keys = ("link_latency_seconds", "link_bytes_per_second")
+    if devices > 1 and (missing := [key for key in keys if table.get(key) is None]):
+        yield f"{devices} devices on a node, and {NO_LINK}; set {' and '.join(missing)}"
+    ranks = table.get("ranks")
+    if isinstance(ranks, list | tuple) and len(ranks) != total:
+        yield f"{len(ranks)} ranks for {count} x {devices} devices; give one for each, or none"
+
+
+def _profile_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
+    rows = [as_table(times).get("rows") for times in as_list(table.get("times"))]
+    if all(type(each) is int for each in rows) and rows != sorted(set(rows)):
+        yield f"times are of rows {rows}; list each number of rows once, in ascending order"
+
+
+TABLE_CHECKS: dict[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
+    "families": _family_mistakes,
+    "nodes": _node_mistakes,
+    "profiles": _profile_mistakes,
+}
+"""By section: what is wrong with one of its tables as a whole, whatever else is wrong with it."""
+
+
+def table_mistakes(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the key of each table of a file that `TABLE_CHECKS` find wrong, and what is wrong."""
+    result = []
+    for section, check in TABLE_CHECKS.items():
+        tables = tree.get(section)
+        named = tables.items() if isinstance(tables, dict) else enumerate(as_list(tables))
+        for name, table in named:
+            if isinstance(table, dict):
+                result += [(f"{section}.{name}", mistake) for mistake in check(table)]
+    return result
 
 
 def inconsistencies(tree: Mapping[str, Any]) -> list[str]:

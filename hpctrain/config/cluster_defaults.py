@@ -137,19 +137,18 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
         filled.unresolved.append(f"nodes.{number}")
     if sum(devices.values()) < 2:
         return
+    key = f"nodes.{number}"
+    if "link_latency_seconds" not in table:
+        filled.put(table, key, "link_latency_seconds", LINK_LATENCY_SECONDS, LATENCY_SOURCE, "assumed")
     if any(_is_miniature(families.get(name, {})) for name in devices):
-        filled.unresolved += [f"nodes.{number}"] if all(accelerator_of(families.get(n, {})) for n in devices) else []
+        filled.unresolved += [key] if all(accelerator_of(families.get(n, {})) for n in devices) else []
         return
     known = [each for name in devices if (each := accelerator_of(families.get(name, {})))]
-    if not known or len(known) < len(devices):
+    if not known or len(known) < len(devices) or "link_bytes_per_second" in table:
         return
     slowest = min(known, key=lambda accelerator: accelerator.link_bytes_per_second)
     source = slowest.source + (", the slower link of the node's models" if len(devices) > 1 else "")
-    if "link_bytes_per_second" not in table:
-        filled.put(table, f"nodes.{number}", "link_bytes_per_second", slowest.link_bytes_per_second, source)
-    if "link_latency_seconds" not in table:
-        key = "link_latency_seconds"
-        filled.put(table, f"nodes.{number}", key, LINK_LATENCY_SECONDS, LATENCY_SOURCE, "assumed")
+    filled.put(table, key, "link_bytes_per_second", slowest.link_bytes_per_second, source)
 
 
 def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, dict]) -> None:

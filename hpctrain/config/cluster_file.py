@@ -1,16 +1,15 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
 import math
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.cluster import MINIATURE_BYTES, NO_LINK, Cluster, Profile
-from hpctrain.config.cluster_checks import inconsistencies
+from hpctrain.config.cluster import MINIATURE_BYTES, Cluster, Profile
+from hpctrain.config.cluster_checks import NO_LINK, NO_SPEED, inconsistencies, table_mistakes
 from hpctrain.config.cluster_defaults import accelerator_of, fill
 from hpctrain.config.device_catalogue import NETWORKS, lookup_network
 from hpctrain.config.errors import JobError, TopologyError, did_you_mean
@@ -22,10 +21,12 @@ from hpctrain.config.tables import (
     as_table,
     explain,
     given_values,
+    misspelt,
     parse_toml,
     parse_toml_once,
     read_text,
     shorten,
+    toml_comment,
     toml_key,
     toml_value,
     with_lines,
@@ -91,23 +92,30 @@ def _parse(text: str, where: str) -> _File:
     """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
     tree, repeated = parse_toml_once(text, where, TopologyError)
     filled, result = fill(tree), None
-    lines = [*repeated, *filled.mistakes.values(), *doubtful_figures(tree).values()]
+    doubts = doubtful_figures(tree)
+    lines = [*repeated, *filled.mistakes.values(), *doubts.values()]
     try:
         result = _File.model_validate(filled.tree)
     except ValidationError as error:
+        of_tables = table_mistakes(filled.tree)
+        said = {"", *doubts, *(key for key, _ in of_tables)}
+        problems = [(key, text) for key, text in explain(error, _File) if key not in said]
+        problems += [(key, f"{key}: {text}") for key, text in of_tables]
+        known = filled.unresolved, misspelt(error, _File)
+        causes = [text for key, text in problems if not _follows(key, text, *known)]
         others = inconsistencies(filled.tree)
-        problems = {key: text for key, text in explain(error, _File) if key}
-        causes = [text for key, text in problems.items() if not _follows(key, text, filled.unresolved)]
-        lines += [*causes, *others] if lines or causes or others else problems.values()
+        lines += [*causes, *others] if lines or causes or others else [text for _, text in problems]
     if lines or result is None:
-        raise TopologyError("\n".join(f"{where}: {line}" for line in with_lines(text, lines)))
+        lines = with_lines(text, dict.fromkeys(lines))
+        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
     return result
 
 
-def _follows(key: str, text: str, unresolved: Sequence[str]) -> bool:
-    """Say whether a mistake in a model, a network or a fabric is the only reason why a figure is missing."""
-    is_missing = text.endswith(": missing; set it") or NO_LINK in text
-    return is_missing and any(f"{key}.".startswith(f"{table}.") for table in unresolved)
+def _follows(key: str, text: str, unresolved: Sequence[str], typos: Collection[str]) -> bool:
+    """Say whether a mistake in a model, a network, a fabric or a name is the only reason why a figure is missing."""
+    is_missing = text.endswith(": missing; set it") or NO_LINK in text or NO_SPEED in text
+    misspelt_here = [typo for typo in typos if typo.rpartition(".")[0] == key and typo.rpartition(".")[2] in text]
+    return is_missing and (bool(misspelt_here) or any(f"{key}.".startswith(f"{table}.") for table in unresolved))
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
@@ -188,8 +196,7 @@ def _listed(kind: str, tables: Sequence[Table], comments: Mapping[str, str]) -> 
 
 
 def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
-    paragraphs = ["".join(c if c.isprintable() else " " for c in text) for text in comments.get(key, "").splitlines()]
-    return [f"# {line}".rstrip() for text in paragraphs for line in textwrap.wrap(text, LINE - 2) or [""]]
+    return toml_comment(comments.get(key, ""), LINE)
 
 
 def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
@@ -237,8 +244,10 @@ def doubtful_figures(tree: Mapping[str, Any]) -> dict[str, str]:
     """
     doubts = {}
     for key, value, unit, known, name in _figures(tree, "truth" in tree or _is_miniature(tree)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue  # that is said otherwise
+        if value <= 0 or (value < 1 and unit != "seconds"):
+            continue  # that too
         low, high, usual = RANGES[unit]
         is_off = known is not None and not known / FACTOR <= value <= known * FACTOR
         if is_off or not low <= value <= high:

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -215,6 +216,14 @@ def toml_value(value) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def toml_comment(text: str, width: int | None = None) -> list[str]:
+    """Return text as lines of comments, at most so wide; a character that cannot be printed becomes a blank."""
+    lines = ["".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()]
+    if width:
+        lines = [part for line in lines for part in textwrap.wrap(line, width - 2) or [""]]
+    return [f"# {line}".rstrip() for line in lines]
+
+
 def _parse_within_limits(text: str) -> dict[str, Any]:
     """Return TOML as plain data. Raises ValueError: TOMLDecodeError where it is none, else for what goes too far."""
     if DEEP_KEY.search(text):
@@ -269,12 +278,7 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     left_out = len(problems) - MOST_MISTAKES
     problems = problems[:MOST_MISTAKES]
     texts: list[tuple[str, str]] = []
-    typos: set[str] = set()
-    for problem in problems:
-        if problem["type"] == "extra_forbidden":
-            *above, name = problem["loc"]
-            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
-            typos |= {".".join(map(str, [*above, meant])) for meant in close}
+    typos = misspelt(error, table)
     for problem in problems:
         here = problem["loc"]
         inside = any(other["loc"][: len(here)] == here and other["loc"] != here for other in problems)
@@ -286,6 +290,17 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     if left_out > 0:
         texts.append((texts[-1][0] if texts else "", f"and {left_out:,} mistakes more"))
     return list(dict.fromkeys(texts))
+
+
+def misspelt(error: ValidationError, table: type[BaseModel]) -> set[str]:
+    """Return the dotted keys of `table` that unknown keys of a file probably mean."""
+    result: set[str] = set()
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "extra_forbidden":
+            *above, name = problem["loc"]
+            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
+            result |= {".".join(map(str, [*above, meant])) for meant in close}
+    return result
 
 
 def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpctrain.config.bounds import Count
-from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Bytes, DType, Name, NotNegative, Positive
+from hpctrain.config.bounds import MOST_NUMBER, Count, Latency, Rate, Scale, Slowdown
+from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Bytes, DType, Name
 from hpctrain.config.tables import Table
 
 
@@ -18,19 +18,19 @@ class PretendDevice(Table):
     """How one device of a family behaves."""
 
     memory_bytes: Bytes
-    memory_bytes_per_second: Positive
+    memory_bytes_per_second: Rate
     """Read and written, by everything that is no product."""
-    flops_per_second: Annotated[dict[DType, Positive], Field(min_length=1)]
+    flops_per_second: Annotated[dict[DType, Rate], Field(min_length=1)]
     """Of products large enough to keep it busy; a dtype that is not listed is not computed in."""
-    launch_seconds: NotNegative = 0.0
+    launch_seconds: Latency = 0.0
     """The least that an operation takes."""
     tile: Annotated[tuple[Count, Count], Field(strict=False)] = (1, 1)
     """Products are computed in whole tiles of so many rows and columns of the result."""
-    half_speed_rows: NotNegative = 0.0
+    half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] = 0.0
     """Rows of the result at which a product reaches half of its speed."""
-    overlap_slowdown: Annotated[float, Field(ge=1)] = 1.0
+    overlap_slowdown: Slowdown = 1.0
     """How many times as long a computation takes while the device communicates."""
-    host_copy_bytes_per_second: Positive | None = None
+    host_copy_bytes_per_second: Rate | None = None
     """Between the device and pinned host memory, one direction; left out: a share of its memory's, see
     `hpctrain.config.cluster.HOST_COPY_SHARE`."""
     jitter_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -62,15 +62,15 @@ class Truth(Table):
     With all three scales kept, the real work and the pretended one have like proportions.
     """
 
-    time_scale: Positive = 1.0
+    time_scale: Scale = 1.0
     """Seconds of the rehearsal for one of the cluster."""
-    memory_scale: Positive = 1.0
+    memory_scale: Scale = 1.0
     """Bytes of the rehearsal for one of the cluster."""
-    bandwidth_to_compute_scale: Positive = 1.0
+    bandwidth_to_compute_scale: Scale = 1.0
     """Bytes per FLOP of the rehearsal for one of the cluster."""
     width_scale: Count = 1
     """Of a finished miniature: by how much the widths and positions of its job were divided."""
-    memory_times: Positive | None = None
+    memory_times: Scale | None = None
     """Of a file of real size: memory of the rehearsal is divided by the square of the width scale, and multiplied by
     this; left out: resolved so that the job fills as large a share of it as of the cluster's."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)

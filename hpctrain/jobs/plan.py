@@ -1,6 +1,7 @@
 """`hpctrain plan`: search for a plan, write the even one, draw or check one. Runs on a login node, without torch."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_defaults import describe_sources
 from hpctrain.config.cluster_file import filled_figures, load_cluster, load_truth, locate_cluster
 from hpctrain.config.job import Job, load_job
+from hpctrain.config.tables import toml_comment
 from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary, write_out
@@ -16,6 +18,7 @@ from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes
 from hpctrain.planner.cost import Setup
@@ -96,7 +99,7 @@ def uniform_command(job, overrides, ranks, cluster, out):
         resolved = resolve_plan(scaled_for(cluster, loaded), len(families), families)
     else:
         resolved = resolve_plan(loaded, ranks)
-    plan_text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
+    plan_text = _with_comments((f"{key}: {reason}" for key, reason in resolved.reasons.items()), resolved.plan)
     if out is None:
         print(plan_text, end="")
         return
@@ -212,7 +215,11 @@ def plan_file(summary: dict, result: SearchResult) -> str:
     comments += [f"warning {warning}" for warning in summary["warnings"]]
     comments += [f"resolved {key}: {reason}" for key, reason in summary["resolved"].items()]
     comments += [f"from {line}" for line in summary["filled"]]
-    return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(result.best.plan)
+    return _with_comments(comments, result.best.plan)
+
+
+def _with_comments(comments: Iterable[str], plan: Plan) -> str:
+    return "".join(f"{line}\n" for line in toml_comment("\n".join(map(str.strip, comments)))) + dump_plan(plan)
 
 
 def _summary(summary: dict) -> list[str]:

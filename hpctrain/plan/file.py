@@ -1,7 +1,8 @@
 """The plan file: TOML that a person can write and edit. See docs/job.md."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -16,7 +17,7 @@ from hpctrain.config.bounds import (
     ZeroStage,
 )
 from hpctrain.config.errors import PlanError
-from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text
+from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, toml_value
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -87,24 +88,26 @@ def parse_plan(text: str, path: str) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """Write a plan as TOML that `load_plan` reads back to an equal plan."""
-    lines = [f'schedule = "{plan.schedule}"', f"microbatches = {plan.microbatches}", f"rows = {plan.rows}"]
-    if plan.unused:
-        lines.append(f"unused = {list(plan.unused)}")
+    head: dict[str, Any] = {"schedule": plan.schedule, "microbatches": plan.microbatches, "rows": plan.rows}
+    lines = _pairs(head | ({"unused": plan.unused} if plan.unused else {}))
     for tile in plan.tiles:
         grid = tile.tensor
-        lines += [
-            "",
-            "[[tile]]",
-            f"items = {list(tile.items)}",
-            f"rows = {list(tile.rows)}",
-            f'family = "{tile.family}"',
-            f"ranks = {list(tile.ranks)}",
-            f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",
-            f'recompute = "{tile.recompute}"',
-            f"zero = {tile.zero}",
-        ]
-        lines += [f"{key} = {value}" for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1]
-        lines += ["sequence_parallel = true"] if grid.sequence_parallel else []
-        lines += [f"extra_warmup = {tile.extra_warmup}"] if tile.extra_warmup else []
-        lines += [f'offload = "{tile.offload}"'] if tile.offload != "none" else []
+        values = {
+            "items": tile.items,
+            "rows": tile.rows,
+            "family": tile.family,
+            "ranks": tile.ranks,
+            "tensor": {"x": grid.x, "y": grid.y, "z": grid.z},
+            "recompute": tile.recompute,
+            "zero": tile.zero,
+        }
+        values |= {key: value for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1}
+        values |= {"sequence_parallel": True} if grid.sequence_parallel else {}
+        values |= {"extra_warmup": tile.extra_warmup} if tile.extra_warmup else {}
+        values |= {"offload": tile.offload} if tile.offload != "none" else {}
+        lines += ["", "[[tile]]", *_pairs(values)]
     return "\n".join(lines) + "\n"
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {toml_value(value)}" for key, value in values.items()]
