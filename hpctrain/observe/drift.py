@@ -39,6 +39,8 @@ class _SecondsOfPart(Table):
 class _BytesOfStage(Table):
     items: list[int]
     family: str
+    rows: int | None = None
+    """Of a microbatch. Left out by earlier versions."""
     predicted_bytes: Positive
     measured_bytes: NonNegative
 
@@ -106,12 +108,8 @@ def compare(
                 "items": list(stage.tile.items),
                 "family": stage.tile.family,
                 "predicted_bytes": stage.memory.total,
-                "measured_bytes": max(
-                    measured[rank].peak_bytes
-                    for tile in plan.tiles
-                    if (tile.items, tile.family) == (stage.tile.items, stage.tile.family)
-                    for rank in tile.ranks
-                ),
+                "rows": stage.tile.rows.size,
+                "measured_bytes": max(measured[rank].peak_bytes for rank in stage.ranks),
             }
             for stage in prediction.memory
         ]
@@ -195,7 +193,7 @@ def text(summary: Mapping) -> str:
         predicted, measured = each["predicted_bytes"], each["measured_bytes"]
         off = measured / predicted - 1
         lines.append(
-            f"  memory of items {each['items']}: {predicted / 2**20:,.1f} MiB predicted,"
+            f"  memory of items {each['items']}, {each['family']}, {each['rows']} rows: {predicted / 2**20:,.1f} MiB predicted,"
             f" {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if summary["is_large"]:
