@@ -14,7 +14,7 @@ from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, read_json
 from hpctrain.config.tables import Table, explain
 from hpctrain.observe.run import write_json
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
 
@@ -193,8 +193,8 @@ def text(summary: Mapping) -> str:
         predicted, measured = each["predicted_bytes"], each["measured_bytes"]
         off = measured / predicted - 1
         lines.append(
-            f"  memory of items {each['items']}, {each['family']}, {each['rows']} rows: {predicted / 2**20:,.1f} MiB predicted,"
-            f" {measured / 2**20:,.1f} measured ({off:+.1%})"
+            f"  memory of items {each['items']}, {each['family']}, {counted(each['rows'], 'row')}:"
+            f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if summary["is_large"]:
         lines.append(f"warning: {blame(summary)}")
