@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpctrain.comm.topology import MOST_DOUBLED_BYTES, Topology, candidates, places_of
+from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES, Topology, candidates, places_of
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import LaunchError
 from hpctrain.config.links import PairLink, link_between, message_seconds, nic_of, slowest_links
@@ -41,6 +41,11 @@ def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int,
     once = line.latency_seconds + (num_ranks - 2) * line.overhead_seconds
     share = num_bytes * (num_ranks - 1) / num_ranks / line.bytes_per_second
     return (2 if operation == "all_reduce" else 1) * (once + share)
+
+
+def _scratch_of_exchange(num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes of what a rank receives at once of the others' parts, when a tensor is reduced by exchange."""
+    return min(num_bytes // num_ranks, SEGMENT_BYTES) * (num_ranks - 1)
 
 
 Flows = tuple[int, int]
@@ -108,6 +113,7 @@ class ClusterNetwork:
         self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])  # pyright: ignore[reportOptionalSubscript]
         self.ports = lru_cache(KEPT)(self._ports_between)
         self._form = lru_cache(KEPT)(self._form_of)
+        self._domains = lru_cache(KEPT)(self._domains_of)
         self.crowd = lru_cache(KEPT)(self._crowd_of)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
@@ -208,6 +214,33 @@ class ClusterNetwork:
         """
         form = self._form(tuple(ranks), None)
         return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))
+
+    def scratch_bytes(self, operation: str, num_bytes: int, ranks: Sequence[int], rank: int) -> int:
+        """Return the bytes that a sum of `num_bytes` takes on ranks like `rank`, on top of the whole and the result.
+
+        `operation` is all_reduce or reduce_scatter, see `comm/collectives`. Of the domains with such a rank, the one
+        with the fewest ranks counts, whose ranks have the most each. Libraries of makers may take less.
+        """
+        num_ranks = len(ranks)
+        if num_ranks < 2:
+            return 0
+        algorithm = self.algorithm(operation, num_bytes, ranks)
+        if algorithm == "doubling":
+            return 2 * num_bytes
+        if algorithm != "domains":
+            return _scratch_of_exchange(num_bytes, num_ranks)
+        domains, is_packed = self._domains(tuple(ranks))
+        families = self.cluster.devices
+        own = min(size for size, first in domains if families[first].family == families[rank].family)
+        inside = _scratch_of_exchange(num_bytes * max(domains)[0] // num_ranks, own)
+        packed = 0 if is_packed or operation == "all_reduce" else num_bytes
+        return packed + len(domains) * num_bytes // num_ranks + num_bytes // own + inside
+
+    def _domains_of(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, int]], bool]:
+        """Return the size and the first rank of each domain of a group, and whether they follow each other in it."""
+        domains = self._topology.route(ranks).domains
+        is_packed = tuple(itertools.chain(*domains)) == tuple(range(len(ranks)))
+        return [(len(domain), ranks[domain[0]]) for domain in domains], is_packed
 
     def _form_of(self, ranks: tuple[int, ...], overlapped: Crowd | None) -> Form:
         """Return the form of a group.

@@ -15,6 +15,8 @@ MOST_DOUBLED_BYTES = 1 << 20
 """Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""
 LEAST_PART_BYTES = 8
 """Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
+SEGMENT_BYTES = 4 << 20
+"""Bounds the memory for what is received before it is reduced: this much from each peer at once."""
 KEPT_CHOICES = 256
 SAME_MEMORY = 1.1
 """Devices of one name are of one family up to this ratio of their memory: drivers and ECC take a few percent of it."""

@@ -14,7 +14,7 @@ from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, read_json
 from hpctrain.config.tables import Table, explain
 from hpctrain.observe.run import write_json
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
 
@@ -39,6 +39,8 @@ class _SecondsOfPart(Table):
 class _BytesOfStage(Table):
     items: list[int]
     family: str
+    rows: int | None = None
+    """Of a microbatch. Left out by earlier versions."""
     predicted_bytes: Positive
     measured_bytes: NonNegative
 
@@ -106,12 +108,8 @@ def compare(
                 "items": list(stage.tile.items),
                 "family": stage.tile.family,
                 "predicted_bytes": stage.memory.total,
-                "measured_bytes": max(
-                    measured[rank].peak_bytes
-                    for tile in plan.tiles
-                    if (tile.items, tile.family) == (stage.tile.items, stage.tile.family)
-                    for rank in tile.ranks
-                ),
+                "rows": stage.tile.rows.size,
+                "measured_bytes": max(measured[rank].peak_bytes for rank in stage.ranks),
             }
             for stage in prediction.memory
         ]
@@ -195,8 +193,8 @@ def text(summary: Mapping) -> str:
         predicted, measured = each["predicted_bytes"], each["measured_bytes"]
         off = measured / predicted - 1
         lines.append(
-            f"  memory of items {each['items']}: {predicted / 2**20:,.1f} MiB predicted,"
-            f" {measured / 2**20:,.1f} measured ({off:+.1%})"
+            f"  memory of items {each['items']}, {each['family']}, {counted(each['rows'], 'row')}:"
+            f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if summary["is_large"]:
         lines.append(f"warning: {blame(summary)}")

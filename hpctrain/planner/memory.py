@@ -5,15 +5,18 @@ For other software the same parts, with gradients as it keeps them, and what its
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.plan.holders import RankShards
+from hpctrain.plan.holders import RankShards, ShardGroup
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
 from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, layer_elements
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -62,6 +65,8 @@ class StageMemory:
     available_bytes: int
     items: tuple[Interval, ...]
     """Of all tiles of the rank."""
+    ranks: tuple[int, ...] = ()
+    """All that need as much: those of tiles with as many rows of the same items, on the same family."""
 
     @property
     def fits(self) -> bool:
@@ -98,7 +103,14 @@ def state_bytes(setup: Setup) -> int:
 
 
 def memory_of(
-    setup: Setup, plan: Plan, tile: Tile, shards: RankShards, rank: int, waiting: int, available: int
+    setup: Setup,
+    network: ClusterNetwork,
+    plan: Plan,
+    tile: Tile,
+    shards: RankShards,
+    rank: int,
+    waiting: int,
+    available: int,
 ) -> MemoryParts:
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
 
@@ -106,23 +118,32 @@ def memory_of(
     Its device has so many bytes `available`, of which software may lose a share.
     """
     stack, states, num_updated = setup.stack, [State(0, 0, 0)], 0
+    held: list[tuple[ShardGroup, int]] = []
     z = plan.tile_of(rank).coordinate(rank)[2]
     for group in shards.shard_groups:
         packed = sum(region.size for region in group.regions)
         stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in group.layouts) + packed
         updated = group.cuts(stored)[group.ranks.index(rank)].size if group.zero else stored
         states.append(state_of(setup, stored, updated, packed, group.zero, len(group.ranks)))
+        held.append((group, stored))
         num_updated += updated
     weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
     others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
-    buffers = (waiting + _num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
+    buffers = (waiting + num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
     buffers += int(stack.reserved_bytes) + int(stack.overhead_share * available)
     buffers += int(num_groups * stack.communicator_bytes)
     kept = gathered = on_host = 0
     if not tile.is_idle:
         kept, computing, on_host = _activations(setup, plan, tile)
-        buffers, gathered = buffers + computing, _gathered(setup, plan, tile, shards)
+        gathered = _gathered(setup, plan, tile, shards)
+        if stack.sums_by_messages:
+            overlapped, blocking = scattered_scratch(setup, network, plan, tile, held)
+            alive_before = partial(_alive_before, setup, plan, tile)
+            exchanged = exchanged_bytes(setup, network, plan, tile, held, alive_before)
+            gathered += int(overlapped)
+            computing = int(max(computing, blocking, exchanged - kept))
+        buffers += computing
     if tile.offloads_optimizer:  # whose buckets move through the device when nothing of a microbatch is there
         moments, on_host = 0, on_host + moments
         buffers = max(buffers, SLOTS * min(num_updated, bucket_elements(num_updated)) * state_bytes(setup) - kept)
@@ -191,6 +212,23 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
         int(computing),
         int(_most_alive(setup, plan, virtual_stages, moved, [0.0] * len(moved))),
     )
+
+
+def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
+    """Return the bytes of activations that a rank has, and computes with, when the last backward pass has gone through
+    an item: of the layers before it, for one microbatch. A rank with several virtual stages may have others too."""
+    rows = -(-tile.rows.size // tile.tensor.z)
+    left = [layer for layer in layers(tile.items) if layer.stop <= item]
+    if len(plan.virtual_stages(tile)) > 1:
+        kept, computing, _ = _activations(setup, plan, tile)
+        return kept + computing if item > tile.items.start else 0.0
+    if not left:
+        return 0.0
+    at_once = -(-rows // tile.row_chunks)
+    offloads, splits = tile.offloads_activations, _splits(setup, plan, tile)
+    has_rows = at_once > 1
+    row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, has_rows=has_rows)
+    return (rows if plan.downstream(tile) else at_once) * row.kept + at_once * row.computing
 
 
 def _most_alive(
@@ -346,34 +384,6 @@ def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
     """Return the bytes of the inner features of a layer, for one row of a rank."""
     _, mlp = setup.branches(layer)
     return setup.positions * mlp.inner / grid.y * setup.item_bytes if mlp else 0.0
-
-
-def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
-    """Return the bytes of what a rank of a grid sends, or receives, of `rows` rows of its own."""
-    return rows * setup.positions * setup.model.hidden_size // grid.x // grid.position_parts * setup.item_bytes
-
-
-def largest_message_bytes(setup: Setup, tile: Tile) -> int:
-    """Return the bytes of what a rank of a tile sends, or receives, of a microbatch."""
-    return 0 if tile.is_idle else message_bytes(setup, tile.tensor, -(-tile.rows.size // tile.tensor.z))
-
-
-def waiting_share(forward_seconds: float, message_seconds: float) -> float:
-    """Return the share of activations that wait to be sent when a tile has warmed up, by what it takes to make one and
-    to send it."""
-    return max(0.0, 1 - forward_seconds / message_seconds) if message_seconds else 0.0
-
-
-def _num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank of a tile has buffers for: of those that come, before it comes to receive them;
-    of those that go, one in flight for each tile that sends any, and the one that it makes."""
-
-    def has_messages(near: Iterable[Tile]) -> bool:
-        return any(other.ranks != tile.ranks for other in near)
-
-    kinds = has_messages(plan.upstream(tile)) + has_messages(plan.downstream(tile))
-    sending = sum(has_messages((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
-    return min(setup.stack.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)
 
 
 def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:

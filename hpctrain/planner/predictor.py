@@ -14,9 +14,10 @@ from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
+from hpctrain.planner.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.cost import Setup, model_flops, update_seconds
 from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
+from hpctrain.planner.memory import StageMemory, layer_moved, memory_of
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prices import (
     PART_COUNTS,
@@ -399,7 +400,10 @@ class Predictor:
     @property
     def memory(self) -> tuple[StageMemory, ...]:
         """Return for each tile what its first rank needs, for all of its tiles; those that are equal once."""
-        return tuple({id(stage): stage for stage in self._memory.values()}.values())
+        ranks: dict[StageMemory, tuple[int, ...]] = {}
+        for tile, stage in self._memory.items():
+            ranks[stage] = ranks.get(stage, ()) + tile.ranks
+        return tuple(replace(stage, ranks=own) for stage, own in ranks.items())
 
     @property
     def headroom(self) -> dict[Tile, float]:
@@ -422,7 +426,8 @@ class Predictor:
             key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
             if key not in known:
                 available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
-                memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
+                shards, rank = self._first_rank_shards(tile)
+                memory = memory_of(self.setup, self.network, self.plan, tile, shards, rank, waiting, available)
                 if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
                     available -= memory.on_host  # of the host, as all else is
                 known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))

@@ -102,6 +102,8 @@ class Stack:
     """Whether a rank copies its z-shard of weights and adds to that of gradients, on top of `BytePasses.weight`."""
     gathers_parts: bool = False
     """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
+    sums_by_messages: bool = False
+    """Whether ranks add up what others send them, which takes memory until it is added (`buffers.py`)."""
     expected_messages: int = 0
     """For how many messages between stages a rank has buffers before it comes to receive them."""
     tensor_slowdown: float | None = None
@@ -148,6 +150,7 @@ HPCTRAIN = Stack(
     splits_backward=True,
     copies_shards=True,
     gathers_parts=True,
+    sums_by_messages=True,
     expected_messages=EXPECTED_AHEAD,
     evens_families=True,
 )

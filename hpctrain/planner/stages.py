@@ -17,8 +17,9 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
+from hpctrain.planner.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
 from hpctrain.planner.cost import Setup, layer_elements, update_seconds
-from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, message_bytes, row_bytes, state_of
+from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import AGREED_BYTES
@@ -363,11 +364,32 @@ class StageCosts:
         buffers += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
         kept = BlockLine(others.kept, block.kept).times(at_once)
         on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
+        if setup.stack.sums_by_messages:
+            on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
         return Needs(
             on_device._replace(base=on_device.base + buffers),
             kept,
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
+
+    def _scratch(self, stage: StageShape, zero: int, stored: BlockLine, kept: float) -> BlockLine:
+        """Return about what sums take on top of `kept` activations of a block; see `buffers.py`."""
+        setup, grid, base, each = self.setup, stage.choice.grid, 0.0, 0.0
+        items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
+        unit = SUMMED_BYTES * largest_unit(setup, grid, items)
+        if "z" in setup.overlaps:
+            base += unit * (1 - 1 / grid.z)
+        if stage.holders > 1:
+            state, bucket = SUMMED_BYTES * stored.each, setup.bucket_bytes
+            is_overlapped = bucket is not None and 2 * bucket < state * setup.model.num_layers
+            if zero >= 2:
+                base += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
+            elif is_overlapped:
+                base += EXCHANGED_SHARE * bucket
+                each = max(0.0, stage.meets_mixed * state - kept)
+            else:
+                each = max(0.0, (EXCHANGED_SHARE + stage.meets_mixed) * state - kept)
+        return BlockLine(base, each)
 
     def most_blocks(self, stage: StageShape, needs: Needs) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""

@@ -6,8 +6,8 @@ from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan.tiling import even_plan
+from hpctrain.planner.buffers import largest_message_bytes
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.memory import largest_message_bytes
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests.pretended import CLUSTER

@@ -10,10 +10,13 @@ from hpctrain.observe import drift
 from hpctrain.observe.recorder import StepRecorder
 from hpctrain.observe.run import write_json
 from hpctrain.plan.schedule import Instruction, Op
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.simulate import EXPOSED
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
-from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
+from tests.unit.test_predict import LAYOUTS, NUM_ITEMS, SETUP, plan_of
 
 
 @pytest.mark.parametrize("plan", LAYOUTS)
@@ -92,3 +95,33 @@ def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_report
     assert "parts" not in summary and summary["is_large"]
     assert "steps took" in drift.text(summary)
     assert set(EXPOSED) == set(PREDICTED.exposed_seconds)
+
+
+def test_memory_is_compared_with_the_ranks_that_have_as_many_rows(tmp_path):
+    """Replicas share items and family; one that has more rows needs more, and only its peak says whether it did."""
+    whole = Interval(0, NUM_ITEMS)
+    rows = {0: Interval(0, 1), 1: Interval(1, 8)}
+    tiles = tuple(Tile(whole, of_rank, (rank,), TensorGrid(), family="fast") for rank, of_rank in rows.items())
+    plan = Plan(tiles, 4, 8, unused=(2, 3))
+    predicted = predict(SETUP, plan, CLUSTER)
+    needed = {stage.ranks: stage.memory.total for stage in predicted.memory}
+    assert needed[(1,)] > 1.5 * needed[(0,)]
+    own = [drift.MeasuredStep(1.0, dict.fromkeys(EXPOSED, 0.2), needed.get((rank,), 1)) for rank in range(4)]
+    summary = drift.compare(predicted, plan, "c.toml", own, 4, knows_parts=True)
+    assert [(each["rows"], each["measured_bytes"] / each["predicted_bytes"]) for each in summary["memory"]] == [
+        (1, 1.0),
+        (7, 1.0),
+    ]
+    lines = [line for line in drift.text(summary).splitlines() if "memory of items" in line]
+    assert [line.split(":")[0].split(", ")[-1] for line in lines] == ["1 row", "7 rows"]
+    assert all("(+0.0%)" in line for line in lines)
+    write_json(tmp_path / drift.DRIFT, summary)
+    assert drift.read(tmp_path) == json.loads(json.dumps(summary))
+
+
+def test_a_comparison_of_an_earlier_version_can_be_read(tmp_path):
+    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
+    for each in summary["memory"]:
+        del each["rows"]
+    write_json(tmp_path / drift.DRIFT, summary)
+    assert drift.read(tmp_path) == json.loads(json.dumps(summary))

@@ -125,9 +125,9 @@ def test_buckets_are_aligned_and_bounded():
 
 
 def short_of_memory() -> int:
-    """Return the memory of devices on which the plan of the benchmark fits with offload alone."""
-    needs = [needed_bytes(SETUP, plan_of(JOB, how), cluster_of(DEVICE)) for how in ("none", "all")]
-    return sum(needs) // 2
+    """Return the memory of devices on which plans fit that offload, and of those that do not only slower ones."""
+    without, with_all = (needed_bytes(SETUP, plan_of(JOB, how), cluster_of(DEVICE)) for how in ("none", "all"))
+    return with_all + (without - with_all) // 6
 
 
 def test_the_search_offloads_where_memory_is_short_and_says_why():

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.planner.buffers import message_bytes
 from hpctrain.planner.cost import layer_cost
-from hpctrain.planner.memory import layer_kept, message_bytes
+from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space

@@ -12,10 +12,9 @@ import torch
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order, window_of
 from hpctrain.comm.routes.transport import Transport
 from hpctrain.comm.steps import Ready, Steps, until_all
+from hpctrain.comm.topology import SEGMENT_BYTES
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# Bounds the memory for what is received before it is reduced: this much from each peer at once.
-SEGMENT_BYTES = 4 << 20
 # A broadcast of less goes down a tree whole; of more it is scattered and gathered, which uses every rank's network.
 SMALL_BROADCAST_BYTES = 64 * 1024
 

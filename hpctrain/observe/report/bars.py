@@ -58,9 +58,9 @@ def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     """Return what fills the memory of equal ranks as predicted; and their highest peak, where a device counts it."""
-    stacks = []
+    stacks, group_ranks = [], set(group.ranks)
     memory = run.forecast.prediction.memory if run.forecast else ()
-    ours = [stage for stage in memory if (stage.tile.items, stage.tile.family) == (group.tile.items, group.tile.family)]
+    ours = [stage for stage in memory if not group_ranks.isdisjoint(stage.ranks)]
     if ours:
         most = max(ours, key=lambda stage: stage.memory.total)
         stacks.append(StackedBar("predicted", dict(vars(most.memory)), f"{run.name}/forecast"))

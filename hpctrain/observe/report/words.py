@@ -285,6 +285,7 @@ def prediction_rows(run: RunRecord) -> list[dict]:
     fullest = sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MOST_STAGES]
     for index, each in sorted(fullest, key=lambda stage: stage[0]):
         name = f"memory, items {each['items'][0]}-{each['items'][1] - 1}, {each.get('family', '')}"
+        name += f", {each['rows']} rows" if each.get("rows") else ""
         compare(name, each, "bytes", show_bytes, f"memory.{index}.")
     source = f"{run.name}/events.jsonl:yardstick"
     for name, alone in run.yardstick.get("predicted_alone", {}).items():
