@@ -64,7 +64,7 @@ def root():
 
 
 def main(command: click.Command = root) -> None:
-    """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
+    """Run a command line. Exit codes: 0, 2 for wrong usage, 80 to 88 by kind of error (hpctrain.config.errors)."""
     from hpctrain.comm.launcher import promised_rank, record_exit
 
     signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None

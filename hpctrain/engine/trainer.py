@@ -235,6 +235,6 @@ class Trainer:
             enter(phases.end if last else phases.step)
             requests.fulfilled(asked)
             if asked.ends and done < until:
-                return EarlyEnd(requests.reason(asked), continues=not asked.stop)
+                return EarlyEnd(requests.reason(asked, self.world), continues=not asked.stop)
             begun = time.monotonic()
         return None
