@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.folder import commit, partial_folder
+from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, tensors_of
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
-from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.model.shard import Shard
 from hpctrain.plan.file import dump_plan
@@ -29,6 +29,10 @@ from hpctrain.sharding.parameters import all_parameters, whole_rows
 
 BY_NODE_ABOVE = 512
 """More ranks than this write one part a node, unless the job says otherwise."""
+
+
+MOST_NAMED = 4
+"""Ranks, and parameters of each, in a message."""
 
 
 class Copy(NamedTuple):
@@ -200,6 +204,7 @@ class Saver:
         self._partial.mkdir(parents=True, exist_ok=True)
         if not self._members:
             return None
+        self._check_finite(buffer)
         layout, rank = self._layout, self._world.rank
         if layout is None:
             layout = lay_out(self._members, compress(buffer))
@@ -208,10 +213,29 @@ class Saver:
         part: Part | None = layout.describe(name) if rank == min(self._members) else None
         return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
 
+    def _check_finite(self, buffer: np.ndarray) -> None:
+        """Refuse a snapshot with numbers from which nobody can continue. Raises CorruptionError."""
+        values = torch.from_numpy(buffer).view(torch.float32)[: self._own.elements]
+        if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
+            return
+        bad = dict[str, None]()
+        for kind, shard, at, start in self._own.copies:
+            for region in shard.group.regions(at):
+                part = values[slice(*region.at.shift(start - at.start))]
+                if not part.isfinite().all():
+                    bad[f"{kind}/{region.parameter.name}"] = None
+        names = list(bad)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        place = self._world.place
+        raise CorruptionError(
+            f"rank {self._world.rank} (host {place.host}, {place.family}): {', '.join(names[:MOST_NAMED])}{more}"
+        )
+
     def advance(self) -> Path | None:
         """Continue a checkpoint of which no rank is writing any more; return its path once it is there.
 
-        Raises CheckpointError on all ranks where one could not write; what was there before stays. All ranks must call.
+        Raises CheckpointError on all ranks where one could not write, CorruptionError where what is to be written is
+        not finite; what was there before stays. All ranks must call.
         """
         assert self._background is not None, "something was started"
         outcome = self._background.outcome()
@@ -224,7 +248,7 @@ class Saver:
         result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
         self._background = None
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._since)
-        if isinstance(result, CheckpointError):
+        if isinstance(result, HpctrainError):
             raise result
         return result
 
@@ -245,9 +269,16 @@ class Saver:
             for outcome in written:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
+            if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
+                newest = complete_checkpoints(self._run)[-1:]
+                going_on = f"the newest, {newest[0]}" if newest else "none, as there is none yet"
+                raise CorruptionError(
+                    f"the state after step {self._step} is not finite on {'; '.join(bad[:MOST_NAMED])}; nothing is"
+                    f" saved; start the same command again, the checkpoint that it continues from is {going_on}"
+                )
             tables = contents, written, self._step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
-        except CheckpointError:
+        except HpctrainError:
             shutil.rmtree(partial, ignore_errors=True)
             raise

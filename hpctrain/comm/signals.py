@@ -25,7 +25,7 @@ class StopSignals:
         self.received: str | None = None
 
     def listen(self) -> "StopSignals":
-        """Replace the handlers of `STOP_SIGNALS`, in the main thread. SIGHUP stays ignored where nohup had it ignored."""
+        """Replace the handlers of `STOP_SIGNALS`, in the main thread. What nohup ignores, SIGHUP, stays ignored."""
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)

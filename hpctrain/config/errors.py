@@ -79,6 +79,10 @@ class TrainingError(HpctrainError):
     exit_code = 88
 
 
+class CorruptionError(TrainingError):
+    """Numbers of a run are not finite, or differ between ranks that hold the same."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest known words, or the list of known ones if none is close."""
     known = sorted(known)

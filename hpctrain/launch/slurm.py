@@ -164,7 +164,9 @@ def _ending(batch: BatchJob) -> Iterator[str]:
         yield 'if [ -z "$reason" ]; then echo "$code" > "$run/launch/ended"; fi'
         yield 'exit "$code"'
         return
-    too_often = f'[ "$code" -ne {InterruptionError.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {batch.retries} ]'
+    too_often = (
+        f'[ "$code" -ne {InterruptionError.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {batch.retries} ]'
+    )
     yield f'if {too_often}; then reason=""; fi'
     yield 'if [ -n "$reason" ]; then'
     yield '  echo "hpctrain ended with code $code: $reason; job $SLURM_JOB_ID goes back into the queue"'
