@@ -4,7 +4,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from hpctrain.checkpoint.state import attempt, tensors_of
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
-from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError
+from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
 from hpctrain.config.job import Job
 from hpctrain.model.shard import Shard
 from hpctrain.plan.file import dump_plan
@@ -29,10 +29,6 @@ from hpctrain.sharding.parameters import all_parameters, whole_rows
 
 BY_NODE_ABOVE = 512
 """More ranks than this write one part a node, unless the job says otherwise."""
-
-
-MOST_NAMED = 4
-"""Ranks, and parameters of each, in a message."""
 
 
 class Copy(NamedTuple):
@@ -204,7 +200,8 @@ class Saver:
         self._partial.mkdir(parents=True, exist_ok=True)
         if not self._members:
             return None
-        self._check_finite(buffer)
+        if bad := self._not_finite(buffer):
+            raise CorruptionError(bad)
         layout, rank = self._layout, self._world.rank
         if layout is None:
             layout = lay_out(self._members, compress(buffer))
@@ -213,22 +210,36 @@ class Saver:
         part: Part | None = layout.describe(name) if rank == min(self._members) else None
         return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
 
-    def _check_finite(self, buffer: np.ndarray) -> None:
-        """Refuse a snapshot with numbers from which nobody can continue. Raises CorruptionError."""
+    def check_finite(self, step: int) -> None:
+        """Refuse a state after `step` from which nobody could continue. All ranks must call.
+
+        Raises CorruptionError on all ranks.
+        """
+        bad = self._world.broadcast_object(self._world.gather_objects(self._not_finite(self._snapshot())))
+        if any(bad):
+            raise CorruptionError(self._refusal(step, bad))
+
+    def _not_finite(self, buffer: np.ndarray) -> str | None:
+        """Return what of a snapshot is not finite, in words; None where all is."""
         values = torch.from_numpy(buffer).view(torch.float32)[: self._own.elements]
         if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
-            return
+            return None
         bad = dict[str, None]()
         for kind, shard, at, start in self._own.copies:
             for region in shard.group.regions(at):
                 part = values[slice(*region.at.shift(start - at.start))]
                 if not part.isfinite().all():
                     bad[f"{kind}/{region.parameter.name}"] = None
-        names = list(bad)
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         place = self._world.place
-        raise CorruptionError(
-            f"rank {self._world.rank} (host {place.host}, {place.family}): {', '.join(names[:MOST_NAMED])}{more}"
+        return f"rank {self._world.rank} (host {place.host}, {place.family}): {shorten_list(list(bad))}"
+
+    def _refusal(self, step: int, bad: Sequence[str | None]) -> str:
+        newest = complete_checkpoints(self._run)[-1:]
+        where = f"the newest, {newest[0]}" if newest else "none, as there is none yet"
+        ranks = shorten_list([text for text in bad if text], "; ")
+        return (
+            f"the state after step {step} is not finite on {ranks}; it is not saved; start the same command again, the"
+            f" checkpoint that it continues from is {where}"
         )
 
     def advance(self) -> Path | None:
@@ -270,12 +281,7 @@ class Saver:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
             if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
-                newest = complete_checkpoints(self._run)[-1:]
-                going_on = f"the newest, {newest[0]}" if newest else "none, as there is none yet"
-                raise CorruptionError(
-                    f"the state after step {self._step} is not finite on {'; '.join(bad[:MOST_NAMED])}; nothing is"
-                    f" saved; start the same command again, the checkpoint that it continues from is {going_on}"
-                )
+                raise CorruptionError(self._refusal(self._step, bad))
             tables = contents, written, self._step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)

@@ -6,7 +6,7 @@ of hpctrain and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HpctrainError(Exception):
@@ -91,6 +91,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if len(close) > 1:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(known)}"
+
+
+def shorten_list(words: Sequence[str], separator: str = ", ", most: int = 4) -> str:
+    """Join words, of many the first ones and how many more there are."""
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return separator.join([*words[:most], *more])
 
 
 def describe_os_error(error: OSError) -> str:

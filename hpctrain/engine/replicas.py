@@ -11,11 +11,13 @@ their last bits, so that these are not compared.
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from hpctrain.config.errors import shorten_list
 from hpctrain.model.groups import Group
 from hpctrain.model.shard import Shard
 
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 COLUMNS = 2048
 CHUNK_WORDS = 4096 * COLUMNS
 """64 MiB are digested at once: sums of rows and columns take a small part of that."""
-MOST_NAMED = 4
-"""Of ranks, and of each of these parameters."""
 MULTIPLIERS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 """Odd numbers as in SplitMix64 (Steele et al. 2014), as int64."""
 
@@ -100,14 +100,22 @@ class Replicas:
             return None
         names = [name for piece in self._pieces if self._world.rank in odd.get(piece.key, ()) for name in piece.names]
         place = self._world.place
-        own_text = f"rank {self._world.rank} (host {place.host}, {place.family}): {_shorten(names)}"
-        texts = [text for text in self._world.gather_objects(own_text if names else None) if text]
-        return self._world.broadcast_object(_shorten(texts, "; "))
+        own = shorten_list(names), f"rank {self._world.rank} (host {place.host}, {place.family})"
+        by_names: dict[str, list[str]] = {}
+        for found, rank in self._world.gather_objects(own):
+            if found:
+                by_names.setdefault(found, []).append(rank)
+        texts = [f"{shorten_list(ranks)}: {found}" for found, ranks in by_names.items()]
+        return self._world.broadcast_object(shorten_list(texts, "; "))
 
 
-def _shorten(words: Sequence[str], separator: str = ", ") -> str:
-    more = [f"and {len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else []
-    return separator.join([*words[:MOST_NAMED], *more])
+def describe_odd(step: int, odd: str, checkpoint: Path | None) -> str:
+    """Say what replicas that differ mean, and where to continue; `odd` is of `Replicas.differing`."""
+    return (
+        f"step {step}: weights that ranks hold alike differ in their bits, on {odd}; start the same command again, it"
+        f" continues from {checkpoint or 'the start'}, which is from before. Where the same rank is named again, leave"
+        " its node out; where all are named again, set plan.zero = 1: one rank then updates each weight"
+    )
 
 
 def odd_ranks(keys: Sequence[np.ndarray], digests: Sequence[np.ndarray]) -> dict[int, list[int]]:

@@ -62,7 +62,7 @@ class Saves:
             self._try(self._saver.finish, is_last)
 
     def end(self, step: int | None = None) -> Path | None:
-        """Complete the checkpoint in flight, and write that of `step` if it is not the newest; return the newest.
+        """Complete the checkpoint in flight, and write the state after `step` if it is not there; return the newest.
 
         Raises CheckpointError and CorruptionError on all ranks.
         """
@@ -70,6 +70,8 @@ class Saves:
             self._try(self._saver.finish, False)
         except HpctrainError as error:  # the run ends for a reason of its own
             self._say(f"no checkpoint: {error}")
+        if step is not None:
+            self._saver.check_finite(step)
         if step is not None and (self.latest is None or self.latest.name != step_folder(step)):
             self.step_is_done({"step": step}, is_due=True, is_last=True, others_write=False)
         return self.latest

@@ -24,7 +24,7 @@ from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
-from hpctrain.engine.replicas import Replicas
+from hpctrain.engine.replicas import Replicas, describe_odd
 from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
 from hpctrain.model.stage import initialise
@@ -244,12 +244,7 @@ class Trainer:
             saved = last or asked.save or bool(every and done % every == 0)
             if replicas and (saved or done % self.job.watch.replicas_every == 0) and (odd := replicas.differing()):
                 enter(phases.saving)
-                raise CorruptionError(
-                    f"step {done}: weights that ranks hold alike differ in their bits, on {odd}; start the same command"
-                    f" again, the checkpoint of before that it continues from is {saves.end() or 'none, from the start'}."
-                    " Where the same rank is named again, leave its node out; where all differ again, set plan.zero = 1:"
-                    " one rank then updates each weight"
-                )
+                raise CorruptionError(describe_odd(done, odd, saves.end()))
             if saved:
                 enter(phases.saving)
             saves.step_is_done(metrics, saved, last, asked.writing)
