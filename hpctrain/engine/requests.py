@@ -74,7 +74,10 @@ class Requests:
             if name:
                 ranks.setdefault(name, []).append(rank)
         if ranks:
-            where = {name: "" if 0 in those else f" on rank {write_ranks(those)}" for name, those in ranks.items()}
+            where = {
+                name: "" if 0 in those else f" on rank{'s' * (len(those) > 1)} {write_ranks(those)}"
+                for name, those in ranks.items()
+            }
             return " and ".join(f"{name}{where[name]}" for name in ranks)
         return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 

@@ -112,18 +112,19 @@ class ReportFiles:
         self.step = step
         self.append(EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
 
-    def attempt(self, path: Path, write: Callable[[], object]) -> None:
-        """Do what writes a file; say it once where the disk refuses."""
+    def attempt(self, path: Path, write: Callable[[], object]) -> bool:
+        """Do what writes a file, and return whether it was written; say it once where the disk refuses."""
         try:
             write()
         except OSError as error:
-            if path in self._refused:
-                return
-            self._refused.add(path)
-            text = f"{path}: cannot be written: {describe_os_error(error)}; training continues without it"
-            self._say(text)
-            if path.name != EVENTS:
-                self.note(LOST, self.step, text)
+            if path not in self._refused:
+                self._refused.add(path)
+                text = f"{path}: cannot be written: {describe_os_error(error)}; training continues without it"
+                self._say(text)
+                if path.name != EVENTS:
+                    self.note(LOST, self.step, text)
+            return False
+        return True
 
 
 def append_line(path: Path, line: dict) -> None:

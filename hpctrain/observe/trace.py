@@ -65,9 +65,9 @@ class RunTrace:
         if not traces:
             return None
         summary, path = summarise(traces, self._num_steps), self._files.folder / TRACE
-        self._files.attempt(path, lambda: _write(path, traces))
         self._files.write(SUMMARY, summary, indent=1)
-        return f"{table(summary)}\ntrace {path}: open it at ui.perfetto.dev"
+        is_written = self._files.attempt(path, lambda: _write(path, traces))
+        return table(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
