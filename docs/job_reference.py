@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
-SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py", CONFIG / "kernels.py"
+SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py", CONFIG / "kernels.py", CONFIG / "watch.py"
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
@@ -26,6 +26,7 @@ SECTIONS = {
     "checkpoint": "Checkpoint",
     "comm": "Comm",
     "observe": "Observe",
+    "watch": "Watch",
 }
 TYPES = {
     "Count": "whole number >= 1",

@@ -6,6 +6,7 @@ import sys
 import click
 
 from hpctrain import __version__
+from hpctrain.comm.output import keep_output
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.terminal import use_plain_streams
@@ -31,7 +32,7 @@ COMMANDS = {
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }
 ENDS_IN_ORDER = ("train",)
-"""Commands that listen to signals before they import what takes seconds."""
+"""Commands that listen to signals before they import what takes seconds, and do not end where output is lost."""
 MODULES = {"import": "import_model"}
 """Of commands whose names cannot be modules'."""
 
@@ -65,12 +66,15 @@ def root():
 
 
 def main(command: click.Command = root) -> None:
-    """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
+    """Run a command line. Exit codes: 0, 2 for wrong usage, 80 to 88 by kind of error (hpctrain.config.errors)."""
     from hpctrain.comm.launcher import promised_rank, record_exit
 
     use_plain_streams()
-    signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
+    signals = None
+    if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER:
+        signals = StopSignals().listen()
+        keep_output(speaks)
     if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
         sys.exit(0)
     try:

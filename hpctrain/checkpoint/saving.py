@@ -4,7 +4,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.folder import commit, partial_folder
+from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, tensors_of
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
-from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
 from hpctrain.config.job import Job
 from hpctrain.model.shard import Shard
 from hpctrain.plan.file import dump_plan
@@ -204,6 +204,8 @@ class Saver:
         self._partial.mkdir(parents=True, exist_ok=True)
         if not self._members:
             return None
+        if bad := self._not_finite(buffer):
+            raise CorruptionError(bad)
         layout, rank = self._layout, self._world.rank
         if layout is None:
             layout = lay_out(self._members, compress(buffer))
@@ -212,10 +214,43 @@ class Saver:
         part: Part | None = layout.describe(name) if rank == min(self._members) else None
         return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
 
+    def check_finite(self, step: int) -> None:
+        """Refuse a state after `step` from which nobody could continue. All ranks must call.
+
+        Raises CorruptionError on all ranks.
+        """
+        bad = self._world.broadcast_object(self._world.gather_objects(self._not_finite(self._snapshot())))
+        if any(bad):
+            raise CorruptionError(self._refusal(step, bad))
+
+    def _not_finite(self, buffer: np.ndarray) -> str | None:
+        """Return what of a snapshot is not finite, in words; None where all is."""
+        values = torch.from_numpy(buffer).view(torch.float32)[: self._own.elements]
+        if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
+            return None
+        bad = dict[str, None]()
+        for kind, shard, at, start in self._own.copies:
+            for region in shard.group.regions(at):
+                part = values[slice(*region.at.shift(start - at.start))]
+                if not part.isfinite().all():
+                    bad[f"{kind}/{region.parameter.name}"] = None
+        place = self._world.place
+        return f"rank {self._world.rank} (host {place.host}, {place.family}): {shorten_list(list(bad))}"
+
+    def _refusal(self, step: int, bad: Sequence[str | None]) -> str:
+        newest = complete_checkpoints(self._run)[-1:]
+        where = f"the newest, {newest[0]}" if newest else "none, as there is none yet"
+        ranks = shorten_list([text for text in bad if text], "; ")
+        return (
+            f"the state after step {step} is not finite on {ranks}; it is not saved; start the same command again, the"
+            f" checkpoint that it continues from is {where}"
+        )
+
     def advance(self) -> Path | None:
         """Continue a checkpoint of which no rank is writing any more; return its path once it is there.
 
-        Raises CheckpointError on all ranks where one could not write; what was there before stays. All ranks must call.
+        Raises CheckpointError on all ranks where one could not write, CorruptionError where what is to be written is
+        not finite; what was there before stays. All ranks must call.
         """
         assert self._background is not None, "something was started"
         outcome = self._background.outcome()
@@ -228,7 +263,7 @@ class Saver:
         result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
         self._background = None
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._since)
-        if isinstance(result, CheckpointError):
+        if isinstance(result, HpctrainError):
             raise result
         return result
 
@@ -249,9 +284,11 @@ class Saver:
             for outcome in written:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
+            if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
+                raise CorruptionError(self._refusal(self._step, bad))
             tables = contents, written, self._step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
-        except CheckpointError:
+        except HpctrainError:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -2,7 +2,17 @@
 
 import signal
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGXCPU,
+)
+"""What people, batch systems and limits send to end a process: all that would end it without a word but those of
+defects, and SIGQUIT, which asks for an end at once."""
 
 
 class StopSignals:
@@ -15,9 +25,10 @@ class StopSignals:
         self.received: str | None = None
 
     def listen(self) -> "StopSignals":
-        """Replace the handlers of `STOP_SIGNALS`, in the main thread."""
+        """Replace the handlers of `STOP_SIGNALS`, in the main thread. What nohup ignores, SIGHUP, stays ignored."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, _frame) -> None:

@@ -6,17 +6,19 @@ of hpctrain and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HpctrainError(Exception):
     """Base of all errors for people.
 
     `exit_code` is the exit status of the process, distinct for each kind: batch scripts see whether a job
-    will never run (do not requeue) from one that a machine interrupted.
+    will never run (do not requeue) from one that a machine interrupted. The codes are between those that others have:
+    MPICH's mpirun reports signals by their numbers (1 to 64), shells, Slurm and Open MPI as 128 and the number, and
+    sysexits.h ends at 78.
     """
 
-    exit_code = 10
+    exit_code = 80
 
 
 class InterruptionError(HpctrainError):
@@ -28,37 +30,37 @@ class InterruptionError(HpctrainError):
 class JobError(HpctrainError):
     """The job file or the command line asks for something that cannot be."""
 
-    exit_code = 11
+    exit_code = 81
 
 
 class LaunchError(HpctrainError):
     """The processes were not started as the launcher or the plan promised."""
 
-    exit_code = 12
+    exit_code = 82
 
 
 class TopologyError(HpctrainError):
     """Nodes, devices or links are not what the cluster file or the binding says."""
 
-    exit_code = 13
+    exit_code = 83
 
 
 class CommError(HpctrainError):
     """A transfer or a collective failed or did not finish in time."""
 
-    exit_code = 14
+    exit_code = 84
 
 
 class PlanError(HpctrainError):
     """A plan has gaps or overlaps, or does not fit the model, the ranks or the memory."""
 
-    exit_code = 15
+    exit_code = 85
 
 
 class CheckpointError(HpctrainError):
     """A checkpoint cannot be written or read, or belongs to another model."""
 
-    exit_code = 16
+    exit_code = 86
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -68,13 +70,17 @@ class DamagedCheckpointError(CheckpointError):
 class DataError(HpctrainError):
     """A token file is missing, damaged, or too small for what is asked of it."""
 
-    exit_code = 17
+    exit_code = 87
 
 
 class TrainingError(HpctrainError):
     """Training itself went wrong, such as a loss that is not a number."""
 
-    exit_code = 18
+    exit_code = 88
+
+
+class CorruptionError(TrainingError):
+    """Numbers of a run are not finite, or differ between ranks that hold the same."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -85,6 +91,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if len(close) > 1:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(known)}"
+
+
+def shorten_list(words: Sequence[str], separator: str = ", ", most: int = 4) -> str:
+    """Join words, of many the first ones and how many more there are."""
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return separator.join([*words[:most], *more])
 
 
 def describe_os_error(error: OSError) -> str:

@@ -1,8 +1,8 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
 A job file has the sections `[model] [data] [train] [precision] [plan] [search] [overlap] [kernels]
-[checkpoint] [comm] [observe]`; it may start from another file (`extends = "base.toml"`, relative to itself), from a
-ready-made job (`extends = "tiny"`) and from a model preset; the command line has the last word
+[checkpoint] [comm] [observe] [watch]`; it may start from another file (`extends = "base.toml"`, relative to itself),
+from a ready-made job (`extends = "tiny"`) and from a model preset; the command line has the last word
 (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file, the key, the value and what
 to set.
 """
@@ -46,6 +46,7 @@ from hpctrain.config.tables import (
     toml_comment,
     toml_value,
 )
+from hpctrain.config.watch import Watch
 
 NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
 MOST_RATE = 100.0
@@ -312,6 +313,7 @@ class Job(Table):
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()
+    watch: Watch = Watch()
 
     @model_validator(mode="before")
     @classmethod

@@ -73,6 +73,14 @@ def read_json(path: Path, kind: type[HpctrainError], what: str) -> Any:
 
 def write_text(path: Path, text: str, kind: type[HpctrainError], remedy: str, synced: bool = False) -> None:
     """Write a file so that it is there whole or not at all. Raises `kind`, with what to do, where the disk refuses."""
+    try:
+        replace_text(path, text, synced)
+    except OSError as error:
+        raise kind(f"{path}: cannot be written: {describe_os_error(error)}; {remedy}") from None
+
+
+def replace_text(path: Path, text: str, synced: bool = False) -> None:
+    """Write a file so that it is there whole or not at all. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)  # what is there may be a pipe
@@ -82,10 +90,10 @@ def write_text(path: Path, text: str, kind: type[HpctrainError], remedy: str, sy
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
+    except OSError:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise kind(f"{path}: cannot be written: {describe_os_error(error)}; {remedy}") from None
+        raise
 
 
 def sync(path: Path) -> None:

@@ -44,4 +44,4 @@ def use_plain_streams() -> None:
 
 def drawing(stream: TextIO) -> TextIO:
     """Return the stream on which a progress bar draws; what it shows of names is to be `printable`."""
-    return stream.stream if isinstance(stream, PlainStream) else stream
+    return getattr(stream, "stream", stream)

@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.tracing import UNTRACED, Tracer
-from hpctrain.config.errors import TrainingError
+from hpctrain.config.errors import CorruptionError
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.optimizer import Optimizer
@@ -214,7 +214,7 @@ class Pipeline:
 
         `flags`, as many on all ranks, come back with the totals: each is set where any rank has set it.
 
-        Raises TrainingError, on all ranks, if loss or gradient is not finite; the weights are untouched then.
+        Raises CorruptionError, on all ranks, if loss or gradient is not finite; the weights are untouched then.
         """
         layout = self._layout
         schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
@@ -285,9 +285,9 @@ class Pipeline:
         scale = self._loss_scale
         usable = scale is None or not math.isfinite(totals.loss) or scale.judge(totals.norm, step)
         if usable and not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
-            raise TrainingError(
-                f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
-                f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
+            raise CorruptionError(
+                f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient {totals.norm};"
+                " the weights were not updated"
             )
         if scale is None:
             self._optimizer.update(step, totals.norm)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.config.errors import InterruptionError
 
 if TYPE_CHECKING:
@@ -65,13 +66,20 @@ class Requests:
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
         return Asked(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
 
-    def reason(self, asked: Asked) -> str:
-        """Say what asked for an end that all ranks agreed on."""
-        if self.signals.received:
-            return self.signals.received
-        if self._is_late():
-            return "the end of the batch job"
-        return f"the file {STOP_FILE} in the run folder" if asked.stop else "a signal on another rank"
+    def reason(self, asked: Asked, world: "World") -> str:
+        """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
+        received = world.gather_objects(self.signals.received)
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(received):
+            if name:
+                ranks.setdefault(name, []).append(rank)
+        if ranks:
+            where = {
+                name: "" if 0 in those else f" on rank{'s' * (len(those) > 1)} {write_ranks(those)}"
+                for name, those in ranks.items()
+            }
+            return " and ".join(f"{name}{where[name]}" for name in ranks)
+        return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 
     def fulfilled(self, asked: Asked) -> None:
         """Remove the files of requests that were followed."""

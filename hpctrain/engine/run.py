@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.launcher import end_of_batch_job
+from hpctrain.comm.output import take_losses
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.errors import HpctrainError, PlanError
+from hpctrain.config.errors import CorruptionError, HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
@@ -21,6 +22,7 @@ from hpctrain.planner.space import Space, even_space
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.observe.metrics import RunMetrics
+    from hpctrain.observe.watch import Jump
 
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
@@ -33,7 +35,7 @@ class Observer(Protocol):
         """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
 
     def finish(self) -> str | None:
-        """End, after the last step. Raises TrainingError where something cannot be written."""
+        """End, after the last step."""
 
 
 class TrainingRun:
@@ -95,9 +97,11 @@ class TrainingRun:
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.trainer import Trainer
         from hpctrain.observe.console import Console
+        from hpctrain.observe.run import ReportFiles
 
         accelerator = bind_accelerator(world)
         self._console = Console(world.rank == 0, on_stderr, bar)
+        self._files = ReportFiles(self.path, self._console.say)
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._metrics = self._make_metrics(accelerator)
@@ -120,9 +124,9 @@ class TrainingRun:
         seen, plan = (self._world, accelerator, self._recorder), self._prepared.plan
         made: list[Observer] = []
         if self.job.observe.trace:
-            made.append(RunTrace(*seen, self.path, self.job.observe.trace_steps))
-        made.append(StepSample(*seen, plan, self.path, lambda: self._steps_before + 1))
-        what = self._prepared.prediction, plan, self._described.name, self.path
+            made.append(RunTrace(*seen, self._files, self.job.observe.trace_steps))
+        made.append(StepSample(*seen, plan, self._files, lambda: self._steps_before + 1))
+        what = self._prepared.prediction, plan, self._described.name, self._files
         self._expectation = Expectation(*seen, *what)
         return [*made, self._expectation]
 
@@ -135,7 +139,7 @@ class TrainingRun:
         used = [rank for tile in plan.first_tiles for rank in tile.ranks]
         with world.all_or_none():
             writers = make_writers(self.job, self.path) if self._folder else []
-        self._live = LiveMetrics(self.path, plan, writers)
+        self._live = LiveMetrics(self._files, plan, writers)
         return RunMetrics(world, accelerator, self._recorder, used, self._live.take)
 
     def _introduce(self) -> None:
@@ -184,15 +188,19 @@ class TrainingRun:
             if due:
                 self._metrics.record(metrics)
             self._console.step(metrics, self._metrics.latest, until, due)
+            if self._folder:
+                self._note_findings(metrics["step"], jumps.look(metrics))
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
+        from hpctrain.engine.saves import Saves
+        from hpctrain.observe.run import CORRUPTION
+        from hpctrain.observe.watch import JumpWatch
+
         self._hear([self._expectation.start()])
         self._recorder.begin_step()
-        is_first = self._world.rank == 0
+        is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
         requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
-        from hpctrain.engine.saves import Saves
-
         live = self._live if self._folder else None
         saves = Saves(
             trainer.saver(self.path, self._about()),
@@ -202,7 +210,14 @@ class TrainingRun:
             begins=self._metrics.flush,  # what continues from it has the metrics of all its steps
             ends=live.note_save if live else lambda step, checkpoint, seconds: None,
         )
-        ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
+        try:
+            ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
+        except CorruptionError as error:
+            self._console.close_line()
+            self._metrics.flush()
+            if self._folder:
+                self._files.note(CORRUPTION, trainer.steps_done, str(error))
+            raise
         self.checkpoint = saves.latest
         self._console.close_line()
         self._metrics.flush()
@@ -216,6 +231,16 @@ class TrainingRun:
         if self._folder:
             self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
+
+    def _note_findings(self, step: int, jumps: "Sequence[Jump]") -> None:
+        """Say and note what was found in a step, and that output was lost; for rank 0."""
+        from hpctrain.observe.run import JUMP, LOST
+
+        for jump in jumps:
+            self._console.say(str(jump))
+            self._files.note(JUMP, step, str(jump), **jump._asdict())
+        for text in take_losses():
+            self._files.note(LOST, step, text)
 
     def _hear(self, lines: Iterable[str | None]) -> None:
         for text in lines:

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.checkpoint.format import step_folder
 from hpctrain.checkpoint.saving import Saver
-from hpctrain.config.errors import CheckpointError
+from hpctrain.config.errors import CheckpointError, HpctrainError
 from hpctrain.config.job import Checkpoint
 
 SAID_SECONDS = 1.0
@@ -47,7 +48,8 @@ class Saves:
     def step_is_done(self, metrics: dict, is_due: bool, is_last: bool, others_write: bool) -> None:
         """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
 
-        `others_write` says whether any rank was at work on one in this step. Raises CheckpointError on all ranks.
+        `others_write` says whether any rank was at work on one in this step. Raises CheckpointError and CorruptionError
+        on all ranks.
         """
         if self._saver.in_flight and not others_write:
             self._try(self._saver.advance, is_last)
@@ -58,6 +60,21 @@ class Saves:
             self._saver.start(metrics["step"], metrics.get("validation_loss"))
         if is_last:
             self._try(self._saver.finish, is_last)
+
+    def end(self, step: int | None = None) -> Path | None:
+        """Complete the checkpoint in flight, and write the state after `step` if it is not there; return the newest.
+
+        Raises CheckpointError and CorruptionError on all ranks.
+        """
+        try:
+            self._try(self._saver.finish, False)
+        except HpctrainError as error:  # the run ends for a reason of its own
+            self._say(f"no checkpoint: {error}")
+        if step is not None:
+            self._saver.check_finite(step)
+        if step is not None and (self.latest is None or self.latest.name != step_folder(step)):
+            self.step_is_done({"step": step}, is_due=True, is_last=True, others_write=False)
+        return self.latest
 
     def _wait_for_last(self) -> None:
         since = time.monotonic()

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.saving import Saver
 from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
-from hpctrain.config.errors import TrainingError
+from hpctrain.config.errors import CheckpointError, CorruptionError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, positions_of
 from hpctrain.engine import loss_scale
@@ -24,12 +24,19 @@ from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
+from hpctrain.engine.replicas import Replicas, describe_odd
 from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
 from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval
+
+LOOK_AT = (
+    "let `hpctrain align` compare the operators with float64 on each family, and look at the losses of the steps before"
+    " (hpctrain report)"
+)
+"""After numbers that are not finite, where weights are."""
 
 
 @dataclass(frozen=True)
@@ -214,15 +221,22 @@ class Trainer:
     ) -> EarlyEnd | None:
         """Train up to step `until`, validating and saving on the job's intervals; return why it ended early, if it did.
 
+        Raises CorruptionError, with where to continue, where numbers are not finite or replicas differ.
+
         `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank. A checkpoint
         is due on its interval, when it is asked for, and at the end.
         """
         every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
         phases, enter = phases_of(self.job.observe), self.world.enter
+        replicas = self._replicas()
         enter(phases.first_step)
         begun = time.monotonic()
         while self.steps_done < until:
-            metrics, asked = self.step(training, requests.check()._replace(writing=saves.is_writing))
+            try:
+                metrics, asked = self.step(training, requests.check()._replace(writing=saves.is_writing))
+            except CorruptionError as error:
+                enter(phases.saving)
+                raise CorruptionError(self._end_before(error, saves)) from None
             done = self.steps_done
             last = done == until or asked.ends
             due = validate_every and done % validate_every == 0
@@ -232,6 +246,9 @@ class Trainer:
             report(metrics)
             requests.longest_step = max(requests.longest_step, time.monotonic() - begun)
             saved = last or asked.save or bool(every and done % every == 0)
+            if replicas and (saved or done % self.job.watch.replicas_every == 0) and (odd := replicas.differing()):
+                enter(phases.saving)
+                raise CorruptionError(describe_odd(done, odd, saves.end()))
             if saved:
                 enter(phases.saving)
             saves.step_is_done(metrics, saved, last, asked.writing)
@@ -239,6 +256,32 @@ class Trainer:
             enter(phases.end if last else phases.step)
             requests.fulfilled(asked)
             if asked.ends and done < until:
-                return EarlyEnd(requests.reason(asked), continues=not asked.stop)
+                return EarlyEnd(requests.reason(asked, self.world), continues=not asked.stop)
             begun = time.monotonic()
         return None
+
+    def _replicas(self) -> Replicas | None:
+        """Return what compares weights that several ranks hold, where there are such and the job asks for it."""
+        if not self.job.watch.replicas_every:
+            return None
+        holders = [group.ranks for group in self.layout.shards.shard_groups]
+        replicas = Replicas(self.world, self.layout.store, self.optimizer.shards, holders)
+        return replicas if replicas.exist else None
+
+    def _end_before(self, error: CorruptionError, saves: Saves) -> str:
+        """Save the state before a step that was not completed, if it is sound; return what is to be said.
+
+        All ranks must call.
+        """
+        if not self.steps_done:
+            return f"{error}, and no step is done that could be saved; {LOOK_AT}"
+        try:
+            saved = saves.end(self.steps_done)
+        except CorruptionError as damage:
+            return f"{error}; {damage}"
+        except CheckpointError as failure:
+            return f"{error}; the state before it could not be saved: {failure}"
+        return (
+            f"{error}; the state before it is saved as {saved}. Start the same command again: a passing fault of a"
+            f" device does not come back. Where the same step fails again, {LOOK_AT}"
+        )

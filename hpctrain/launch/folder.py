@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.errors import JobError, LaunchError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.launch.code import code_version
 from hpctrain.launch.components import Component
@@ -114,7 +114,7 @@ def rank_script(component: Component) -> str:
             "*)",
             f'  echo "hpctrain: rank {LOCAL_RANK} of node $(hostname): {component.ranks_per_node} ranks are for a node;'
             ' start as many" >&2',
-            "  exit 12",
+            f"  exit {LaunchError.exit_code}",
             "  ;;",
             "esac",
         ]

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.config.errors import CommError, InterruptionError, JobError
 from hpctrain.config.launch import BATCH_WORD
 from hpctrain.launch.components import Component
 
 SIGNAL_SECONDS = 120
 """Before the time limit Slurm sends SIGTERM; hpctrain itself ends earlier where its steps are long."""
 LONGEST_NAME = 60
-RANK_FAILED, KILLED = 14, 128
-"""Exit codes of a run in which a rank failed or a message did not arrive, and those above which a signal ended a
-process."""
+KILLED = 128
+"""Slurm's exit codes above it are of processes that a signal ended."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def batch_script(components: Sequence[Component], batch: BatchJob) -> str:
         *title(components),
         "set -uo pipefail",
         f"run={shlex.quote(str(batch.run))}",
-        f"cd -- {shlex.quote(str(batch.folder))} || exit 11",
+        f"cd -- {shlex.quote(str(batch.folder))} || exit {JobError.exit_code}",
     ]
     if not batch.requeues:
         lines += [
@@ -155,8 +155,8 @@ def _step(number: int, component: Component, is_mixed: bool, batch: BatchJob) ->
 def _ending(batch: BatchJob) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
-    yield '75) reason="it was interrupted in order" ;;'
-    yield f'{RANK_FAILED}) reason="a rank failed or a message did not arrive" ;;'
+    yield f'{InterruptionError.exit_code}) reason="it was interrupted in order" ;;'
+    yield f'{CommError.exit_code}) reason="a rank failed or a message did not arrive" ;;'
     yield '*) reason=""'
     yield f'  if [ "$code" -gt {KILLED} ]; then reason="a signal ended a rank"; fi ;;'
     yield "esac"
@@ -164,7 +164,10 @@ def _ending(batch: BatchJob) -> Iterator[str]:
         yield 'if [ -z "$reason" ]; then echo "$code" > "$run/launch/ended"; fi'
         yield 'exit "$code"'
         return
-    yield f'if [ "$code" -ne 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {batch.retries} ]; then reason=""; fi'
+    too_often = (
+        f'[ "$code" -ne {InterruptionError.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {batch.retries} ]'
+    )
+    yield f'if {too_often}; then reason=""; fi'
     yield 'if [ -n "$reason" ]; then'
     yield '  echo "hpctrain ended with code $code: $reason; job $SLURM_JOB_ID goes back into the queue"'
     yield '  scontrol requeue "$SLURM_JOB_ID"'

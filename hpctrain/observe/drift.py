@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, read_json
 from hpctrain.config.tables import Table, explain
-from hpctrain.observe.run import write_json
+from hpctrain.observe.run import ReportFiles
 from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
@@ -129,11 +129,11 @@ class Expectation:
         prediction: Prediction | None,
         plan: Plan,
         where: str,
-        folder: Path,
+        files: ReportFiles,
     ):
         """`prediction` is on rank 0, where there is one; `where` is what it is from."""
         self._world, self._accelerator, self._recorder = world, accelerator, recorder
-        self._prediction, self._plan, self._where, self._folder = prediction, plan, where, folder
+        self._prediction, self._plan, self._where, self._files = prediction, plan, where, files
         self._steps: list[tuple[float, dict[str, float]]] = []
         """Seconds of each step, and those of its parts."""
 
@@ -151,7 +151,7 @@ class Expectation:
         self._steps.append((seconds, self._recorder.parts()))
 
     def finish(self) -> str | None:
-        """Compare, and save it in the run folder; return on rank 0 what is to be said. Raises TrainingError.
+        """Compare, and save it in the run folder; return on rank 0 what is to be said.
 
         The first step, which creates what later ones reuse, does not count.
         """
@@ -161,14 +161,12 @@ class Expectation:
             peak = 0 if device.shares_memory else device.memory().peak
             own = MeasuredStep(fmean(seconds for seconds, _ in steps), means, peak)
         measured = world.gather_objects(own)
-        summary = None
-        with world.all_or_none():
-            if self._prediction and measured[0]:
-                what = self._prediction, self._plan, self._where, measured, len(steps), self._recorder.knows_times
-                compared = compare(*what)
-                write_json(self._folder / DRIFT, compared, indent=1)
-                summary = text(compared)
-        return summary
+        if not (self._prediction and measured[0]):
+            return None
+        what = self._prediction, self._plan, self._where, measured, len(steps), self._recorder.knows_times
+        compared = compare(*what)
+        self._files.write(DRIFT, compared, indent=1)
+        return text(compared)
 
 
 def _difference(summary: Mapping, part: str) -> float:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job
-from hpctrain.config.paths import write_text
+from hpctrain.config.paths import replace_text
 
 PREFIX = "hpctrain_"
 
@@ -15,8 +15,11 @@ PREFIX = "hpctrain_"
 class MetricsWriter(Protocol):
     """Takes the metrics of logged steps, on rank 0."""
 
+    path: Path
+    """Where they go."""
+
     def write(self, metrics: dict) -> None:
-        """Pass one step's metrics on. Raises TrainingError where a disk refuses."""
+        """Pass one step's metrics on. Raises OSError where a disk refuses."""
 
     def close(self) -> None:
         """Pass on what was kept back."""
@@ -36,7 +39,8 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path):
         package = _import("torch.utils.tensorboard", "tensorboard", "tensorboard = true")
-        self._writer = package.SummaryWriter(str(folder / "tensorboard"))
+        self.path = folder / "tensorboard"
+        self._writer = package.SummaryWriter(str(self.path))
 
     def write(self, metrics: dict) -> None:
         for name, value in flat(metrics):
@@ -52,6 +56,7 @@ class WandbWriter:
 
     def __init__(self, project: str, job: Job, folder: Path):
         package = _import("wandb", "wandb", f'wandb = "{project}"')
+        self.path = folder / "wandb"
         config = job.model_dump(mode="json", exclude_none=True)
         # The name is the run folder's: a start that continues continues the same run.
         what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
@@ -68,7 +73,7 @@ class PrometheusWriter:
     """Keeps a text file of the latest figures, as node_exporter's textfile collector reads it."""
 
     def __init__(self, path: Path, job: str):
-        self._path = path
+        self.path = path
         escaped = job.replace("\\", "\\\\").replace('"', '\\"')
         self._labels = f'{{job="{escaped}"}}'
         try:
@@ -80,7 +85,7 @@ class PrometheusWriter:
         lines = []
         for name, value in flat(metrics):
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
-        write_text(self._path, "\n".join(lines) + "\n", TrainingError, "free space")
+        replace_text(self.path, "\n".join(lines) + "\n")
 
     def close(self) -> None:
         """Leave the last figures where they are."""

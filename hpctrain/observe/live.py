@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,7 @@ from hpctrain.observe.run import (
     START,
     STRAGGLER,
     VALIDATE,
-    append_line,
-    note_event,
-    write_json,
+    ReportFiles,
 )
 from hpctrain.observe.sample import SAMPLED_STEP
 from hpctrain.plan.tiling import Plan
@@ -32,11 +31,11 @@ RANKS_SECONDS = 60.0
 
 
 class LiveMetrics:
-    """Takes what rank 0 knows of a run while it lasts. Its methods raise TrainingError where a disk refuses."""
+    """Takes what rank 0 knows of a run while it lasts."""
 
-    def __init__(self, folder: Path, plan: Plan, writers: Sequence[MetricsWriter] = ()):
+    def __init__(self, files: ReportFiles, plan: Plan, writers: Sequence[MetricsWriter] = ()):
         """`writers` get every line, in addition to the run folder."""
-        self._folder, self._plan, self._writers = folder, plan, writers
+        self._files, self._plan, self._writers = files, plan, writers
         self._watch = StragglerWatch(plan)
         self._figures: np.ndarray | None = None
         self._step = self._count = 0
@@ -44,22 +43,20 @@ class LiveMetrics:
 
     def take(self, metrics: dict, figures: np.ndarray) -> None:
         """Write one step's metrics, whose figures of all ranks [ranks, figures] have come."""
-        append_line(self._folder / METRICS, metrics)
+        self._files.append(METRICS, metrics)
         for writer in self._writers:
-            writer.write(metrics)
+            self._files.attempt(writer.path, partial(writer.write, metrics))
         self._figures, self._step = figures, metrics["step"]
         self._count += 1
         if self._count == SAMPLED_STEP or time.monotonic() - self._written > RANKS_SECONDS:
             self._write_ranks()
         if "validation_loss" in metrics:
-            note_event(
-                self._folder, VALIDATE, self._step, f"validation loss {metrics['validation_loss']:.4f}",
-                validation_loss=metrics["validation_loss"],
-            )  # fmt: skip
+            value = metrics["validation_loss"]
+            self._files.note(VALIDATE, self._step, f"validation loss {value:.4f}", validation_loss=value)
         compute = figures[:, FIGURES.index("compute_seconds")]
         for rank, factor, is_slow, reference in self._watch.look(compute.tolist()):
             text = f"rank {rank} computes {factor:.2f} times as long as {reference}"
-            note_event(self._folder, STRAGGLER if is_slow else RECOVERY, self._step, text, rank=rank, factor=factor)
+            self._files.note(STRAGGLER if is_slow else RECOVERY, self._step, text, rank=rank, factor=factor)
 
     def note_start(
         self,
@@ -81,25 +78,25 @@ class LiveMetrics:
                 "predicted_seconds": prediction.step_seconds,
                 "interval_seconds": list(prediction.interval_seconds),
             }
-        note_event(
-            self._folder, START, step, text, ranks=len(self._plan.ranks), plan=self._plan.describe(),
+        self._files.note(
+            START, step, text, ranks=len(self._plan.ranks), plan=self._plan.describe(),
             rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, reasons=dict(reasons),
         )  # fmt: skip
 
     def note_save(self, step: int, checkpoint: Path, seconds: float) -> None:
         """Note a checkpoint, and keep the figures of all ranks of the last logged step."""
-        note_event(self._folder, SAVE, step, f"{checkpoint.name} written in {seconds:.3g} s", seconds=seconds)
+        self._files.note(SAVE, step, f"{checkpoint.name} written in {seconds:.3g} s", seconds=seconds)
         self._write_ranks()
 
     def note_end(self, step: int, until: int, summary: Mapping) -> None:
         """Note how a start ended, in order; `summary` is what the command prints."""
         self._write_ranks()
         for writer in self._writers:
-            writer.close()
+            self._files.attempt(writer.path, writer.close)
         by = summary.get("stopped_by")
         text = f"stopped by {by} after step {step} of {until}" if by else f"{step} of {until} steps are done"
         kept = {key: summary[key] for key in ("overrun", "yardstick", "unigram_entropy") if key in summary}
-        note_event(self._folder, END, step, text, stopped_by=by, steps=until, **kept)
+        self._files.note(END, step, text, stopped_by=by, steps=until, **kept)
 
     def _write_ranks(self) -> None:
         """Write the figures of all ranks of the last logged step: ranks.json."""
@@ -110,7 +107,7 @@ class LiveMetrics:
             for name, column in zip(FIGURES, self._figures.T, strict=True)
         }
         self._written = time.monotonic()
-        write_json(self._folder / RANKS, {"step": self._step, **columns})
+        self._files.write(RANKS, {"step": self._step, **columns})
 
 
 SLOW_FACTOR = 1.3

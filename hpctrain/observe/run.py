@@ -13,7 +13,7 @@ checkpoints/     see hpctrain.checkpoint
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
-from hpctrain.config.paths import exists, is_file, look_at, read_bytes, write_text
+from hpctrain.config.paths import exists, is_file, look_at, read_bytes, replace_text, write_text
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -89,18 +89,60 @@ class RunFolder:
         return "; ".join(said) or None
 
 
+class ReportFiles:
+    """Writes the files of a run folder that only people and reports read: training continues without them.
+
+    A file that cannot be written is said once, and noted as an event. For one rank to use.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None):
+        self.folder = folder
+        self.step = 0
+        """Of the last event, or the last step that is done."""
+        self._say = say
+        self._refused: set[Path] = set()
+
+    def append(self, name: str, line: dict) -> None:
+        """Append a line of JSON to a file."""
+        path = self.folder / name
+        self.attempt(path, lambda: append_line(path, line))
+
+    def write(self, name: str, value: object, indent: int | None = None) -> None:
+        """Write a file of JSON, whole or not at all."""
+        path = self.folder / name
+        self.attempt(path, lambda: write_json(path, value, indent))
+
+    def note(self, event: str, step: int, text: str, **more: object) -> None:
+        """Append an event."""
+        self.step = step
+        self.append(EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
+
+    def attempt(self, path: Path, write: Callable[[], object]) -> bool:
+        """Do what writes a file, and return whether it was written; say it once where the disk refuses."""
+        try:
+            write()
+        except OSError as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                text = f"{path}: cannot be written: {describe_os_error(error)}; training continues without it"
+                self._say(text)
+                if path.name != EVENTS:
+                    self.note(LOST, self.step, text)
+            return False
+        return True
+
+
 def append_line(path: Path, line: dict) -> None:
-    """Append a line to a file of a run folder. Raises TrainingError where the disk refuses."""
-    with writing(path.parent):
-        if exists(path):
-            look_at(path)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    """Append a line to a file of a run folder. Raises OSError."""
+    if exists(path):
+        look_at(path)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """Write a file of a run folder. Raises TrainingError where the disk refuses."""
-    write_text(path, json.dumps(value, indent=indent) + "\n", TrainingError, "free space")
+    """Write a file of a run folder, whole or not at all. Raises OSError."""
+    replace_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 @contextmanager
@@ -159,20 +201,24 @@ def _metrics_of(text: bytes) -> dict:
 
 
 EVENTS = "events.jsonl"
-START, SAVE, VALIDATE, STRAGGLER, RECOVERY, FAILURE, END = (
+START, SAVE, VALIDATE, STRAGGLER, RECOVERY, JUMP, CORRUPTION, LOST, FAILURE, END = (
     "start",
     "checkpoint",
     "validation",
     "straggler",
     "straggler caught up",
+    "jump",
+    "corruption",
+    "output lost",
     "failure",
     "end",
 )
 
 
 def note_event(folder: Path, event: str, step: int, text: str, **more: object) -> None:
-    """Append an event to a run folder; for one rank to call. Raises TrainingError where the disk refuses."""
-    append_line(folder / EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
+    """Append an event to a run folder that no run writes now. Raises TrainingError where the disk refuses."""
+    with writing(folder):
+        append_line(folder / EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
 
 
 def read_events(folder: Path) -> list[dict]:

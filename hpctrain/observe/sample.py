@@ -8,12 +8,11 @@ The step is the third of a start, which pays for nothing that later ones have; o
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.observe.recorder import EXPOSED, OVERLAPPED, Span, StepRecorder, mean_by_axis, sums_by_axis
-from hpctrain.observe.run import write_json
+from hpctrain.observe.run import ReportFiles
 from hpctrain.plan.schedule import Instruction
 from hpctrain.plan.tiling import Plan
 
@@ -38,17 +37,17 @@ class StepSample:
         accelerator: "Accelerator",
         recorder: StepRecorder,
         plan: Plan,
-        folder: Path,
+        files: ReportFiles,
         first_step: Callable[[], int],
     ):
         """`first_step` is the number of the first step of this start, asked for when it is over."""
         self._world, self._accelerator, self._recorder = world, accelerator, recorder
-        self._plan, self._folder = plan, folder
+        self._plan, self._files = plan, files
         self._first_step, self._num_steps = first_step, 0
         self._kept: list[Span] | None = None
 
     def step_is_done(self, seconds: float) -> None:
-        """Count a step, and write the files after the one that is kept. Raises TrainingError on all ranks."""
+        """Count a step, and write the files after the one that is kept."""
         if self._num_steps < SAMPLED_STEP:
             self._num_steps += 1
             self._kept = self._recorder.step_spans
@@ -56,7 +55,7 @@ class StepSample:
                 self.finish()
 
     def finish(self) -> None:
-        """Write what was not written, of a start that had fewer steps. Raises TrainingError on all ranks."""
+        """Write what was not written, of a start that had fewer steps."""
         if self._kept is None:
             return
         kept, self._kept, world = self._kept, None, self._world
@@ -64,14 +63,13 @@ class StepSample:
         spans = world.gather_objects(self._spans(kept))
         traffic = world.gather_objects(_entries(world.rank, kept))
         sums = world.gather_objects(sums_by_axis(kept, self._accelerator.time_scale))
-        with world.all_or_none():
-            if spans:
-                groups = [group for of_rank in traffic for group in of_rank]
-                axes = {axis: {key: each[key] for key in OF_AXES} for axis, each in mean_by_axis(sums).items()}
-                write_json(self._folder / TRAFFIC, {"step": step, "groups": groups, "axes": axes})
-                grids = [each for each in spans if each]
-                if grids:
-                    write_json(self._folder / TIMELINE, {"step": step, "grids": grids})
+        if spans:
+            groups = [group for of_rank in traffic for group in of_rank]
+            axes = {axis: {key: each[key] for key in OF_AXES} for axis, each in mean_by_axis(sums).items()}
+            self._files.write(TRAFFIC, {"step": step, "groups": groups, "axes": axes})
+            grids = [each for each in spans if each]
+            if grids:
+                self._files.write(TIMELINE, {"step": step, "grids": grids})
 
     def _spans(self, spans: Sequence[Span]) -> dict | None:
         """Return this rank's instructions in seconds from the beginning of the step, if they are to be kept."""

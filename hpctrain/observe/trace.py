@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from hpctrain.config.errors import TrainingError, describe_os_error
 from hpctrain.observe.recorder import OVERLAPPED, WAITED, Span, StepRecorder, mean_by_axis, sums_by_axis
-from hpctrain.observe.run import write_json
+from hpctrain.observe.run import ReportFiles
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -36,9 +35,9 @@ class RunTrace:
     """The trace of the first steps of a run, as one rank sees it. All ranks must call the same."""
 
     def __init__(
-        self, world: "World", accelerator: "Accelerator", recorder: StepRecorder, folder: Path, num_steps: int
+        self, world: "World", accelerator: "Accelerator", recorder: StepRecorder, files: ReportFiles, num_steps: int
     ):
-        self._world, self._accelerator, self._recorder, self._folder = world, accelerator, recorder, folder
+        self._world, self._accelerator, self._recorder, self._files = world, accelerator, recorder, files
         self._num_steps, self._steps_left = 0, num_steps
         self._spans: list[Span] = []
         self._is_done = False
@@ -58,21 +57,17 @@ class RunTrace:
         return self.finish() if self._steps_left <= 0 else None
 
     def finish(self) -> str | None:
-        """Write what was not written; return on rank 0 what is to be said.
-
-        Raises TrainingError on all ranks if it cannot be written.
-        """
+        """Write what was not written; return on rank 0 what is to be said."""
         if self._is_done or not self._num_steps:
             return None
         self._is_done = True
         traces = self._world.gather_objects(self._rank_trace())
-        text = None
-        with self._world.all_or_none():
-            if traces:
-                summary = summarise(traces, self._num_steps)
-                _write(self._folder, traces, summary)
-                text = f"{table(summary)}\ntrace {self._folder / TRACE}: open it at ui.perfetto.dev"
-        return text
+        if not traces:
+            return None
+        summary, path = summarise(traces, self._num_steps), self._files.folder / TRACE
+        self._files.write(SUMMARY, summary, indent=1)
+        is_written = self._files.attempt(path, lambda: _write(path, traces))
+        return table(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
@@ -87,16 +82,13 @@ class RunTrace:
         return RankTrace(f"{world.place.family} on {world.place.host}", kept)
 
 
-def _write(folder: Path, traces: Sequence[RankTrace], summary: dict) -> None:
-    partial = folder / f"{TRACE}.partial"
-    try:
-        partial.unlink(missing_ok=True)
-        with partial.open("x") as file:
-            write_chrome(file, traces)
-        partial.replace(folder / TRACE)
-    except OSError as error:
-        raise TrainingError(f"{folder / TRACE}: cannot be written: {describe_os_error(error)}; free space") from None
-    write_json(folder / SUMMARY, summary, indent=1)
+def _write(path: Path, traces: Sequence[RankTrace]) -> None:
+    """Write the trace, whole or not at all. Raises OSError."""
+    partial = path.with_name(f"{TRACE}.partial")
+    partial.unlink(missing_ok=True)  # what is there may be a pipe
+    with partial.open("x") as file:
+        write_chrome(file, traces)
+    partial.replace(path)
 
 
 def write_chrome(file: IO[str], traces: Sequence[RankTrace]) -> None:

@@ -24,24 +24,24 @@ def check(done, code: int, *parts: str):
 @pytest.mark.parametrize(
     ("args", "code", "parts"),
     [
-        (["--set", "train.step=3"], 11, ["--set: train.step: unknown key; did you mean 'steps'?"]),
-        (["--set", "train.steps=true"], 11, ["train.steps = True: must be a whole number"]),
-        (["--set", "train.learning_rate=inf"], 11, ["train.learning_rate = inf: input should be a finite number"]),
-        (["--set", "model.preset=[1]"], 11, ["model.preset = [1]: no such preset"]),
-        (["--set", "data.tokens=."], 17, [".: is a folder; make a token file of the texts in it"]),
-        (["--set", "train.steps=0"], 11, ["train.steps = 0: input should be greater than or equal to 1"]),
-        (["--set", "model.num_heads=5"], 11, ["hidden_size 32 is not divisible by num_heads 5"]),
-        (["--set", "plan.data=3"], 12, ["is for 3 ranks, but 2 were started; start it with mpirun -n 3"]),
+        (["--set", "train.step=3"], 81, ["--set: train.step: unknown key; did you mean 'steps'?"]),
+        (["--set", "train.steps=true"], 81, ["train.steps = True: must be a whole number"]),
+        (["--set", "train.learning_rate=inf"], 81, ["train.learning_rate = inf: input should be a finite number"]),
+        (["--set", "model.preset=[1]"], 81, ["model.preset = [1]: no such preset"]),
+        (["--set", "data.tokens=."], 87, [".: is a folder; make a token file of the texts in it"]),
+        (["--set", "train.steps=0"], 81, ["train.steps = 0: input should be greater than or equal to 1"]),
+        (["--set", "model.num_heads=5"], 81, ["hidden_size 32 is not divisible by num_heads 5"]),
+        (["--set", "plan.data=3"], 82, ["is for 3 ranks, but 2 were started; start it with mpirun -n 3"]),
         (
             ["--set", "plan.tensor.y=2", "--set", "model.num_heads=1"],
-            15,
+            85,
             ["num_heads 1 is not divisible by tensor y = 2"],
         ),
-        (["--set", "data.tokens=none.h5"], 17, ["none.h5: no such token file; make it with: hpctrain prepare"]),
-        (["--set", "model.vocab_size=100"], 11, ["model.vocab_size 100 is less than the 256 token ids"]),
+        (["--set", "data.tokens=none.h5"], 87, ["none.h5: no such token file; make it with: hpctrain prepare"]),
+        (["--set", "model.vocab_size=100"], 81, ["model.vocab_size 100 is less than the 256 token ids"]),
         (
             ["--set", "train.global_batch=7", "--set", "plan.data=2"],
-            15,
+            85,
             ["global_batch 7 is not divisible by plan.data 2"],
         ),
     ],
@@ -56,8 +56,8 @@ def test_mistakes_in_a_job(hpctrain, folder, args, code, parts):
 def test_the_file_and_key_of_a_mistake_are_named(hpctrain, folder):
     (folder / "base.toml").write_text((folder / "job.toml").read_text().replace("steps = 6", "stepz = 6"))
     (folder / "over.toml").write_text('extends = "base.toml"\n[train]\nseed = 2\n')
-    check(hpctrain("train", "over.toml", ranks=RANKS, cwd=folder), 11, "base.toml: train.stepz: unknown key")
-    check(hpctrain("train", "jub.toml", ranks=RANKS, cwd=folder), 11, "jub.toml: no such job file")
+    check(hpctrain("train", "over.toml", ranks=RANKS, cwd=folder), 81, "base.toml: train.stepz: unknown key")
+    check(hpctrain("train", "jub.toml", ranks=RANKS, cwd=folder), 81, "jub.toml: no such job file")
 
 
 @pytest.mark.timeout(60)
@@ -65,19 +65,19 @@ def test_a_sequence_longer_than_the_corpus(hpctrain, folder):
     np.arange(500, dtype="<u2").tofile(folder / "short.bin")
     args = ["--set", "data.tokens=short.bin", "--set", "data.sequence_length=1000"]
     done = hpctrain("train", "job.toml", *args, ranks=RANKS, cwd=folder)
-    check(done, 17, "data.sequence_length = 1000 needs 1001 tokens", "set data.sequence_length to at most 474")
+    check(done, 87, "data.sequence_length = 1000 needs 1001 tokens", "set data.sequence_length to at most 474")
 
 
 @pytest.mark.timeout(60)
 def test_a_damaged_token_file(hpctrain, folder):
     data = bytearray((folder / "tokens.h5").read_bytes())
     (folder / "short.h5").write_bytes(data[: len(data) // 2])
-    check(hpctrain("train", "job.toml", "--set", "data.tokens=short.h5", ranks=RANKS, cwd=folder), 17, "is cut short")
+    check(hpctrain("train", "job.toml", "--set", "data.tokens=short.h5", ranks=RANKS, cwd=folder), 87, "is cut short")
     at = bytes(data).index(b"return value")
     data[at] ^= 1
     (folder / "flipped.h5").write_bytes(data)
     done = hpctrain("train", "job.toml", "--set", "data.tokens=flipped.h5", ranks=RANKS, cwd=folder)
-    check(done, 17, "flipped.h5: block 0", "is damaged", "prepare it again")
+    check(done, 87, "flipped.h5: block 0", "is damaged", "prepare it again")
 
 
 @pytest.mark.timeout(90)
@@ -85,11 +85,11 @@ def test_a_checkpoint_of_another_model(hpctrain, folder):
     args = ["train", "job.toml", "--run", "runs/other", "--sample", "0", "--set", "train.steps=1"]
     assert hpctrain(*args, ranks=RANKS, cwd=folder).code == 0
     done = hpctrain(*args, "--set", "model.num_layers=3", ranks=RANKS, cwd=folder)
-    check(done, 16, "is of another model: model.num_layers is 2 there and 3 in the job")
+    check(done, 86, "is of another model: model.num_layers is 2 there and 3 in the job")
     done = hpctrain(*args, "--set", "data.validation_fraction=0.5", cwd=folder)
-    check(done, 16, "was trained on other data")
+    check(done, 86, "was trained on other data")
     done = hpctrain(*args, "--set", "train.seed=9", cwd=folder)
-    check(done, 16, "cannot be continued by this job: train.seed is 1 there and 9 in the job")
+    check(done, 86, "cannot be continued by this job: train.seed is 1 there and 9 in the job")
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
         *(word for each in settings for word in ("--set", each)),
     ]
     done = hpctrain(*args, ranks=RANKS, cwd=folder)
-    check(done, 16, ".partial: cannot be written: No space left on device (", "bytes are to be written", "are free")
+    check(done, 86, ".partial: cannot be written: No space left on device (", "bytes are to be written", "are free")
     summary = hpctrain("inspect", run, "--verify", cwd=folder)
     assert summary.code == 0, summary.err
     assert "all files match their checksums" in summary.out
@@ -132,7 +132,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
 def test_a_read_only_mount(hpctrain, folder, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     done = hpctrain("train", "job.toml", "--run", small_disk / "run", ranks=RANKS, cwd=folder)
-    check(done, 11, "the run folder cannot be written: Read-only file system; choose another with --run")
+    check(done, 81, "the run folder cannot be written: Read-only file system; choose another with --run")
 
 
 @pytest.mark.timeout(60)

@@ -58,7 +58,7 @@ def test_a_report_shows_the_numbers_of_a_real_run(hpctrain, whole_run, folder):
     assert all(grid["spans"][-1][0] == "update" for grid in timeline["grids"]), "validation comes after the third step"
     assert "of 6 steps" in re.sub("<[^>]*>", "", (folder / "whole.html").read_text())
     missing = hpctrain("report", "runs/nowhere", cwd=folder)
-    assert missing.code == 11 and missing.err.count("\n") == 1 and "there is no such folder" in missing.err
+    assert missing.code == 81 and missing.err.count("\n") == 1 and "there is no such folder" in missing.err
 
 
 @pytest.mark.timeout(60)
@@ -202,20 +202,20 @@ def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
     assert tokens["vocab_size"] == 256
     assert "PP2" in hpctrain("inspect", "runs/whole/plan.toml", cwd=folder).out
     assert "steps" in hpctrain("inspect", "job.toml", cwd=folder).out
-    assert hpctrain("inspect", "nothing", cwd=folder).code == 11
+    assert hpctrain("inspect", "nothing", cwd=folder).code == 81
 
 
 @pytest.mark.timeout(60)
 def test_a_plan_is_written_edited_drawn_and_run(hpctrain, folder):
     done = hpctrain("plan", "uniform", "job.toml", "--ranks", "3", "--set", "plan.data=2", cwd=folder)
-    assert done.code == 12, "the job asks for 2 ranks"
+    assert done.code == 82, "the job asks for 2 ranks"
     args = ["--set", "plan.data=2", "--set", "plan.microbatch=2"]
     written = hpctrain("plan", "uniform", "job.toml", "--ranks", "2", *args, "--out", "mine.toml", cwd=folder)
     assert written.out == "mine.toml: TP1 x PP1 x DP2, ZeRO 1, 2 microbatches of 4 rows\n"
     text = (folder / "mine.toml").read_text()
     (folder / "mine.toml").write_text(text.replace("rows = [0, 2]", "rows = [0, 3]"))
     refused = hpctrain("plan", "draw", "mine.toml", cwd=folder)
-    assert refused.code == 15
+    assert refused.code == 85
     assert "item 0 is computed for rows [[0, 3], [2, 4]], which is not [0, 4) once each" in refused.err
     (folder / "mine.toml").write_text(text.replace("[0, 2]", "[0, 3]").replace("[2, 4]", "[3, 4]"))
     shown = hpctrain("plan", "check", "mine.toml", "job.toml", cwd=folder)

@@ -48,7 +48,7 @@ def test_the_doctor_says_what_there_is(hpctrain, tmp_path):
 
 
 def test_no_mpi(hpctrain, tmp_path):
-    findings = examine(hpctrain, tmp_path, code=12, cold=True, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    findings = examine(hpctrain, tmp_path, code=82, cold=True, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert findings["MPI library"]["verdict"] == "error"
     assert "pip install 'hpctrain[mpi]'" in findings["MPI library"]["remedy"]
     assert "ranks" not in findings, "what needs MPI is not tried"
@@ -63,20 +63,20 @@ def test_two_mpis(hpctrain, tmp_path):
 
 def test_mpi4py_of_another_mpi(hpctrain, tmp_path):
     path = f"{other_mpirun(tmp_path / 'other')}:{BIN}:/usr/bin:/bin"
-    finding = examine(hpctrain, tmp_path, code=12, PATH=path)["launcher"]
+    finding = examine(hpctrain, tmp_path, code=82, PATH=path)["launcher"]
     assert finding["verdict"] == "error" and "is of openmpi, mpi4py uses MPICH" in finding["text"]
     assert finding["remedy"] == f"{BIN / 'mpirun'} -n 4 hpctrain doctor"
 
 
 def test_one_rank_where_four_were_promised(hpctrain, tmp_path):
-    finding = examine(hpctrain, tmp_path, code=12, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")["ranks"]
+    finding = examine(hpctrain, tmp_path, code=82, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")["ranks"]
     assert finding["verdict"] == "error" and "OMPI_COMM_WORLD_SIZE promises 4 ranks" in finding["text"]
     assert "srun --mpi=pmi2" in finding["text"] + finding["remedy"]
 
 
 def test_a_folder_that_cannot_be_written(hpctrain, tmp_path):
     (tmp_path / "file").touch()
-    findings = examine(hpctrain, tmp_path, "--folder", "file/runs", code=18)
+    findings = examine(hpctrain, tmp_path, "--folder", "file/runs", code=88)
     assert findings["file system"]["verdict"] == "error" and "--folder DIR" in findings["file system"]["remedy"]
     assert findings["HDF5"]["verdict"] == "error"
 
@@ -89,7 +89,7 @@ def test_a_read_only_file_system(hpctrain, tmp_path):
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
-        finding = examine(hpctrain, tmp_path, "--folder", "scratch", code=18)["file system"]
+        finding = examine(hpctrain, tmp_path, "--folder", "scratch", code=88)["file system"]
     finally:
         subprocess.run(["umount", str(scratch)], check=True)
     assert "Read-only file system" in finding["text"] and "--run DIR" in finding["remedy"]

@@ -85,7 +85,7 @@ def test_another_hpctrain_is_refused(hpctrain, folder, fast, tmp_path):
     done = start(
         write_start(hpctrain, folder, "other", fast, make_environment(tmp_path / "slow", "1.0", package)), folder
     )
-    assert done.returncode == 12, done.stderr
+    assert done.returncode == 82, done.stderr
     assert done.stderr.count("LaunchError") == 1
     words = " ".join(done.stderr.split())
     assert "hpctrain is not the same on all ranks" in words and "install the same hpctrain" in words

@@ -121,7 +121,7 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
     (clusters / "much.toml").write_text(dump_plan(Plan(tiles, 1, 8)))
     arguments = ["--set", "plan.file=much.toml", "--rehearse", "small.toml", "--run", "never"]
     refused = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=clusters)
-    assert refused.code == 15 and "is predicted not to fit: a rank with items [0, 6] on 'slow' needs" in refused.err
+    assert refused.code == 85 and "is predicted not to fit: a rank with items [0, 6] on 'slow' needs" in refused.err
     done = hpctrain("train", "job.toml", *arguments, "--set", "search.must_fit=false", ranks=2, cwd=clusters)
     assert done.code not in (0, 1), done.out + done.err
     said = "rank 1 (slow, items [0, 6], rows [5, 8]) is out of memory in step 1: "
@@ -135,4 +135,4 @@ def test_ready_clusters_are_listed_and_a_wrong_name_is_refused(hpctrain, folder)
     done = hpctrain("catalogue", cwd=folder)
     assert done.code == 0 and "v100-t4         8 ranks. " in done.out and "A100-80" in done.out
     done = hpctrain("train", "job.toml", "--rehearse", "v100-t5", "--run", "never", cwd=folder)
-    assert done.code == 13 and "did you mean 'v100-t4'?" in done.err
+    assert done.code == 83 and "did you mean 'v100-t4'?" in done.err

@@ -119,10 +119,10 @@ def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder
 def test_what_cannot_be_is_reported_before_anything_is_measured(hpctrain, folder, cluster):
     name = next(iter(ready_clusters()))
     done = hpctrain("probe", "--job", "job.toml", "--cluster", name, ranks=2, cwd=folder)
-    assert done.code == 11 and done.err.count("hpctrain: ") == 1, done.err
+    assert done.code == 81 and done.err.count("hpctrain: ") == 1, done.err
     assert f"{name} comes with hpctrain and stays as it is; say where the profiled one goes by --out" in done.err
     done = hpctrain("probe", "--job", "job.toml", "--cluster", cluster, ranks=2, cwd=folder)
-    assert done.code == 13 and done.err.count("hpctrain: ") == 1, done.err
+    assert done.code == 83 and done.err.count("hpctrain: ") == 1, done.err
     assert "cluster.toml: rank 0 is a device of family 'fast' there, but 'cpu' here; start the ranks" in done.err
 
 
@@ -136,7 +136,7 @@ def test_a_step_that_does_not_fit_ends_all_with_one_message(hpctrain, folder, cl
     plan = ("--set", "plan.data=2", "--set", "plan.microbatch=16", "--set", "train.global_batch=32")
     run = cluster.parent / "run"
     done = hpctrain("train", "job.toml", *plan, "--run", run, "--rehearse", cluster, ranks=2, cwd=folder)
-    assert done.code == 18, done.err
+    assert done.code == 88, done.err
     assert done.err.count("hpctrain: TrainingError") == 1, done.err
     summary = " ".join(done.err.split())
     assert "rank 1 (slow, items [0, 6], rows [16, 32]) is out of memory" in summary

@@ -15,6 +15,7 @@ from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.observe.recorder import StepRecorder
+from hpctrain.observe.run import ReportFiles
 from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
@@ -35,7 +36,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
     _, training, _ = open_datasets(job.data, job.train.seed)
     recorder = StepRecorder(accelerator)
     world.configure(tracer=recorder)
-    trace = RunTrace(world, accelerator, recorder, folder, STEPS)
+    trace = RunTrace(world, accelerator, recorder, ReportFiles(folder), STEPS)
     result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator)

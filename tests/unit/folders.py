@@ -6,7 +6,7 @@ from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.observe import drift
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
-from hpctrain.observe.run import RunFolder, write_json
+from hpctrain.observe.run import ReportFiles, RunFolder, write_json
 from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import forecast
@@ -23,7 +23,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test"}
     folder.describe(job, plan, reasons, cluster)
     expected = forecast(Setup.of_job(job), plan, cluster)
-    live = LiveMetrics(path, plan)
+    live = LiveMetrics(ReportFiles(path), plan)
     live.note_start(0, None, reasons, cluster, True, expected.prediction)
     used = [rank for tile in plan.first_tiles for rank in tile.ranks]
     figures = np.zeros((len(plan.ranks), 2 + len(EXPOSED)))

@@ -101,7 +101,9 @@ def test_equal_devices_of_a_host_are_one_line():
 
 def test_errors_of_a_job_become_findings():
     finding = error_finding("devices", TopologyError("host a has 4 ranks for 2 devices; start 2 ranks"))
-    assert finding == Finding("devices", "error", "host a has 4 ranks for 2 devices", "start 2 ranks", 13)
+    assert finding == Finding(
+        "devices", "error", "host a has 4 ranks for 2 devices", "start 2 ranks", TopologyError.exit_code
+    )
     assert format_finding(finding).splitlines()[1].strip() == "-> start 2 ranks"
     assert error_finding("ranks", LaunchError("no remedy")).text == "no remedy"
 

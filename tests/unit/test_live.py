@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpctrain.config.errors import JobError, TrainingError
+from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
 from hpctrain.observe.console import Console, describe_slowest, format_duration, wrap
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
 from hpctrain.observe.live import SLOW_FACTOR, STEPS_IN_A_ROW, LiveMetrics, StragglerWatch
 from hpctrain.observe.metrics import summarise_ranks
-from hpctrain.observe.run import RunFolder, read_metrics
+from hpctrain.observe.run import ReportFiles, RunFolder, read_events, read_metrics
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.sharding.grid import TensorGrid
@@ -120,7 +120,7 @@ def test_a_rank_without_equals_is_compared_with_its_first_steps():
 
 def test_a_straggler_becomes_an_event(tmp_path):
     folder = RunFolder(tmp_path / "run").path
-    live = LiveMetrics(folder, EQUAL)
+    live = LiveMetrics(ReportFiles(folder), EQUAL)
     for step in range(1, STEPS_IN_A_ROW + 1):
         live.take({"step": step, "loss": 6.0}, figures_of(1.0, 2.0, 1.0, 1.0))
     (event,) = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
@@ -128,6 +128,24 @@ def test_a_straggler_becomes_an_event(tmp_path):
     assert event["text"] == "rank 1 computes 2.00 times as long as the median of 4 ranks with equal work"
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, STEPS_IN_A_ROW + 1))
     assert json.loads((folder / "ranks.json").read_text())["compute_seconds"] == [1.0, 2.0, 1.0, 1.0]
+
+
+def test_files_that_cannot_be_written_are_said_once_and_do_not_end_a_run(tmp_path):
+    """Folders stand where files would be; those of others are written."""
+    said, folder = [], RunFolder(tmp_path / "run").path
+    for name in ("metrics.jsonl", "ranks.json", "run.prom"):
+        (folder / name).mkdir()
+    writer = PrometheusWriter(folder / "run.prom", "job")
+    live = LiveMetrics(ReportFiles(folder, said.append), EQUAL, [writer])
+    for step in range(1, 5):
+        live.take({"step": step, "loss": 6.0, "validation_loss": 5.0}, figures_of(1.0, 2.0, 1.0, 1.0))
+    live.note_end(4, 4, {})
+    refused = "cannot be written: Is a directory; training continues without it"
+    assert said == [f"{folder}/{name}: {refused}" for name in ("metrics.jsonl", "run.prom", "ranks.json")]
+    events = [(event["event"], event["text"]) for event in read_events(folder)]
+    assert [text for event, text in events if event == "output lost"] == said
+    assert events[-1][0] == "end" and [event for event, _ in events].count("validation") == 4
+    assert not list(folder.glob("*.partial"))
 
 
 def test_prometheus_has_all_figures_of_the_latest_step(tmp_path):
@@ -140,7 +158,7 @@ def test_prometheus_has_all_figures_of_the_latest_step(tmp_path):
     assert len(lines) == 2 * len(dict(flat(METRICS | RANKS))), "the text of `waits_for` is no figure"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     path.parent.rename(tmp_path / "gone")
-    with pytest.raises(TrainingError, match="cannot be written"):
+    with pytest.raises(FileNotFoundError):
         writer.write(METRICS)
 
 

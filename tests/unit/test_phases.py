@@ -35,6 +35,7 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
     train = SimpleNamespace(validate_every=2, steps=9)
     trainer = SimpleNamespace(
         job=SimpleNamespace(observe=OBSERVE, train=train, checkpoint=SimpleNamespace(every=3)),
+        _replicas=lambda: None,
         world=SimpleNamespace(enter=lambda phase: done.append(f"[{phase.name}]")),
         steps_done=0,
         validate=lambda sequences: done.append("validate"),

@@ -3,6 +3,8 @@
 import os
 import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -18,16 +20,44 @@ def test_signals_are_remembered_and_a_second_interrupt_is_not():
     signals = StopSignals().listen()
     try:
         assert Requests(signals).check() == NOTHING
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.received == "SIGUSR1"
+        for number in set(STOP_SIGNALS) - {signal.SIGINT}:
+            os.kill(os.getpid(), number)
+            assert signals.received == signal.Signals(number).name
         requests = Requests(signals)
         assert requests.check() == Asked(interrupt=True)
-        assert requests.reason(Asked(interrupt=True)) == "SIGUSR1"
+        assert requests.reason(Asked(interrupt=True), Gathered()) == signals.received
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Gathered:
+    """A world in which other ranks have what they are made of."""
+
+    def __init__(self, *others):
+        self._others = others
+
+    def gather_objects(self, value):
+        return [value, *self._others]
+
+
+def test_the_signal_and_its_rank_are_named_where_others_have_none():
+    requests, asked = Requests(StopSignals()), Asked(interrupt=True)
+    assert requests.reason(asked, Gathered(None, "SIGUSR2", "SIGUSR2")) == "SIGUSR2 on ranks 2-3"
+    assert requests.reason(asked, Gathered("SIGXCPU", "SIGALRM")) == "SIGXCPU on rank 1 and SIGALRM on rank 2"
+    requests.signals.received = "SIGTERM"
+    assert requests.reason(asked, Gathered("SIGTERM")) == "SIGTERM"
+
+
+def test_hangups_that_are_ignored_stay_so():
+    code = "import signal; from hpctrain.comm.signals import StopSignals; StopSignals().listen();"
+    code += "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    command = [sys.executable, "-c", code]
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - as nohup does
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "False\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=ignore).stdout == "True\n"
 
 
 def test_files_are_requests_until_they_are_followed(tmp_path):
@@ -40,7 +70,7 @@ def test_files_are_requests_until_they_are_followed(tmp_path):
     requests.fulfilled(asked)
     asked = requests.check()
     assert asked == Asked(stop=True) and asked.ends
-    assert requests.reason(asked) == "the file stop in the run folder"
+    assert requests.reason(asked, Gathered()) == "the file stop in the run folder"
     requests.fulfilled(asked)
     assert requests.check() == NOTHING
 
@@ -53,7 +83,7 @@ def test_a_run_ends_while_a_step_and_a_checkpoint_still_fit_into_its_batch_job()
     assert not requests.check().ends
     clock[0] += 1
     assert requests.check() == Asked(interrupt=True)
-    assert requests.reason(Asked(interrupt=True)) == "the end of the batch job"
+    assert requests.reason(Asked(interrupt=True), Gathered()) == "the end of the batch job"
 
 
 @given(days=st.integers(0, 30), hours=st.integers(0, 23), minutes=st.integers(0, 59), seconds=st.integers(0, 59))

@@ -137,7 +137,7 @@ def test_words_for_slurm_that_it_would_split_are_refused(text):
 
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"),
-    [(0, 0, False), (75, 9, True), (14, 0, True), (137, 2, True), (137, 3, False), (11, 0, False), (1, 0, False)],
+    [(0, 0, False), (75, 9, True), (84, 0, True), (137, 2, True), (137, 3, False), (81, 0, False), (1, 0, False)],
 )
 def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
     write_files(tmp_path, {"job.sbatch": batch_script(ONE, BatchJob("n", tmp_path, tmp_path, retries=3))})
@@ -155,8 +155,8 @@ def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
     assert "#SBATCH --no-requeue" in files["job.sbatch"]
     code, calls = recorder.run(script, **IN_JOB, CODE="75")
     assert code == 75 and [name for name, *_ in calls] == ["srun"]
-    code, calls = recorder.run(script, **IN_JOB, CODE="11")
-    assert code == 11 and [name for name, *_ in calls] == ["srun"]
+    code, calls = recorder.run(script, **IN_JOB, CODE="81")
+    assert code == 81 and [name for name, *_ in calls] == ["srun"]
     code, calls = recorder.run(script, **IN_JOB)
     assert (code, calls) == (0, [])
     code, calls = recorder.run(tmp_path / "chain.sh")
@@ -218,7 +218,7 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     write_files(tmp_path, {"rank.sh": script})
     seen = [recorder.run(tmp_path / "rank.sh", SLURM_LOCALID=str(rank)) for rank in range(4)]
     assert [calls[0][2] for code, calls in seen[:3]] == [["a", "cuda"], ["a", "cuda"], ["b", "cuda"]]
-    assert seen[3] == (12, [])
+    assert seen[3] == (82, [])
     number = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}  # of mpirun in a job's script
     assert recorder.run(tmp_path / "rank.sh", **number)[1][0][2] == ["b", "cuda"]
 

@@ -17,7 +17,7 @@ from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import Svg, show_seconds
 from hpctrain.observe.report.tiles import tiles_picture
 from hpctrain.observe.report.timeline import timeline
-from hpctrain.observe.run import FAILURE, SAVE, STRAGGLER, VALIDATE
+from hpctrain.observe.run import CORRUPTION, FAILURE, JUMP, LOST, SAVE, STRAGGLER, VALIDATE
 from hpctrain.plan.tiling import Plan
 
 WIDE, HALF, NARROW = 840, 470, 342
@@ -143,7 +143,7 @@ def _events(run: RunRecord) -> list[dict]:
             "step": event["step"],
             "kind": "planned again" if event.get("planned_again") else kind,
             "text": f"{num_saves} checkpoints; the last: {event['text']}" if num_saves > 1 else event["text"],
-            "is_bad": kind in (FAILURE, STRAGGLER),
+            "is_bad": kind in (FAILURE, STRAGGLER, JUMP, CORRUPTION, LOST),
         }
         rows.append(row)
     if failure := _failure(run):
