@@ -22,8 +22,8 @@ from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_nccl import WatchedNccl
-from tests.unit.fake_torch import GIB
 from tests.started import COMPLAINED
+from tests.unit.fake_torch import GIB
 
 FAULT_VARIABLE = "PRETENDED_FAULT"
 UNSEEN, REFUSED, TWO_SIZES = "unseen", "refused", "two sizes"

@@ -1,8 +1,10 @@
 """Whole training runs on a device that finds races, hidden waits, and operations on tensors of two devices."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
@@ -16,7 +18,7 @@ from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
-from tests.ranks.pretended_device import MODULE, PretendedDevice, watched
+from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, watched
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -119,6 +121,20 @@ def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatc
     cluster, _ = world.broadcast_object(described)
     measured = {name: {speed.dtype for speed in family.products} for name, family in cluster.families.items()}
     assert measured == {"a": {"fp32", "bf16", "fp16"}, "c": {"fp32", "bf16"}}
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_refuses_to_pin_memory_is_not_the_error_of_the_next_launch(monkeypatch):
+    def refused(*_) -> int:
+        MODULE.last_error = "out of memory"
+        return 2
+
+    empty = torch.empty
+    monkeypatch.setattr(MODULE, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused), raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    device = PretendedDevice(KIND._replace(pins_memory=True))
+    assert device.host_buffer(torch_device.EXACT_BYTES + 4).numel() == torch_device.EXACT_BYTES + 4
+    assert torch.ones(3, device=device.device).cpu().sum() == 3
 
 
 def run_without_wait(launch, stream, accelerator) -> None:
