@@ -137,6 +137,18 @@ def test_a_driver_that_refuses_to_pin_memory_is_not_the_error_of_the_next_launch
     assert torch.ones(3, device=device.device).cpu().sum() == 3
 
 
+@pytest.mark.timeout(60)
+def test_an_overflow_of_a_library_is_reported_like_torchs_own(tokens):
+    job = make_job(tokens, "llama", {"microbatch": 8}, {"architecture": "llama"} | SIZES)
+    with watched():
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        trainer = make_trainer(Alone(), job, None, PretendedDevice())
+        trainer.initialise()
+        MODULE.last_error = "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+        with pytest.raises(TrainingError, match="is out of memory in step 1: .* CUBLAS_STATUS_ALLOC_FAILED .*offload"):
+            trainer.step(training)
+
+
 def run_without_wait(launch, stream, accelerator) -> None:
     with accelerator.on(stream):
         next(launch._steps, None)
