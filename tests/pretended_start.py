@@ -20,15 +20,12 @@ from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
+from tests.pretended_faults import FAULT_VARIABLE, REFUSED, TWO_SIZES, UNSEEN
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_nccl import WatchedNccl
-from tests.unit.fake_torch import GIB
 from tests.started import COMPLAINED
+from tests.unit.fake_torch import GIB
 
-FAULT_VARIABLE = "PRETENDED_FAULT"
-UNSEEN, REFUSED, TWO_SIZES = "unseen", "refused", "two sizes"
-"""The driver's file is there, and torch sees no device; the library refuses its ranks; ranks' devices have 40 and 80
-GB."""
 DRIVER_FILE = "/dev/null"
 
 

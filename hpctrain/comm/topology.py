@@ -49,7 +49,9 @@ def split_families(places: Sequence[Place], memory_bytes: Sequence[int]) -> list
     """
     names: dict[tuple[str, int], str] = {}
     for family in dict.fromkeys(place.family for place in places):
-        sizes = sorted({size for place, size in zip(places, memory_bytes, strict=True) if place.family == family and size})
+        sizes = sorted(
+            {size for place, size in zip(places, memory_bytes, strict=True) if place.family == family and size}
+        )
         least = [size for before, size in zip([0, *sizes], sizes, strict=False) if size > SAME_MEMORY * before]
         for size in sizes if len(least) > 1 else ():
             names[family, size] = f"{family}-{math.ceil(max(each for each in least if each <= size) / GIB)}"

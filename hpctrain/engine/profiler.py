@@ -22,6 +22,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
+from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
@@ -41,8 +42,6 @@ SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at mos
 ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds
 LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
 DIGITS = 4  # of what was measured; more would only be noise
-# What else than torch's own error says that memory did not suffice: a library's workspace, memory of the host.
-OVERFLOWS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 class Limit(NamedTuple):
@@ -76,11 +75,6 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1)
         else:
             too_many = middle
     return fitting
-
-
-def is_overflow(error: RuntimeError) -> bool:
-    """Say whether an error is one of memory."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OVERFLOWS)
 
 
 class Trials:
@@ -147,7 +141,7 @@ class Trials:
             self._is_warm = True
             return True
         except RuntimeError as error:
-            if not is_overflow(error):
+            if not describe_overflow(error, self._accelerator):
                 raise
             return False
         finally:
@@ -201,14 +195,14 @@ class Trials:
                 with self._accelerator.running():
                     result.append(self._item_times(zero, rows))
             except RuntimeError as error:
-                if not is_overflow(error):
+                if not (what := describe_overflow(error, self._accelerator)):
                     raise
                 if result:
                     break
                 raise TrainingError(
                     f"rank {self._rank} ({self._families[self._rank]}) has no memory for the embedding, one block and"
                     f" the head with one row, in ZeRO stage {zero} of {len(self._families)} ranks:"
-                    f" {str(error).splitlines()[0]}; lower data.sequence_length, or start more ranks"
+                    f" {what}; lower data.sequence_length, or start more ranks"
                 ) from None
             finally:
                 self._clean()

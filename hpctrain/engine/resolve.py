@@ -365,7 +365,7 @@ def check_ranks_are_devices(described: Described, places: Sequence[Place]) -> No
         kind = cluster.families[place.family].kind
         if kind != place.kind:
             raise TopologyError(
-                f"{described.name}: family '{place.family}' is of kind {kind} there, but rank {rank} on host {place.host}"
-                f" computes on {place.kind}; start it where hpctrain doctor shows such devices, impersonate them with"
-                " --rehearse, or describe this machine (hpctrain probe)"
+                f"{described.name}: family '{place.family}' is of kind {kind} there, but rank {rank} on host"
+                f" {place.host} computes on {place.kind}; start it where hpctrain doctor shows such devices,"
+                " impersonate them with --rehearse, or describe this machine (hpctrain probe)"
             )

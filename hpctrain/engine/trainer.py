@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.saving import Saver
 from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.world import World
-from hpctrain.config.errors import CheckpointError, CorruptionError, TrainingError
+from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, positions_of
 from hpctrain.engine import loss_scale
@@ -124,13 +124,16 @@ class Trainer:
         try:
             with self.accelerator.running():
                 yield
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, CommError) as error:
+            overflow = describe_overflow(error, self.accelerator)
+            if not overflow:
+                raise
             memory, tiles = self.accelerator.memory(), self.plan.tiles_of(self.world.rank)
             items = " and ".join(str(list(tile.items)) for tile in tiles)
             raise TrainingError(
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
-                f" {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to"
+                f" {overflow}; give its tile fewer rows or items, set plan.recompute to"
                 ' "selective" or "full" or plan.offload to "all", plan.microbatch lower, or start more ranks'
             ) from error
 

@@ -165,8 +165,7 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     if world.rank == 0:  # before anything that takes seconds
         families = Counter((place.family, place.kind) for place in world.topology.places)
         ranks = " and ".join(
-            f"{count} {family}" + (f" ({kind})" if kind != family else "")
-            for (family, kind), count in families.items()
+            f"{count} {family}" + (f" ({kind})" if kind != family else "") for (family, kind), count in families.items()
         )
         click.echo(f"hpctrain {__version__}: {job.name} on {ranks} ranks, {world.library.split(' ')[0]}", err=True)
     return job

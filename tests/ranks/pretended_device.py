@@ -179,6 +179,8 @@ class PretendedModule(FakeTorchModule):
         self.waits: list[str] = []
         self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self.pinned: list[torch.Tensor] = []
+        self.last_error = ""
+        """What a call of the driver failed by, which the next launch reports and so takes away."""
         self.opened: list[torch.Tensor] = []
         """Memory that this process has exported, or another one has."""
 
@@ -328,6 +330,9 @@ def run(func, args, kwargs):
     """Do an operation that has to do with the device."""
     name = func._schema.name.removeprefix("aten::")
     with MODULE.lock:
+        if MODULE.last_error:
+            error, MODULE.last_error = MODULE.last_error, ""
+            raise RuntimeError(f"CUDA error: {error}")
         if name in ("copy_", "_to_copy"):
             return copied(func, args, kwargs)
         given = tensors_in(args, kwargs)

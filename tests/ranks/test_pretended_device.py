@@ -1,5 +1,6 @@
 """Whole training runs on a device that finds races, hidden waits, and operations on tensors of two devices."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,7 @@ from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
-from tests.ranks.pretended_device import MODULE, Clock, PretendedDevice, watched
+from tests.ranks.pretended_device import KIND, MODULE, Clock, PretendedDevice, watched
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -158,6 +159,32 @@ def test_the_second_message_of_a_channel_waits_for_no_later_work(world, route):
     assert len(places) == 4
     assert all(clock.get(stream, 0) <= called.get(stream, 0) for clock in places for stream in clock)
     assert not every_complaint(world)
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_refuses_to_pin_memory_is_not_the_error_of_the_next_launch(monkeypatch):
+    def refused(*_) -> int:
+        MODULE.last_error = "out of memory"
+        return 2
+
+    empty = torch.empty
+    monkeypatch.setattr(MODULE, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused), raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    device = PretendedDevice(KIND._replace(pins_memory=True))
+    assert device.host_buffer(torch_device.EXACT_BYTES + 4).numel() == torch_device.EXACT_BYTES + 4
+    assert torch.ones(3, device=device.device).cpu().sum() == 3
+
+
+@pytest.mark.timeout(60)
+def test_an_overflow_of_a_library_is_reported_like_torchs_own(tokens):
+    job = make_job(tokens, "llama", {"microbatch": 8}, {"architecture": "llama"} | SIZES)
+    with watched():
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        trainer = make_trainer(Alone(), job, None, PretendedDevice())
+        trainer.initialise()
+        MODULE.last_error = "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+        with pytest.raises(TrainingError, match="is out of memory in step 1: .* CUBLAS_STATUS_ALLOC_FAILED .*offload"):
+            trainer.step(training)
 
 
 def run_without_wait(launch, stream, accelerator) -> None:

@@ -3,6 +3,7 @@
 Gloo's calls return when all ranks have come, and those of a library on a device at once: see `test_torch_device.py`.
 """
 
+import time
 from contextlib import contextmanager
 from unittest.mock import patch
 

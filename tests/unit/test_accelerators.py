@@ -239,6 +239,13 @@ def test_a_probe_that_dies_is_a_no():
     assert judge(0, "", "").reason.endswith("it said nothing")
 
 
+def test_a_probe_that_dies_leaves_no_core_file(monkeypatch, tmp_path):
+    """Its MPI is replaced by one that says what the limit is."""
+    (tmp_path / "mpi4py.py").write_text("import resource, sys; sys.exit(str(resource.getrlimit(resource.RLIMIT_CORE)))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probe_direct("cpu").reason.endswith("(exit code 1): (0, 0)")
+
+
 def test_a_probe_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {note}; wait"

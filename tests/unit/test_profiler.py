@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.solo import Solo
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.cluster import RowTimes
-from hpctrain.config.errors import TrainingError
+from hpctrain.config.errors import CommError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.optimizer import Optimizer
-from hpctrain.engine.profiler import Limit, Trials, is_overflow, largest_that_fits
+from hpctrain.engine.profiler import Limit, Trials, largest_that_fits
 from hpctrain.engine.profiler import _median_times as median_times
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
@@ -52,10 +53,29 @@ def test_the_largest_is_reached_from_any_estimate_in_few_trials(limit, most, est
         assert len(tried) <= 2, "a good estimate is confirmed by two"
 
 
+HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+NCCL = "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
+NCCL_OF_TORCH = f"NCCL error in: x.cpp:1, {NCCL}\nLast error:\nCuda failure 2 'out of memory'"
+
+
 def test_what_is_an_overflow_and_what_a_mistake():
-    assert is_overflow(torch.OutOfMemoryError("no"))
-    assert is_overflow(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert not is_overflow(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    full, empty = (SimpleNamespace(free_bytes=lambda free=free: free) for free in (12 << 20, 9 << 30))
+    unknown = SimpleNamespace(free_bytes=lambda: None)
+    assert describe_overflow(torch.OutOfMemoryError("no"), unknown) == "no"
+    assert describe_overflow(RuntimeError(HANDLE), unknown) == HANDLE
+    assert describe_overflow(RuntimeError(NCCL_OF_TORCH), unknown) == "Cuda failure 2 'out of memory'"
+    assert describe_overflow(RuntimeError(NCCL), full) == f"{NCCL}, out of memory: 12 MiB of the device are free"
+    for device in (empty, unknown):
+        assert not describe_overflow(RuntimeError(NCCL), device), "a network that is gone says the same"
+    assert not describe_overflow(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), full)
+
+
+def test_an_error_of_ours_is_an_overflow_of_the_rank_that_it_came_from():
+    full = SimpleNamespace(free_bytes=lambda: 0)
+    other = CommError("rank 3 reported: TrainingError: is out of memory")
+    assert not describe_overflow(other, full)
+    other.__cause__ = RuntimeError(HANDLE)
+    assert describe_overflow(other, full) == HANDLE
 
 
 def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: float = 1000.0):

@@ -213,7 +213,9 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     script = launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]
     script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
     (recorder.folder / "hpctrain").write_text(
-        (recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]]", '[os.environ["HPCTRAIN_FAMILY"], os.environ["HPCTRAIN_DEVICE"]]]')
+        (recorder.folder / "hpctrain")
+        .read_text()
+        .replace("sys.argv[1:]]", '[os.environ[name] for name in ("HPCTRAIN_FAMILY", "HPCTRAIN_DEVICE")]]')
     )
     write_files(tmp_path, {"rank.sh": script})
     seen = [recorder.run(tmp_path / "rank.sh", SLURM_LOCALID=str(rank)) for rank in range(4)]

@@ -343,7 +343,9 @@ def test_a_family_without_its_library_is_refused_unless_it_is_to_do_without(monk
     made, _ = device()
     missing = Library(TorchCollectives, Ability(False, "CuPy cannot be used (ImportError: no)"))
     monkeypatch.setattr(bind, "load_library", lambda kind: missing)
-    with pytest.raises(TopologyError, match=r"2 ranks of family 'h200' have no NCCL: CuPy cannot be used .*hpctrain\[c"):
+    with pytest.raises(
+        TopologyError, match=r"2 ranks of family 'h200' have no NCCL: CuPy cannot be used .*hpctrain\[c"
+    ):
         native_ability(made, 1, num_ranks=2)
     assert native_ability(made, 1, num_ranks=1) == missing.ability, "a single rank has nobody to sum with"
     assert not native_ability(made, 2, num_ranks=2).works, "sharing was asked for"

@@ -104,6 +104,10 @@ class Accelerator(ABC):
     @abstractmethod
     def memory(self) -> DeviceMemory: ...
 
+    def free_bytes(self) -> int | None:
+        """Return what nobody uses of the device's memory now; None where the driver does not say it."""
+        return None
+
     def reserved_bytes(self) -> int:
         """Return what of its memory no plan may fill: context, libraries, fragmentation; nothing on hosts."""
         return 0

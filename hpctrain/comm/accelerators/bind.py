@@ -15,8 +15,8 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind, driver_files
 from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
-from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
+from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
@@ -71,10 +71,10 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     with world.all_or_none():
         if accelerator.kind != "cpu":
             native = native_ability(accelerator, sharers, len(world.topology.ranks_of(accelerator.family)))
-    if accelerator.kind != "cpu":
-        if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
-            index = accelerator.device.index or 0
-            direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
+    own_host = [r for r, place in enumerate(places) if place.host == places[rank].host and place.kind != "cpu"]
+    if own_host and rank == own_host[0]:
+        index = accelerator.device.index or 0
+        direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
     families = combine(world.topology, _of_all(world, (native, direct)))
     if asked_direct() is None:
         families = confirm_direct(world, accelerator, families)
@@ -95,10 +95,10 @@ def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
     ability = load_library(kind).ability
     if not ability.works and num_ranks > 1 and os.environ.get(NATIVE_VARIABLE) != "0":
-        package = "pip install 'hpctrain[cuda12]' (or cuda13, rocm)" if kind.uses_cupy else "install a torch that has it"
+        package = "pip install 'hpctrain[cuda12]' (or cuda13, rocm)" if kind.uses_cupy else "install a torch with it"
         raise TopologyError(
-            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; {package}, or"
-            f" set {NATIVE_VARIABLE}=0 to do without it, through MPI"
+            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; {package},"
+            f" or set {NATIVE_VARIABLE}=0 to do without it, through MPI"
         )
     return ability
 
@@ -204,10 +204,10 @@ def choose_devices(
             peers = [other for other in visible if not set(names).isdisjoint(other)]
             num_devices = len(set[str]().union(*peers))
             raise TopologyError(
-                f"host {place.host_name} has {len(peers)} ranks for {num_devices} visible devices: all {len(names)} that"
-                f" rank {rank} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
-                f" them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or set"
-                f" {SHARE_VARIABLE}=1 for a test"
+                f"host {place.host_name} has {len(peers)} ranks for {num_devices} visible devices: all {len(names)}"
+                f" that rank {rank} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}),"
+                f" show them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or"
+                f" set {SHARE_VARIABLE}=1 for a test"
             )
         result[rank] = index, names[index]
         taken.add(names[index])

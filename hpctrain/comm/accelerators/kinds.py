@@ -21,7 +21,7 @@ class DeviceKind(NamedTuple):
     driver_files: tuple[str, ...]
     """One of these is there where a driver is."""
     device_files: tuple[str, ...] = ()
-    """Those of them that prove a device for computing. Intel's `/dev/dri` and WSL's `/dev/dxg` are there for displays."""
+    """Those of them that prove a device for computing: `/dev/dri` and WSL's `/dev/dxg` are there for displays too."""
     visibility: tuple[str, ...] = ()
     """Variables by which a launcher or a user hides devices."""
     stream_attribute: str = ""

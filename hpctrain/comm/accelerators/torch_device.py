@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -110,6 +110,9 @@ class TorchAccelerator(Accelerator):
             total = module.get_device_properties(index).total_memory
         return DeviceMemory(total // self._sharers, module.memory_reserved(index), module.max_memory_reserved(index))
 
+    def free_bytes(self) -> int | None:
+        return self._module.mem_get_info(self._index)[0] if hasattr(self._module, "mem_get_info") else None
+
     def reserved_bytes(self) -> int:
         """Return what of this rank's share no plan may fill: the driver's context and what others use, as measured when
         the device was bound; buffers of a library of collectives; and what fragmentation is taken to lose."""
@@ -196,6 +199,8 @@ class TorchAccelerator(Accelerator):
             exact = register_memory(num_bytes, self._module.cudart())
             if exact is not None:
                 return exact
+            with suppress(RuntimeError):  # of the driver's last error, which the next launch would report as its own
+                torch.ones(1, device=self.device)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._kind.pins_memory)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:

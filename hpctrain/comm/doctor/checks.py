@@ -303,13 +303,14 @@ def describe_drivers(kind: str, environment: Mapping[str, str] = os.environ) -> 
 
     there = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"
     if kind == "cpu":
-        why = f"{DEVICE_VARIABLE}=cpu" if environment.get(DEVICE_VARIABLE) == "cpu" else UNSEEN if driver_files() else ""
-        return f"{there}: ranks compute on processors{why and f', {why}'}"
+        asked = environment.get(DEVICE_VARIABLE) == "cpu"
+        why = f", {DEVICE_VARIABLE}=cpu" if asked else UNSEEN if driver_files() else ""
+        return f"{there}: ranks compute on processors{why}"
     module = torch_module(KINDS[kind]) if kind in KINDS else None
     return f"{there}: torch sees {module.device_count() if module else 'no'} {kind} devices"
 
 
-UNSEEN = "since torch sees no device"
+UNSEEN = ", since torch sees no device"
 
 
 def check_drivers(places: "Sequence[Place]", texts: Sequence[str]) -> list[Finding]:
@@ -318,7 +319,7 @@ def check_drivers(places: "Sequence[Place]", texts: Sequence[str]) -> list[Findi
     for place, text in zip(places, texts, strict=False):
         if place.host_name not in hosts.setdefault(text, []):
             hosts[text].append(place.host_name)
-    lines = [f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: {text}" for text, names in hosts.items()]
+    lines = [f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}: {text}" for text, names in hosts.items()]
     is_unseen = any(text.endswith(UNSEEN) for text in hosts)
     return [Finding("drivers", "warning" if is_unseen else "ok", "\n".join(lines))] if lines else []
 

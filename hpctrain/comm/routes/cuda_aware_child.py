@@ -3,9 +3,12 @@
 Run by its path, so that it needs nothing of this package. Says in one line what it did; anything else is a no.
 """
 
+import resource
 import sys
 
-import mpi4py
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may die of what it tries, and would leave gigabytes
+
+import mpi4py  # noqa: E402
 
 mpi4py.rc.threads = False
 

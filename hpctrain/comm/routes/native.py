@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.launches import ErrorWatch
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
 from hpctrain.comm.steps import Steps
@@ -247,8 +248,17 @@ def connect_native(
     slower, which is for a person to decide.
     """
     made: list[NativeCollectives] = []
+
+    def connect() -> None:
+        try:
+            made.append(make(comm, accelerator))
+        except Exception as error:
+            if overflow := describe_overflow(error, accelerator):
+                raise torch.OutOfMemoryError(overflow) from error
+            raise
+
     try:
-        on_all(comm, lambda: made.append(make(comm, accelerator)))
+        on_all(comm, connect)
         return made[0]
     except CommError as error:
         for each in made:
