@@ -181,6 +181,22 @@ def choose_dtype(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, facts, {"train.dtype": reason})
 
 
+def fill_devices(job: Job, facts: Facts) -> Resolution:
+    """Give devices more rows at once than CPUs, where the job describes its plan and leaves their number open."""
+    topology, plan = facts.world.topology, facts.plan_or_none
+    if plan is None or job.plan is None or facts.described.is_rehearsed:
+        return Resolution(job, facts)
+    from hpctrain.plan.uniform import Resolved
+    from hpctrain.planner.choose import with_enough_rows
+
+    priced, few = _priced(job, facts), Resolved(plan, {})
+    setup_of = setups_by_plan(priced, priced, topology)
+    made = facts.world.on_first_rank(
+        lambda: with_enough_rows(priced, few, facts.families, facts.described.cluster, setup_of)
+    )
+    return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
+
+
 def profile_job(job: Job, facts: Facts) -> Resolution:
     """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
     from hpctrain.planner.curves import has_times
@@ -326,6 +342,7 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     know_machine,
     size_head,
     choose_dtype,
+    fill_devices,
     profile_job,
     search_plan,
     switch_overlaps,
