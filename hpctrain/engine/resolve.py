@@ -289,6 +289,13 @@ def check_plan(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, facts, reasons)
 
 
+def bridge_families(job: Job, facts: Facts) -> Resolution:
+    """Say how messages between families of devices go, by what is proven for the plan."""
+    from hpctrain.engine.bridge import choose_bridge
+
+    return Resolution(job, facts, choose_bridge(facts.world, job, facts.plan))
+
+
 def predict_step(job: Job, facts: Facts) -> Resolution:
     """Predict a step on rank 0, and refuse a plan that is predicted not to fit."""
     prediction, reasons, described = None, {}, facts.described
@@ -347,6 +354,7 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     search_plan,
     switch_overlaps,
     check_plan,
+    bridge_families,
     predict_step,
     choose_algorithms,
     choose_kernels,
