@@ -128,6 +128,11 @@ class LaunchOrder:
         """Have errors of a communicator end every wait of this rank."""
         self._watched.append(watched)
 
+    @property
+    def has_library(self) -> bool:
+        """Whether any group of this rank has communicators of a library."""
+        return bool(self._watched)
+
     def forget(self, watched: Watched) -> None:
         if watched in self._watched:
             self._watched.remove(watched)

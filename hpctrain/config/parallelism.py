@@ -41,7 +41,8 @@ class PlanRequest(Table):
     data: RankCount = 1
     """Data replicas (DP)."""
     microbatch: Annotated[SequenceCount | None, AUTO] = None
-    """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
+    """Sequences of one data replica that go through the pipeline at once; auto: 2,048 tokens at most with CPUs, on
+    devices 16,384, or as many as are predicted to fit."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass and not kept: nothing; what lies between the products of a block
     (norms, rotary positions, activations, capped scores); or all of a block but its input."""

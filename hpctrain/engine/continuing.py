@@ -38,6 +38,12 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
         reasons["changed"] = f"{changes}; the run goes on with the new values"
     if job.kernels.logits_mib is None:
         job = with_values(job, "kernels", logits_mib=theirs.kernels.logits_bytes >> 20)
+    request = job.plan
+    before = theirs.plan and theirs.plan.model_copy(update={"microbatch": None})
+    if request is not None and request == before and request.file is None:
+        microbatch = plan.rows // request.data
+        job = with_values(job, "plan", microbatch=microbatch)
+        reasons["plan.microbatch"] = f"{microbatch}: that of {where}"
     checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
         reasons["planned again"] = (

@@ -189,6 +189,22 @@ def choose_dtype(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, facts, {"train.dtype": reason})
 
 
+def fill_devices(job: Job, facts: Facts) -> Resolution:
+    """Give devices more rows at once than CPUs, where the job describes its plan and leaves their number open."""
+    topology, plan = facts.world.topology, facts.plan_or_none
+    if plan is None or job.plan is None or facts.described.is_rehearsed:
+        return Resolution(job, facts)
+    from hpctrain.plan.uniform import Resolved
+    from hpctrain.planner.choose import with_enough_rows
+
+    priced, few = _priced(job, facts), Resolved(plan, {})
+    setup_of = setups_by_plan(priced, priced, topology)
+    made = facts.world.on_first_rank(
+        lambda: with_enough_rows(priced, few, facts.families, facts.described.cluster, setup_of)
+    )
+    return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
+
+
 def profile_job(job: Job, facts: Facts) -> Resolution:
     """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
     from hpctrain.planner.curves import has_times
@@ -281,6 +297,13 @@ def check_plan(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, facts, reasons)
 
 
+def bridge_families(job: Job, facts: Facts) -> Resolution:
+    """Say how messages between families of devices go, by what is proven for the plan."""
+    from hpctrain.engine.bridge import choose_bridge
+
+    return Resolution(job, facts, choose_bridge(facts.world, job, facts.plan))
+
+
 def predict_step(job: Job, facts: Facts) -> Resolution:
     """Predict a step on rank 0, and refuse a plan that is predicted not to fit."""
     prediction, reasons, described = None, {}, facts.described
@@ -334,10 +357,12 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     know_machine,
     size_head,
     choose_dtype,
+    fill_devices,
     profile_job,
     search_plan,
     switch_overlaps,
     check_plan,
+    bridge_families,
     predict_step,
     choose_algorithms,
     choose_kernels,

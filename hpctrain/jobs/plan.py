@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,7 +21,7 @@ from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes
+from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.search import Limits, SearchResult
@@ -95,8 +96,13 @@ def uniform_command(job, overrides, ranks, cluster, out):
         raise click.UsageError("give --ranks N or --cluster CLUSTER")
     loaded = with_vocabulary(load_job(job, overrides))
     if cluster:
-        families = [device.family for device in load_cluster(locate_cluster(cluster)).devices]
-        resolved = resolve_plan(scaled_for(cluster, loaded), len(families), families)
+        path = locate_cluster(cluster)
+        machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
+        families = [device.family for device in machine.devices]
+        resolved = resolve_plan(loaded, len(families), families)
+        if load_truth(path) is None:
+            setup_of = partial(_setup_on, loaded, machine, path)
+            resolved = with_enough_rows(loaded, resolved, families, machine, setup_of)
     else:
         resolved = resolve_plan(loaded, ranks)
     plan_text = _with_comments((f"{key}: {reason}" for key, reason in resolved.reasons.items()), resolved.plan)
@@ -105,6 +111,13 @@ def uniform_command(job, overrides, ranks, cluster, out):
         return
     write_out(out, plan_text)
     print(f"{out}: {resolved.plan.describe()}")
+
+
+def _setup_on(job: Job, cluster: Cluster, path: Path, plan: Plan) -> Setup:
+    """Return the setup of a run by a plan on a cluster, whose file `path` is."""
+    used = list(dict.fromkeys(device.family for device in cluster.devices))
+    job, _ = with_dtypes(job, cluster, used, str(path))
+    return Setup.of_job(with_overlap(job, cluster, path, job.train.resolved_dtype, plan)[0])
 
 
 @command.command("draw")

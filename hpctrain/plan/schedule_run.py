@@ -72,6 +72,8 @@ class ScheduleRun:
     what any runner sends or receives: wires are FIFO, and each has one sender and one receiver.
     """
 
+    sums_at_end = False
+    """Whether runners go on to the end of REDUCE_GRADIENTS when they may pass it, and stop before UPDATE."""
     passes_together = True
     """Whether the tiles of a stage with ZeRO 2 or 3, which exchange in every pass, take each pass together."""
 
@@ -94,6 +96,10 @@ class ScheduleRun:
     def prices(self, tiles: Sequence[Tile]) -> object:
         """Return the prices of tiles and of their messages, to compare with those of other tiles."""
         return None
+
+    def has_arrived(self, wire: Wire) -> bool:
+        """Say whether the next message of a wire can be received; its receiver is woken where that changes."""
+        return bool(wire.microbatches)
 
     def may_pass(self, runner: Runner, step: Instruction) -> bool:
         """Say whether nothing that is launched in a computing instruction, or in one that ends a step, keeps a runner
@@ -211,7 +217,7 @@ class ScheduleRun:
             elif op in RECEIVING:
                 wires = runner.wires[op, step.virtual_stage]
                 for wire in wires:
-                    if not wire.microbatches:
+                    if not self.has_arrived(wire):
                         runner.waits_for = wire
                         return
                 for wire in wires:
@@ -229,9 +235,10 @@ class ScheduleRun:
                 for wire in wires:
                     wire.microbatches.append(step.microbatch)
                     self._wake(wire.target, wire)
-            else:
-                self.may_pass(runner, step)
+            elif not self.may_pass(runner, step) or op is Op.UPDATE or not self.sums_at_end:
                 return
+            else:
+                self.compute(runner, step)
             runner.place += 1
 
     def _wake(self, runner: Runner, event: object) -> None:

@@ -15,8 +15,9 @@ from hpctrain.sharding.parameters import check_grid
 
 # A pipeline with so many microbatches for each stage has a small bubble; more would make its products small.
 WANTED_MICROBATCHES_PER_STAGE = 4
-# One microbatch of one replica: enough for efficient products, small in memory.
-WANTED_TOKENS = 2048
+# One microbatch of one replica: enough for efficient products, small in memory. Devices are asked for the first of
+# several that fits into their memory: with 2,048 tokens kernels are so short that the host is late.
+WANTED_TOKENS, DEVICE_TOKENS = 2048, (16384, 8192, 4096)
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class Resolved:
     reasons: dict[str, str]
 
 
-def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None) -> Resolved:
+def resolve_plan(
+    job: Job, num_ranks: int, families: Sequence[str] | None = None, wanted_tokens: int = WANTED_TOKENS
+) -> Resolved:
     """Return the plan that a job describes, checked against model, batch and ranks.
 
     `families` are those of the ranks that there are, in their order; without them a plan is believed what it says.
+    `wanted_tokens` are those of a microbatch of one replica, at the most, where the job leaves its rows open.
     Raises LaunchError if it is for another number of ranks. Raises PlanError if it does not fit the model, the batch or
     the families, or is `auto`, which needs a machine.
     """
@@ -54,7 +58,7 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
             f" {request.num_ranks} ranks, but {num_ranks} were started; start it with mpirun -n"
             f' {request.num_ranks}, or set plan = "auto"'
         )
-    resolved = _draw(job, request)
+    resolved = _draw(job, request, wanted_tokens)
     return replace(resolved, plan=with_families(resolved.plan, families)) if families else resolved
 
 
@@ -79,7 +83,7 @@ def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
     return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
 
 
-def _draw(job: Job, request: PlanRequest) -> Resolved:
+def _draw(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
     grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z, request.sequence_parallel)
     check_grid(job.model, grid)
     check_positions(job.data.sequence_length, grid, "plan")
@@ -94,7 +98,7 @@ def _draw(job: Job, request: PlanRequest) -> Resolved:
     microbatch = request.microbatch
     if microbatch is None:
         microbatch, reasons["plan.microbatch"] = _choose_microbatch(
-            per_replica, grid.z, request.pipeline, request.virtual_stages, job.data.sequence_length
+            per_replica, grid.z, request.pipeline, request.virtual_stages, job.data.sequence_length, wanted_tokens
         )
     if per_replica % microbatch:
         raise PlanError(
@@ -113,11 +117,11 @@ def _draw(job: Job, request: PlanRequest) -> Resolved:
 
 
 def _choose_microbatch(
-    per_replica: int, z: int, pipeline: int, virtual_stages: int, sequence_length: int
+    per_replica: int, z: int, pipeline: int, virtual_stages: int, sequence_length: int, wanted_tokens: int
 ) -> tuple[int, str]:
     fitting = [n for n in divisors(per_replica) if n >= z] or [per_replica]
     enough = [n for n in fitting if per_replica // n >= WANTED_MICROBATCHES_PER_STAGE * pipeline or pipeline == 1]
-    small = [n for n in enough or fitting[:1] if n * sequence_length <= WANTED_TOKENS * z]
+    small = [n for n in enough or fitting[:1] if n * sequence_length <= wanted_tokens * z]
     microbatch = max(small) if small else (enough or fitting)[0]
     count = per_replica // microbatch
     bubble = (pipeline - 1) / (count * virtual_stages + pipeline - 1)

@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.errors import PlanError, TopologyError
+from hpctrain.config.errors import HpctrainError, PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES, choose_dtypes
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import runner_up
-from hpctrain.planner.predictor import Prediction
+from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import Limits, SearchResult, search
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
@@ -136,6 +137,30 @@ def with_fewest_microbatches(result: SearchResult) -> SearchResult:
     equivalent = [each for each in result.plans if each.seconds <= (1 + EQUAL_SHARE) * result.best.seconds]
     first = min(equivalent, key=lambda each: each.plan.microbatches)
     return replace(result, plans=(first, *(each for each in result.plans if each is not first)))
+
+
+def with_enough_rows(
+    job: Job, resolved: Resolved, families: Sequence[str], cluster: Cluster, setup_of: Callable[[Plan], Setup]
+) -> Resolved:
+    """Return the plan that a job for devices describes, with as many rows at once as they are busy with and have memory
+    for, where it leaves their number open. `resolved` is the plan with few; it stays where none with more is predicted
+    to fit. `setup_of` is as in `search_best`.
+    """
+    request = job.plan
+    is_open = request is not None and request.file is None and request.microbatch is None
+    if not is_open or any(cluster.families[name].kind == "cpu" for name in families):
+        return resolved
+    for tokens in DEVICE_TOKENS:
+        more = resolve_plan(job, len(families), families, tokens)
+        if more.plan.rows <= resolved.plan.rows:
+            break
+        try:
+            fits = predict(setup_of(more.plan), more.plan, cluster).fits
+        except HpctrainError:  # a figure is missing: `predict_step` says which
+            break
+        if fits:
+            return more
+    return resolved
 
 
 def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:

@@ -181,6 +181,8 @@ class PretendedModule(FakeTorchModule):
         self.pinned: list[torch.Tensor] = []
         self.last_error = ""
         """What a call of the driver failed by, which the next launch reports and so takes away."""
+        self.libraries = 0
+        """How many communicators a library of collectives has on the device."""
         self.opened: list[torch.Tensor] = []
         """Memory that this process has exported, or another one has."""
 
@@ -431,6 +433,8 @@ class PretendedDevice(TorchAccelerator):
 
     exports = True
     """Whether other processes may open memory of it."""
+    mixes = False
+    """Whether MPI may be given its memory while a library works on it: by plans of which that is proven."""
 
     def __init__(self, kind: DeviceKind = KIND, index: int = 0, family: str = "a", sharers: int = 1):
         super().__init__(kind, index, family, sharers, MODULE, FakeCupy())
@@ -462,6 +466,8 @@ class PretendedDevice(TorchAccelerator):
     def view_for_mpi(self, data: torch.Tensor):
         if self.is_on_device(data) and data.numel():
             data.block.check_seen(extent(held(data)), "a message of MPI")
+            if MODULE.libraries and not self.mixes:
+                MODULE.complain("MPI is given memory of a device on which a library works")
         return super().view_for_mpi(data)
 
 
@@ -481,6 +487,7 @@ def watched() -> Iterator[PretendedModule]:
     """Watch the device anew: its `complaints` and `waits` are those of the block."""
     MODULE.complaints.clear()
     MODULE.waits.clear()
+    MODULE.libraries = 0
     torch.autograd.set_multithreading_enabled(False)
     try:
         with patch.object(torch.Tensor, "pin_memory"):

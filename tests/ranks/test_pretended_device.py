@@ -14,12 +14,17 @@ from hpctrain.comm.lanes import Progress
 from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
+from hpctrain.comm.routes import maker
+from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.peer_memory import _PeerMessage
 from hpctrain.comm.routes.staged_messages import PlainMessage
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.bridge import message_refusal
+from hpctrain.plan.launch_order import Bridge
+from hpctrain.plan.uniform import resolve_plan
 from tests.ranks.pretended_device import KIND, MODULE, Clock, PretendedDevice, watched
 from tests.ranks.small_runs import (
     Alone,
@@ -52,6 +57,7 @@ def trained(world, families: str, job, route: dict) -> list[float]:
     device = PretendedDevice(family=families[world.rank]) if has_device else None
     if device:
         device.exports = route.get("exports", True)
+        device.mixes = len(set(families)) > 1 and "bridge" in route and route["bridge"].works
     pretended = Pretended(world, families, device=device, library=WatchedNccl(world.raw_mpi), **route)
     result = losses(pretended, job, STEPS, pretended.device)
     pretended.close()
@@ -104,6 +110,33 @@ def test_nothing_races_between_families(world, tokens, of_ranks):
         result = trained(world, of_ranks, job, {"native": True})
     assert not every_complaint(world)
     assert largest_relative_difference(result, alone) < 1e-5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("plan", "is_proven"), [({"pipeline": 2, "data": 2}, True), ({"tensor": {"y": 2}, "pipeline": 2}, False)], ids=str
+)
+def test_mpi_has_memory_of_devices_between_families_where_no_operation_waits_for_it(world, tokens, plan, is_proven):
+    """Inside a family, whose library is at work, it never has."""
+    job = job_of(tokens, plan, True, "llama")
+    bridge = Bridge(frozenset("ab"), frozenset("ab"), job.model.description.tied_head)
+    refusal = message_refusal(resolve_plan(job, 4, list("aabb")).plan, bridge, job)
+    assert ("HPCTRAIN_DIRECT=1 forces it" in refusal) != is_proven
+    alone = losses_of_one_rank(world, tokens, "llama", STEPS)
+    route = {"native": True, "direct": "ab", "exports": False, "bridge": Ability(is_proven, refusal)}
+    for families, is_given in (("aabb", is_proven), ("aaaa", False)):
+        given = []
+
+        def viewed(device, data):
+            given.append(device.is_on_device(data))  # noqa: B023
+            return VIEW(device, data)
+
+        with watched(), patch.object(PretendedDevice, "view_for_mpi", viewed):
+            result = trained(world, families, job, route)
+        assert any(given) == is_given
+        assert not every_complaint(world)
+        assert largest_relative_difference(result, alone) < 1e-5
 
 
 @pytest.mark.ranks(2)
@@ -206,6 +239,10 @@ def message_at_once(transport, data, peer, after, post, staged, copied):
     return PlainMessage(post, [data], DONE)
 
 
+def always_direct(one, other, bridge):
+    return "direct", "a mistake"
+
+
 def count_at_once(message, counter: int) -> None:
     for _ in message._copying:
         message._shared.note(counter)
@@ -214,14 +251,17 @@ def count_at_once(message, counter: int) -> None:
 
 
 COUNT, MESSAGE = _PeerMessage._count, DeviceTransport._message
+VIEW = PretendedDevice.view_for_mpi
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
 NCCL, STAGED, DIRECT = ROUTES
+BESIDE = {"native": True, "direct": "a", "exports": False}
 MISTAKES = {
     "a launch does not wait for its operands": (DeviceLaunch, "run_on", run_without_wait, NCCL, "does not wait for"),
     "nobody waits for a launch": (DeviceLaunch, "wait", lambda launch: None, NCCL, "does not wait for NCCL's"),
     "operands are not kept": (StreamedCollectives, "_run", run_and_forget, STAGED, "memory is freed"),
     "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),
     "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, STAGED, "other losses"),
+    "MPI is used beside a library": (maker, "message_route", always_direct, BESIDE, "on which a library works"),
     "a slot is counted too early": (_PeerMessage, "_count", count_at_once, NCCL, "other losses"),
 }
 """What is replaced by what, on which route, and what is complained of then."""
@@ -233,7 +273,7 @@ MISTAKES = {
 def test_a_mistake_is_found(world, tokens, mistake):
     of, name, replacement, route, complaint = MISTAKES[mistake]
     alone = losses_of_one_rank(world, tokens, "gpt2", STEPS)
-    plan = {"pipeline": 2} if of is _PeerMessage else {"tensor": {"y": 2}, "sequence_parallel": True}
+    plan = {"pipeline": 2} if of in (_PeerMessage, maker) else {"tensor": {"y": 2}, "sequence_parallel": True}
     with watched() as device, patch.object(of, name, replacement):
         try:
             result = trained(world, "aa", job_of(tokens, plan, True), route)

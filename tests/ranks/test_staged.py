@@ -14,7 +14,7 @@ from hpctrain.comm.channel import make_channel
 from hpctrain.comm.communicator import Backend, Communicator, Lane
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.routes import staging
-from hpctrain.comm.routes.abilities import Ability, Devices, FamilyAbilities
+from hpctrain.comm.routes.abilities import UNPLANNED, Ability, Devices, FamilyAbilities
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
@@ -52,9 +52,11 @@ class Pretended:
         device=None,
         exports=False,
         library=None,
+        bridge=UNPLANNED,
     ):
         """`direct`: the families whose memory MPI is given. If it `exports`, devices open each other's memory. With a
-        real `device` its libraries are real too, unless a fake `library` of collectives is given."""
+        real `device` its libraries are real too, unless a fake `library` of collectives is given. `bridge` is of
+        `Devices`."""
         hosts = hosts or [world.place.host] * world.size
         places = [Place(h, f, FAMILIES[f]) for h, f in zip(hosts, families, strict=True)]
         own = places[world.rank]
@@ -70,7 +72,7 @@ class Pretended:
         self.patience, self.rank = world.patience, world.rank
         self.progress, self._world = Progress(world.has_threads, self.device.use), world
         self._made: list[Communicator] = []
-        devices = Devices(self.device, known)
+        devices = Devices(self.device, known, bridge)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, Preferences(route, algorithm), devices=devices)
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)

@@ -12,6 +12,14 @@ class WatchedNccl(FakeNccl):
 
 
 class WatchedCommunicator(FakeNcclCommunicator):
+    def __init__(self, *given):
+        super().__init__(*given)
+        MODULE.libraries += 1
+
+    def destroy(self):
+        super().destroy()
+        MODULE.libraries -= 1
+
     def _touch(self, name: str, stream: int, number: int, reads, writes) -> None:
         """`reads` and `writes` are addresses and numbers of elements."""
         of = next(each for each in MODULE.streams if each.cuda_stream == stream)

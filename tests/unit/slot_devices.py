@@ -1,7 +1,7 @@
 """What each rank of a plan launches in a step, as the engine does it, and devices on which one collective fits."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -131,7 +131,12 @@ class Device:
     def is_done(self) -> bool:
         return not (self.to_do or self.slot or any(self.streams.values()))
 
-    def run_host(self, one_stream: bool, blocks: bool, messages: Counter[tuple]) -> bool:
+    @property
+    def is_free(self) -> bool:
+        """Whether no library works on it; all ranks agree on hosts."""
+        return self.slot is None or self.slot[0][0] == "everyone"
+
+    def run_host(self, one_stream: bool, blocks: bool, messages: Counter[tuple], sent: list[tuple]) -> bool:
         """Go on until the host must wait; say whether anything was done."""
         moved = False
         while self.to_do and self.awaited is None:
@@ -140,8 +145,11 @@ class Device:
                 return moved
             self.to_do.popleft()
             moved = True
-            if entry.kind != "collective":
-                messages[entry.group] += 1 if entry.kind == "send" else -1
+            if entry.kind == "send":
+                sent.append(entry.group)
+                continue
+            if entry.kind == "receive":
+                messages[entry.group] -= 1
                 continue
             operation = entry.group, self.counts[entry.group]
             self.counts[entry.group] += 1
@@ -159,20 +167,27 @@ class Device:
         return True
 
 
-def run(logs: dict[int, list[Entry]], seed: int, one_stream: bool, blocks: bool) -> list[int]:
+def run(
+    logs: dict[int, list[Entry]],
+    seed: int,
+    one_stream: bool,
+    blocks: bool,
+    is_direct: Callable[[int, int], bool] = lambda sender, receiver: False,
+) -> list[int]:
     """Run all ranks until nothing moves; return the ranks that are not done.
 
     Without `one_stream` each group has streams of its own, of which the device takes any. If it `blocks`, each host
-    waits for all that it launches, which is the hardest rule.
+    waits for all that it launches, which is the hardest rule. Messages between ranks that are `is_direct` are late as
+    long as they may be, and need the devices of both: they move while neither does a collective.
     """
-    random, messages = Random(seed), Counter()
+    random, messages, sent = Random(seed), Counter(), []
     devices = {rank: Device(log) for rank, log in logs.items()}
     moved = True
     while moved:
         moved = False
         for rank in random.sample(sorted(devices), len(devices)):
             device = devices[rank]
-            moved |= device.run_host(one_stream, blocks, messages)
+            moved |= device.run_host(one_stream, blocks, messages, sent)
             moved |= device.begin(random)
             begun = device.slot
             if begun and all(devices[other].slot == begun for other in begun[0][-1]):
@@ -181,4 +196,14 @@ def run(logs: dict[int, list[Entry]], seed: int, one_stream: bool, blocks: bool)
                     if devices[other].awaited == begun:
                         devices[other].awaited = None
                 moved = True
+        for message in [each for each in sent if not is_direct(*each[:2])]:
+            sent.remove(message)
+            messages[message] += 1
+            moved = True
+        may_move = [each for each in sent if all(devices[rank].is_free for rank in each[:2])]
+        if may_move and (not moved or random.random() < 0.1):
+            message = random.choice(may_move)
+            sent.remove(message)
+            messages[message] += 1
+            moved = True
     return [rank for rank, device in devices.items() if not device.is_done]

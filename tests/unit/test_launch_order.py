@@ -1,5 +1,6 @@
 """Devices that do one collective at a time come to the end of a step, whatever the tiling: what the engine launches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.model import shard
 from hpctrain.plan.holders import check_zero
-from hpctrain.plan.launch_order import LaunchOrderRun, check_launch_order
+from hpctrain.plan.launch_order import Bridge, LaunchOrderRun, check_launch_order, check_messages
 from hpctrain.plan.schedule import Instruction, Op, schedule_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -113,6 +114,68 @@ def test_interleaved_pipelines_beside_others_may_start_early():
     check_launch_order(Plan((*interleaved, replace(whole, rows=Interval(1, 3))), 4, 3))
 
 
+def of_families(plan: Plan, families: Sequence[str]) -> Plan:
+    """Return the plan with the family of each tile."""
+    tiles = (replace(tile, family=family) for tile, family in zip(plan.tiles, families, strict=True))
+    return replace(plan, tiles=tuple(tiles))
+
+
+def is_proven(plan: Plan, launching: str = "ab", early: bool = True, is_tied: bool = True) -> bool:
+    try:
+        check_messages(plan, Bridge(frozenset("ab"), frozenset(launching), is_tied), early, overlaps_z=True)
+    except PlanError as error:
+        assert "deadlocks" in str(error)
+        return False
+    return True
+
+
+def stuck(plan: Plan, logs: dict, seed: int, blocks: bool) -> list[int]:
+    """Return the ranks that do not come to an end where messages between families need both devices."""
+    family = {rank: tile.family for tile in plan.tiles for rank in tile.ranks}
+    return run(logs, seed, True, blocks, lambda sender, receiver: family[sender] != family[receiver])
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=costly(25), deadline=None)
+@given(st.data())
+def test_messages_of_device_memory_that_are_proven_come_to_an_end(data):
+    """Of any tiling, by what the engine launches, with tiles of two families."""
+    plan = data.draw(tilings(MODEL, 5, 6, 2))
+    plan = of_families(plan, [data.draw(st.sampled_from("ab")) for _ in plan.tiles])
+    early = data.draw(st.booleans())
+    if is_proven(plan, early=early):
+        logs = launched_steps(job_of(data=early), plan)
+        for seed in SEEDS:
+            for blocks in (True, False):
+                assert not stuck(plan, logs, seed, blocks), f"seed {seed}, blocks {blocks}"
+
+
+TWO_TILES = even_plan(MODEL.num_items, TensorGrid(y=2), 2, 1, 4, 2)
+SINGLE = even_plan(MODEL.num_items, TensorGrid(), 2, 2, 4, 4)
+
+
+def test_messages_that_cross_between_two_tensor_grids_are_refused():
+    """A rank of each waits in a sum over y for the other one, which waits for a message: it happens, too."""
+    plan = of_families(TWO_TILES, "ab")
+    assert not is_proven(plan, is_tied=False)
+    logs = launched_steps(job_of(), plan)
+    assert any(stuck(plan, logs, seed, blocks) for seed in range(20) for blocks in (True, False))
+    assert is_proven(plan, launching="a", is_tied=False), "the other family never waits in an operation"
+    assert is_proven(plan, launching="", is_tied=False)
+    assert is_proven(of_families(TWO_TILES, "aa"), is_tied=False), "no message is of device memory"
+    several = even_plan(MODEL.num_items, TensorGrid(y=2), 2, 1, 1, 2)
+    assert is_proven(of_families(several, "ab"), is_tied=False), "one microbatch: nothing crosses"
+
+
+def test_stages_of_one_rank_each_are_proven_but_for_a_tied_embedding():
+    """Which the last stage sums while the first waits for its gradient."""
+    plan = of_families(SINGLE, "aabb")
+    assert is_proven(plan, is_tied=False) and is_proven(plan, early=False, is_tied=False)
+    assert not is_proven(plan)
+    logs = launched_steps(job_of(), plan)
+    assert any(stuck(plan, logs, seed, blocks) for seed in range(20) for blocks in (True, False))
+
+
 def chunks_in_two_orders() -> tuple[Plan, dict]:
     """Two ranks, each with both halves of the model, of which they finish different ones first."""
     halves = Interval(0, 5), Interval(5, MODEL.num_items)
@@ -140,3 +203,7 @@ def test_the_order_of_thousands_of_ranks_is_proven_within_a_second():
     plan, start = even_plan(82, TensorGrid(y=8), 8, 64, 64, 64), time.thread_time()
     check_launch_order(plan)
     assert len(plan.ranks) == 4096 and time.thread_time() - start < 1
+    stages = [("a" if tile.items.start < 40 else "b") for tile in plan.tiles]
+    start = time.thread_time()
+    assert is_proven(of_families(plan, stages), launching="b", is_tied=False)
+    assert time.thread_time() - start < 3

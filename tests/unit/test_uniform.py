@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.config.cluster_file import load_cluster, locate_cluster
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import load_job
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.uniform import resolve_plan
+from hpctrain.planner.choose import with_enough_rows
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predictor import predict
 from hpctrain.sharding.grid import TensorGrid
 
 
@@ -51,6 +55,38 @@ def test_what_does_not_fit_is_refused_with_the_numbers(overrides, ranks, message
     with pytest.raises(HpctrainError) as caught:
         resolve_plan(job(*overrides), ranks)
     assert message in str(caught.value)
+
+
+FAMILIES = ["a100-80"] * 4 + ["a100-40"] * 4
+
+
+def tokens_at_once(*overrides: str, memory: float = 1.0, kind: str = "cuda") -> int:
+    """Return the tokens of a microbatch of a replica on eight devices with so many times the memory of A100s."""
+    given = load_job("mixed", ["train.global_batch=512", "train.dtype=bf16", *overrides])
+    assert given.plan is not None
+    cluster = load_cluster(locate_cluster("a100-80-40"))
+    families = {
+        name: family.model_copy(update={"kind": kind, "memory_bytes": int(memory * family.memory_bytes)})
+        for name, family in cluster.families.items()
+    }
+    cluster = cluster.model_copy(update={"families": families})
+    names = [device.family for device in cluster.devices]
+    few = resolve_plan(given, 8, names)
+    setup = Setup.of_job(given)
+    made = with_enough_rows(given, few, names, cluster, lambda plan: setup)
+    assert made is few or predict(setup, made.plan, cluster).fits
+    return made.plan.rows // given.plan.data * 2048
+
+
+def test_devices_have_as_many_rows_at_once_as_they_are_busy_with_and_have_memory_for():
+    assert tokens_at_once("plan.data=8", memory=4) == 16384
+    assert tokens_at_once("plan.data=8", memory=4, kind="cpu") == 2048
+    assert tokens_at_once("plan.data=8", "plan.microbatch=2", memory=4) == 4096, "as the job says"
+    assert tokens_at_once("plan.tensor.z=4", "plan.data=2", memory=4) == 4 * 16384, "z splits them"
+    assert tokens_at_once("plan.data=8", "train.global_batch=16", memory=4) == 4096, "a replica has no more"
+    assert tokens_at_once("plan.pipeline=2", "plan.data=4", "train.global_batch=64", memory=4) == 4096, "microbatches"
+    by_memory = [tokens_at_once("plan.tensor=4", "plan.data=2", memory=share) for share in (0.5, 0.4, 0.3, 0.2)]
+    assert by_memory == [16384, 8192, 4096, 2048]
 
 
 def test_what_cuts_positions_is_written_by_tile_and_read_again(tmp_path):

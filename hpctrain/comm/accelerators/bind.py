@@ -14,7 +14,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind, driver_files
-from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.routes.abilities import ON_HOST, UNPLANNED, Ability, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.torch_groups import load_library
@@ -78,7 +78,7 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     families = combine(world.topology, _of_all(world, (native, direct)))
     if asked_direct() is None:
         families = confirm_direct(world, accelerator, families)
-    return Devices(accelerator, families)
+    return Devices(accelerator, families, bridge=asked_direct() or UNPLANNED)
 
 
 def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:

@@ -371,8 +371,9 @@ def check_cores(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
 def _routes(world: "World") -> list[dict[str, str]]:
     from hpctrain.comm.routes.abilities import describe_routes
 
-    families = world.settings.devices.families if world.settings.devices else {}
-    return [route._asdict() for route in describe_routes(world.topology, families)]
+    devices = world.settings.devices
+    described = describe_routes(world.topology, devices.families, devices.bridge) if devices else None
+    return [route._asdict() for route in described or describe_routes(world.topology, {})]
 
 
 def _connect_families(world: "World") -> None:

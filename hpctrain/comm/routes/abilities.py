@@ -29,12 +29,22 @@ class FamilyAbilities:
     """An MPI that takes pointers to memory of the devices."""
 
 
+UNPLANNED = Ability(
+    True,
+    "by plans of which it is proven that no rank waits in an operation of a library for one that waits in such a message;"
+    " else staged",
+)
+"""Before there is a plan: a probe times messages while no library works."""
+
+
 @dataclass(frozen=True)
 class Devices:
     """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
 
     accelerator: "Accelerator"
     families: Mapping[str, FamilyAbilities]
+    bridge: Ability = UNPLANNED
+    """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""
 
 
 class DescribedRoute(NamedTuple):
@@ -49,7 +59,7 @@ class DescribedRoute(NamedTuple):
 ON_HOST = Ability(False, "host memory")
 
 
-def device_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str]:
+def device_route(one: FamilyAbilities, other: FamilyAbilities, bridge: Ability = UNPLANNED) -> tuple[str, str]:
     """Return the route between ranks of two families (or of one, given twice), and the reason. Pure.
 
     | families                | route  | collectives            | messages                       | if           |
@@ -61,15 +71,19 @@ def device_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str
     | cpu and one of devices  | staged | ours over messages     | ... at the device's end        |              |
 
     In a group of several families each uses its own route inside, and the slower ones carry shards across.
+
+    MPI on device memory and a library may need the same devices at once, and wait for each other: NVIDIA's guide calls
+    it "not guaranteed to be safe". So messages inside a family that has a library are never direct. Between families,
+    of which one has a library, they are as `bridge` says.
     """
     if one.kind == other.kind == "cpu":
         return "host", "memory of the host: shared where ranks are on one, MPI across"
     if one.name == other.name and one.native.works:
         return "native", one.native.reason
-    return message_route(one, other)
+    return message_route(one, other, bridge)
 
 
-def message_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str]:
+def message_route(one: FamilyAbilities, other: FamilyAbilities, bridge: Ability = UNPLANNED) -> tuple[str, str]:
     """Return how messages go between ranks of two families, of which one at least has devices. Pure."""
     for family in (one, other):
         if family.kind == "cpu":
@@ -77,10 +91,25 @@ def message_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, st
         if not family.direct.works:
             why = "" if one.name != other.name or one.native.works else f"; no native library: {one.native.reason}"
             return "staged", f"MPI is not given memory of {family.name}: {family.direct.reason}{why}"
-    return "direct", f"MPI moves memory of {', '.join(dict.fromkeys((one.name, other.name)))}: {one.direct.reason}"
+    names = ", ".join(dict.fromkeys((one.name, other.name)))
+    reason = f"MPI moves memory of {names}: {one.direct.reason}"
+    if not (one.native.works or other.native.works):
+        return "direct", reason
+    if one.name == other.name:
+        return "staged", f"MPI is given no memory of {names} while its library uses the devices: that may deadlock"
+    return ("direct", f"{reason}; {bridge.reason}") if bridge.works else ("staged", bridge.reason)
 
 
-def describe_routes(topology: Topology, families: Mapping[str, FamilyAbilities]) -> list[DescribedRoute]:
+def bridged(names: Sequence[str], families: Mapping[str, FamilyAbilities]) -> frozenset[str]:
+    """Return which of some families MPI moves memory of, where their messages depend on `Devices.bridge`. Pure."""
+    known = {name: families[name] for name in names if name in families and families[name].direct.works}
+    depends = len(known) > 1 and any(family.native.works for family in known.values())
+    return frozenset(known) if depends else frozenset()
+
+
+def describe_routes(
+    topology: Topology, families: Mapping[str, FamilyAbilities], bridge: Ability = UNPLANNED
+) -> list[DescribedRoute]:
     """Return the route of every pair of families, each with itself first. Pure.
 
     Families that are not in `families` have host memory.
@@ -93,7 +122,7 @@ def describe_routes(topology: Topology, families: Mapping[str, FamilyAbilities])
             if name == other and len(topology.ranks_of(name)) == 1:
                 described.append(DescribedRoute(name, other, "alone", "a single rank"))
             else:
-                described.append(DescribedRoute(name, other, *device_route(known[name], known[other])))
+                described.append(DescribedRoute(name, other, *device_route(known[name], known[other], bridge)))
     return described
 
 

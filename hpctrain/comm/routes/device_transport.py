@@ -46,6 +46,8 @@ class DeviceTransport:
         self.bytes_sent = [0] * comm.size
         self._mpi, self._accelerator = mpi, accelerator
         self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
+        self.is_direct = bool(self._direct)
+        """Whether any message is of device memory."""
         self._moving: dict[tuple[str, int], deque[Message]] = {}
         self._open = True
         others = self.size - 1

@@ -88,7 +88,7 @@ class RouteMaker:
         places = [self._topology.places[rank] for rank in ranks]
         if len(ranks) != 2 or places[0].host != places[1].host or any(place.kind == "cpu" for place in places):
             return None
-        if message_route(*(self._family(rank) for rank in ranks))[0] == "direct":
+        if message_route(*(self._family(rank) for rank in ranks), self._devices.bridge)[0] == "direct":
             return None
         return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
 
@@ -134,7 +134,7 @@ class RouteMaker:
         direct = [
             position
             for position, rank in enumerate(ranks)
-            if rank != self.rank and message_route(own, self._family(rank))[0] == "direct"
+            if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
         ]
         comm = self.sub_communicator(ranks)
         return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
@@ -172,4 +172,5 @@ class RouteMaker:
         one = self._devices.families[next(iter(names))]
         if len(names) == 1:
             return device_route(one, one)[1]
-        return "; ".join(f"{n}: {device_route(one, self._devices.families[n])[1]}" for n in names if n != one.name)
+        reasons = ((n, device_route(one, self._devices.families[n], self._devices.bridge)[1]) for n in names)
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons if name != one.name)

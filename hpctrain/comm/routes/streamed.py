@@ -24,6 +24,9 @@ class StreamedCollectives:
     | all of it               | a `DeviceLaunch`        | that of `launches` | the caller's stream waits for it |
     | parts, between messages | steps, in a `Composite` | that of `launches` | the device has done it           |
     | nothing of it           | steps                   | one of its own     | the device has done it           |
+
+    Where messages are of device memory, and other groups have a library, steps are a `Composite` too: none of its
+    operations begins before they have arrived.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class StreamedCollectives:
         if self.is_launched:
             return DeviceLaunch(order, steps, queued, tensors)
         steps = self._run(steps, queued, tensors)
-        return Composite(order, steps) if self._natives else steps
+        is_alone = self._natives or (self._transport.is_direct and order.has_library)
+        return Composite(order, steps) if is_alone else steps
 
     def _run(self, steps: Steps, queued: Event | None, kept: Sequence[torch.Tensor]) -> Steps:
         """Keep the tensors until the device is done with them: the stream that they are of would get their memory."""
