@@ -70,10 +70,11 @@ def main(command: click.Command = root) -> None:
 
     use_plain_streams()
     signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None
-    speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
-    if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
-        sys.exit(0)
+    speaks = True
     try:
+        speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
+        if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
+            sys.exit(0)
         command(standalone_mode=False, obj=signals)
     except click.exceptions.Exit as exit_request:
         sys.exit(exit_request.exit_code)

@@ -87,13 +87,13 @@ class World:
                 " module, pip install 'hpctrain[mpi]', or ask hpctrain doctor"
             ) from None
 
+        promised, variable = promised_size()
         device = detect_device()
         ours = not MPI.Is_initialized()
         if ours:
             remove_dead_segments()
             use_device_early(device)
             pmi.init_thread(MPI)
-        promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1:
             raise LaunchError(
                 f"{variable} promises {promised} ranks, but MPI started this one alone: the launcher and the MPI"
