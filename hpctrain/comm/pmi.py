@@ -33,20 +33,29 @@ def init_thread(mpi) -> None:
 
     Raises LaunchError where the launcher's connection is not there.
     """
-    stream, _ = number_in([STREAM_VARIABLE])
+    stream = _launcher_stream()
     if stream is None or SLURM_VARIABLE not in os.environ:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         return
+    with short_values(stream):
+        # mpi4py would keep the interpreter's lock, and the answers would not be passed on.
+        ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+
+
+def _launcher_stream() -> int | None:
+    """Return the open connection to MPICH's launcher; None without any. Raises LaunchError."""
+    stream, _ = number_in([STREAM_VARIABLE])
+    if stream is None:
+        os.environ.pop(STREAM_VARIABLE, None)  # MPICH would take an empty one for a connection
+        return None
     try:
         os.fstat(stream)
     except OSError as error:
         raise LaunchError(
             f"{STREAM_VARIABLE} = {stream}: is no connection to a launcher: {describe_os_error(error)}; start the ranks"
-            f" with srun, or unset {STREAM_VARIABLE}"
+            f" with mpirun or srun, or unset {STREAM_VARIABLE}"
         ) from None
-    with short_values(stream):
-        # mpi4py would keep the interpreter's lock, and the answers would not be passed on.
-        ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    return stream
 
 
 @contextmanager
