@@ -20,6 +20,7 @@ from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.jobs.common import generate_tokens
 
 RANKS = 8
+VARIANTS = "benchmarks.overlap_variants"
 FLOPS_PER_SECOND, MEMORY_BYTES, MEMORY_BYTES_PER_SECOND = 5e8, 200_000_000, 2e9
 CLUSTER = """
 [families.pretended]
@@ -92,9 +93,9 @@ def main() -> None:
             generate_tokens(path / "tokens.bin", 512)
             (path / "job.toml").write_text(JOB)
             (path / "cluster.toml").write_text(cluster_file(given.bandwidth or speed, given.scale))
-            command = ["bench", "overlap", "job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]
+            command = ["job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]
             command += [part for setting in settings for part in ("--set", setting)]
-            summary = json.loads(call(*command, ranks=RANKS, cwd=path).splitlines()[-1])
+            summary = json.loads(call(*command, ranks=RANKS, cwd=path, module=VARIANTS).splitlines()[-1])
         share, overrun = f"{summary['communication_share']:.0%}", f"{summary['overrun']:.2%}"
         for variant in [each for each in ("all", ALL_AND_FORWARD) if each in summary["step_seconds"]]:
             steps = (

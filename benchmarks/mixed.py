@@ -12,6 +12,7 @@ Times are the rehearsed clusters', so that runs may be compared where their over
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,10 +34,13 @@ PARITY_STEPS, PARITY_BATCH, TOLERANCE, HURRIED_SCALE = 20, 48, 1e-5, 0.01
 SHORT, SHORT_LAYERS, SHORT_BATCH, SHORT_SCALE = "a100-80-40", 38, 96, 4.0
 
 
-def call(*arguments, ranks: int = 0, cwd: Path | None = None) -> str:
+def call(*arguments, ranks: int = 0, cwd: Path | None = None, module: str = "") -> str:
+    """Return what a command of hpctrain prints, or a module of the benchmarks; end with it where it fails."""
     launcher = [BIN / "mpirun", "-n", ranks] if ranks else []
-    command = [str(part) for part in (*launcher, BIN / "hpctrain", *arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=cwd)
+    program = [sys.executable, "-m", module] if module else [BIN / "hpctrain"]
+    command = [str(part) for part in (*launcher, *program, *arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=cwd, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
     return done.stdout

@@ -70,14 +70,14 @@ def main(command: click.Command = root) -> None:
     from hpctrain.comm.launcher import promised_rank, record_exit
 
     use_plain_streams()
-    speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
-    signals = None
-    if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER:
-        signals = StopSignals().listen()
-        keep_output(speaks)
-    if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
-        sys.exit(0)
+    signals, speaks = None, True
     try:
+        speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
+        if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER:
+            signals = StopSignals().listen()
+            keep_output(speaks)
+        if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
+            sys.exit(0)
         command(standalone_mode=False, obj=signals)
     except click.exceptions.Exit as exit_request:
         sys.exit(exit_request.exit_code)

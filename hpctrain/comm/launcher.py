@@ -1,11 +1,15 @@
 """What can be known before MPI is started: the launcher's promise, by the environment it left, and this host."""
 
+import math
 import os
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from hpctrain.config.errors import LaunchError
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
@@ -15,6 +19,11 @@ EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 """Of torchrun, which starts no MPI. One of them alone is of something else."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+MOST_THREADS = 4096
+MOST_DIGITS = 9
+"""Of a launcher's numbers."""
 
 
 def record_exit(code: int) -> None:
@@ -39,26 +48,61 @@ def host_memory_bytes() -> int:
 
 def promised_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
-    return _first_number(RANK_VARIABLES, TORCHRUN_VARIABLES[0], 0)[0]
+    return number_in((*RANK_VARIABLES, *_of_torchrun(0)))[0] or 0
 
 
 def promised_size() -> tuple[int, str]:
     """Return how many ranks the launcher promised and the variable that says so; (1, "") without a launcher."""
-    return _first_number(SIZE_VARIABLES, TORCHRUN_VARIABLES[1], 1)
+    number, variable = number_in((*SIZE_VARIABLES, *_of_torchrun(1)))
+    return (1, "") if number is None else (number, variable)
 
 
-def _first_number(variables: tuple[str, ...], of_torchrun: str, otherwise: int) -> tuple[int, str]:
-    """Return the number that the first of some variables has, and which that is."""
-    if all(variable in os.environ for variable in TORCHRUN_VARIABLES):
-        variables = (*variables, of_torchrun)
-    return next(((int(os.environ[v]), v) for v in variables if v in os.environ), (otherwise, ""))
+def _of_torchrun(place: int) -> Sequence[str]:
+    """Return torchrun's variable at a place, if it has set both."""
+    return TORCHRUN_VARIABLES[place : place + 1] if all(os.environ.get(name) for name in TORCHRUN_VARIABLES) else ()
+
+
+def number_in(variables: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[int | None, str]:
+    """Return the number in the first of a launcher's variables that is not empty, and its name; (None, "") without any.
+
+    Raises LaunchError where it is no number.
+    """
+    for variable in variables:
+        if text := environment.get(variable, "").strip():
+            if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+                raise LaunchError(
+                    f"{variable} = {text!r:.40}: is no whole number, and a launcher sets it to one; start the ranks"
+                    f" with mpirun or srun, or unset {variable}"
+                )
+            return int(text), variable
+    return None, ""
+
+
+def asked_threads() -> int | None:
+    """Return how many threads of a rank the user asks for; None where nothing says so.
+
+    OpenMP's variable may have a number for each level of nested parallelism; the first one is meant.
+
+    Raises LaunchError.
+    """
+    if not (text := os.environ.get(THREADS_VARIABLE, "").strip()):
+        return None
+    first = text.partition(",")[0].strip()
+    number = int(first) if first.isascii() and first.isdigit() and len(first) <= MOST_DIGITS else 0
+    if not 1 <= number <= MOST_THREADS:
+        raise LaunchError(
+            f"{THREADS_VARIABLE} = {text!r:.40}: is no number of threads from 1 to {MOST_THREADS:,}; set it to the"
+            " cores of a rank, or unset it"
+        )
+    return number
 
 
 def end_of_batch_job() -> float | None:
     """Return when the batch job of this process ends, in seconds since 1970; None where nothing says so."""
     for variable in END_VARIABLES:
         with suppress(KeyError, ValueError):
-            return float(os.environ[variable])
+            if math.isfinite(end := float(os.environ[variable])):
+                return end
     if job := os.environ.get("SLURM_JOB_ID"):
         asked = ("squeue", "--noheader", "--jobs", job, "--format", "%L")
         with suppress(OSError, subprocess.SubprocessError, ValueError):

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hpctrain.comm.launcher import number_in
+from hpctrain.config.errors import LaunchError, describe_os_error
+
 STREAM_VARIABLE = "PMI_FD"
 """The variable with the number of MPICH's connection to its launcher."""
 SLURM_VARIABLE = "SLURM_STEP_ID"
@@ -26,13 +29,33 @@ READ_BYTES = 1 << 16
 
 
 def init_thread(mpi) -> None:
-    """Start MPI with MPI_THREAD_MULTIPLE, as mpi4py's `Init_thread` does. All ranks must call."""
-    if STREAM_VARIABLE not in os.environ or SLURM_VARIABLE not in os.environ:
+    """Start MPI with MPI_THREAD_MULTIPLE, as mpi4py's `Init_thread` does. All ranks must call.
+
+    Raises LaunchError where the launcher's connection is not there.
+    """
+    stream = _launcher_stream()
+    if stream is None or SLURM_VARIABLE not in os.environ:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         return
-    with short_values(int(os.environ[STREAM_VARIABLE])):
+    with short_values(stream):
         # mpi4py would keep the interpreter's lock, and the answers would not be passed on.
         ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+
+
+def _launcher_stream() -> int | None:
+    """Return the open connection to MPICH's launcher; None without any. Raises LaunchError."""
+    stream, _ = number_in([STREAM_VARIABLE])
+    if stream is None:
+        os.environ.pop(STREAM_VARIABLE, None)  # MPICH would take an empty one for a connection
+        return None
+    try:
+        os.fstat(stream)
+    except OSError as error:
+        raise LaunchError(
+            f"{STREAM_VARIABLE} = {stream}: is no connection to a launcher: {describe_os_error(error)}; start the ranks"
+            f" with mpirun or srun, or unset {STREAM_VARIABLE}"
+        ) from None
+    return stream
 
 
 @contextmanager

@@ -87,13 +87,13 @@ class World:
                 " module, pip install 'hpctrain[mpi]', or ask hpctrain doctor"
             ) from None
 
+        promised, variable = promised_size()
         device = detect_device()
         ours = not MPI.Is_initialized()
         if ours:
             remove_dead_segments()
             use_device_early(device)
             pmi.init_thread(MPI)
-        promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1 and variable in TORCHRUN_VARIABLES:
             raise LaunchError(
                 f"torchrun started {promised} processes ({variable}), and each would train alone: hpctrain is an MPI"

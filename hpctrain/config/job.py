@@ -83,7 +83,8 @@ class Model(Table):
     preset: str | None = None
     """A published shape, see below. Other keys override its values."""
     architecture: str
-    """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`."""
+    """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`,
+    `starcoder2`."""
     num_layers: LayerCount
     """Transformer blocks."""
     hidden_size: Width

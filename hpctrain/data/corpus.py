@@ -22,6 +22,7 @@ from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 RECORD_FILES = JSON_LINES + PARQUET
+MOST_LINE_BYTES = 100_000_000
 
 
 class Texts(NamedTuple):
@@ -87,7 +88,9 @@ class JsonLines(Records):
 
     def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
         at = 0
-        for number, line in enumerate(self._file, 1):
+        for number, line in enumerate(iter(lambda: self._file.readline(MOST_LINE_BYTES), b""), 1):
+            if len(line) == MOST_LINE_BYTES:
+                raise DataError(f"{self._path}, line {number}: has {MOST_LINE_BYTES:,} bytes or more; divide it")
             if line.strip():
                 yield at, at, self._parse(line, f"{self._path}, line {number}")
             at += len(line)

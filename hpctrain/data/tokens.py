@@ -11,6 +11,7 @@ is. It is taken to be the largest token + 1, rounded up to a multiple of 64 as n
 takes a pass over the file when first asked for.
 """
 
+import errno
 import os
 import re
 import tempfile
@@ -194,6 +195,7 @@ def open_tokens(path: Path | str) -> TokenSource:
         with open_file(path) as file:
             head = file.read(len(HDF5_SIGNATURE))
             size = os.fstat(file.fileno()).st_size
+            begins_with_hole = size > 0 and _begins_with_hole(file.fileno())
     except FileNotFoundError:
         raise DataError(f"{path}: no such token file; make it with: hpctrain prepare PATH… --out {path}") from None
     except IsADirectoryError:
@@ -205,6 +207,8 @@ def open_tokens(path: Path | str) -> TokenSource:
         raise DataError(f"{path}: cannot be read: {describe_os_error(error)}; check its path and permissions") from None
     if head == HDF5_SIGNATURE:
         return _open_hdf5(path, size)
+    if begins_with_hole:
+        raise DataError(f"{path}: has {size:,} bytes, of which the first were never written; copy it again")
     if path.suffix == ".bin":
         return _open_bin(path, size)
     if HDF5_SIGNATURE.startswith(head):  # an empty file, too
@@ -213,6 +217,14 @@ def open_tokens(path: Path | str) -> TokenSource:
         f"{path}: is not a token file: its {size} bytes start with {head!r}, not as HDF5 does (nor is it a .bin);"
         f" if it is text, make a token file of it: hpctrain prepare {path} --out {path.with_suffix('.h5')}"
     )
+
+
+def _begins_with_hole(file: int) -> bool:
+    """Say whether the disk has nothing for the beginning of a file, which then reads as zeros without an end."""
+    try:
+        return os.lseek(file, 0, os.SEEK_DATA) > 0
+    except OSError as error:  # there is no data at all; other errors are of file systems that do not know
+        return error.errno == errno.ENXIO
 
 
 def _open_bin(path: Path, size: int) -> TokenSource:

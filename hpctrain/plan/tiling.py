@@ -1,6 +1,6 @@
 """The plan: a tiling of the work of each microbatch, items x rows, among tensor grids of ranks.
 
-Plain frozen data with a TOML form (see `plan_file.py`), written by a person, by `even_plan`, or by the planner, and
+Plain frozen data with a TOML form (see `file.py`), written by a person, by `even_plan`, or by the planner, and
 read by everything else. Items are those of `sharding/items.py`; rows are the sequences of a microbatch.
 """
 

@@ -35,8 +35,8 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
-# How far a step may be from its prediction, two times out of three: by benchmarks/predictor.py, for devices that were
-# measured, and for those of a data sheet.
+# How far a step may be from its prediction, two times out of three: by benchmarks/evidence/predictor.py, for devices
+# that were measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 AGREED_BYTES = 24
 """Of loss, norm and stopping, on which all ranks agree."""

@@ -1,5 +1,9 @@
 """The documentation: its commands exist, its links lead somewhere, what is generated is up to date."""
 
+import argparse
+import ast
+import importlib
+import itertools
 import re
 import shlex
 import subprocess
@@ -11,6 +15,7 @@ import click
 import pytest
 
 from hpctrain import PUBLIC
+from hpctrain.architectures.registry import families
 from hpctrain.cli import root
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.tables import parse_toml
@@ -19,6 +24,8 @@ from hpctrain.plan.file import parse_plan
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`((?:mpirun -n \d+ )?python -m benchmarks\.[^`]*)`")
+"""Commands within a sentence or a table."""
 LAUNCHERS = ("mpirun", "srun", "sbatch")
 
 
@@ -33,6 +40,8 @@ def commands() -> list[tuple[str, str]]:
         for text in blocks(page, "console"):
             lines = text.replace("\\\n", " ").splitlines()
             commands += [(page.name, line[2:].split("  #")[0].strip()) for line in lines if line.startswith("$ ")]
+        if page.name == "benchmarks.md":
+            commands += [(page.name, command) for command in INLINE.findall(page.read_text())]
     return commands
 
 
@@ -58,16 +67,73 @@ def without_launcher(words: list[str]) -> list[str]:
     return words
 
 
+class ParsedError(Exception):
+    """Ends a program whose arguments have been read."""
+
+
+def parse_benchmark(monkeypatch, module: str, arguments: list[str]) -> None:
+    """Parse arguments as a program of the benchmarks does, without running it. Ends with SystemExit or UsageError."""
+    loaded = importlib.import_module(module)
+    for name in ("command", "main"):
+        if isinstance(command := getattr(loaded, name, None), click.Command):
+            return parse(command, module, arguments)
+    if not hasattr(loaded, "argparse"):
+        assert len(arguments) <= (module == "benchmarks.start"), "it takes none, or a job"
+        return None
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser):
+        parse_args(parser, arguments)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(ParsedError):
+        loaded.main()
+    return None
+
+
+def called_commands() -> list[tuple[str, list[str]]]:
+    """Return (file, leading words) of each command of hpctrain that a program of the benchmarks starts by `call`."""
+    found = []
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "call":
+                continue
+            if any(keyword.arg == "module" for keyword in node.keywords):
+                continue
+            constants = itertools.takewhile(lambda argument: isinstance(argument, ast.Constant), node.args)
+            if words := [str(each.value) for each in constants if isinstance(each, ast.Constant)]:
+                found.append((path.name, words))
+    return found
+
+
+@pytest.mark.parametrize(("file", "words"), called_commands(), ids=str)
+def test_benchmarks_start_commands_that_there_are(file, words):
+    command: click.Command = root
+    context = click.Context(root)
+    while isinstance(command, click.Group):
+        made = command.get_command(context, words[0])
+        assert made is not None, f"{file}: {words}"
+        command, words = made, words[1:]
+
+
+def test_the_job_reference_names_every_architecture():
+    (row,) = re.findall(r"^\| `architecture` .*", (ROOT / "docs/job.md").read_text(), re.M)
+    assert all(f"`{name}`" in row for name in families())
+
+
 @pytest.mark.parametrize(("page", "command"), commands(), ids=lambda text: text[:60])
-def test_every_command_of_the_documentation_is_one(page, command):
+def test_every_command_of_the_documentation_is_one(monkeypatch, page, command):
     words = without_launcher(shlex.split(command))
     match words:
         case ["hpctrain", *arguments]:
             parse(root, "hpctrain", arguments)
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), "a target of the Makefile"
-        case ["python", "-m", module, *_]:
+        case ["python", "-m", module, *arguments]:
             assert find_spec(module), "a module"
+            if module.startswith("benchmarks."):
+                parse_benchmark(monkeypatch, module, arguments)
         case [script] if script.startswith("runs/"):  # written by the command above it
             assert page == "slurm.md"
         case ["python", script, *_] | [script, *_] if script.endswith((".py", ".sbatch", ".sh")):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpctrain.comm.accelerators.kinds import KINDS, may_be_there, torch_module
+from hpctrain.comm.launcher import number_in
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 
 # Set for a rank: the kind of device to use, and the name of its family.
@@ -36,7 +37,7 @@ class DetectedDevice(NamedTuple):
 
 
 def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice:
-    """Return the kind of this process' device and its family. Never raises.
+    """Return the kind of this process' device and its family.
 
     The kind is HPCTRAIN_DEVICE, else what torch sees; the family HPCTRAIN_FAMILY, else from the device's name. Where no
     driver is, torch is not asked: it takes a second to load.
@@ -59,8 +60,11 @@ def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
-    """Return this process' number among the ranks of its host, by the launcher's variables; None without any. Pure."""
-    return next((int(environment[v]) for v in LOCAL_RANK_VARIABLES if environment.get(v, "").isdigit()), None)
+    """Return this process' number among the ranks of its host, by the launcher's variables; None without any. Pure.
+
+    Raises LaunchError.
+    """
+    return number_in(LOCAL_RANK_VARIABLES, environment)[0]
 
 
 def use_device_early(device: DetectedDevice, environment: Mapping[str, str] = os.environ) -> int | None:

@@ -14,7 +14,7 @@ from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Ex
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
 from hpctrain.comm.accelerators.pinned import register_memory
-from hpctrain.comm.launcher import machine_name
+from hpctrain.comm.launcher import asked_threads, machine_name
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
@@ -74,7 +74,7 @@ class TorchAccelerator(Accelerator):
         for name, value in self._kind.environment:
             os.environ.setdefault(name, value)
         self.use()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(asked_threads() or 1)
         self.sum_in_one_order(True)
         products = torch.backends.cuda.matmul  # else a library may add parts of a long sum in half precision
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False

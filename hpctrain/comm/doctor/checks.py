@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hpctrain.comm.doctor.software import compare_software, describe_environments
-from hpctrain.comm.launcher import promised_size
+from hpctrain.comm.launcher import asked_threads, promised_size
 from hpctrain.config.errors import HpctrainError, LaunchError, TrainingError, describe_os_error
 from hpctrain.launch.mpi import MPI_OF_SRUN, MpiLibrary, kind_of, mpi_library, srun_interfaces
 
@@ -278,7 +278,7 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
         "model": accelerator.model,
         "memory_bytes": accelerator.memory().total,
         "cores": sorted(os.sched_getaffinity(0)),
-        "threads": int(os.environ.get("OMP_NUM_THREADS") or 0),
+        "threads": asked_threads() or 0,
         "flops_per_second": {name: accelerator.products_per_second(dtype) for name, dtype in DTYPES.items()},
     }
     ranks: list[dict[str, Any]] = world.gather_objects(own)
