@@ -41,6 +41,7 @@ from hpctrain.config.tables import (
     explain,
     parse_toml,
     parse_toml_value,
+    printable,
     read_text,
     shorten,
     toml_value,
@@ -480,7 +481,7 @@ def dump_job(job: Job, reasons: Mapping[str, str], plan_file: str | None) -> str
     """Return a job as TOML, with reasons as comments. `plan_file` is relative to it; None: the plan is searched for."""
     tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
     lines = [f"{WRITTEN} Reasons:"]
-    lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
+    lines += [printable(f"# {key}: {reason}") for key, reason in reasons.items()] or ["# nothing was left to choose"]
     lines += ["", f"name = {toml_value(tree.pop('name'))}"]
     if plan_file:
         tree["plan"] = {"file": plan_file}

@@ -256,6 +256,11 @@ def _entries(value: dict | list) -> Iterator[tuple[str, Any]]:
     yield from value.items() if isinstance(value, dict) else ((str(i), each) for i, each in enumerate(value))
 
 
+def printable(what: object) -> str:
+    """Return a text for a comment or a name, on one line: whatever cannot be printed becomes a question mark."""
+    return "".join(character if character.isprintable() else "?" for character in str(what))
+
+
 def shorten(what: object) -> str:
     """Return what a message shows of something: its text, the middle left out where it is long."""
     text = str(what)
