@@ -218,8 +218,8 @@ class _Weights:
         result = values.float().contiguous().numpy()
         if wrong := result.size - int(np.isfinite(result).sum()):
             raise CheckpointError(
-                f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {wrong:,} of {result.size:,} elements that"
-                " were read are infinite or not a number; download the model again, or take another"
+                f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {wrong:,} of {result.size:,} elements"
+                " that were read are infinite or not a number; download the model again, or take another"
             )
         return result
 

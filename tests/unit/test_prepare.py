@@ -208,7 +208,8 @@ def test_what_is_not_text_is_seen_in_any_part(tmp_path, monkeypatch, damage):
 
 
 @pytest.mark.parametrize(
-    ("damage", "byte"), [(b"\xff" * 20, 60), (b"\0" * 20, 60), (b"ab\xc3", 62), (b"ab\xc3(", 62), (b"abcd\xe2\x82(", 64)]
+    ("damage", "byte"),
+    [(b"\xff" * 20, 60), (b"\0" * 20, 60), (b"ab\xc3", 62), (b"ab\xc3(", 62), (b"abcd\xe2\x82(", 64)],
 )
 def test_a_named_file_that_is_not_text_is_refused_with_the_byte(tmp_path, monkeypatch, damage, byte):
     monkeypatch.setattr(module, "PART_BYTES", 8)
