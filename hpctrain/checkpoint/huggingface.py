@@ -139,7 +139,8 @@ def refuse_unless_empty(folder: Path, option: str) -> None:
     try:
         if folder.is_symlink() and not folder.exists():
             raise CheckpointError(f"{folder}: is a link that leads nowhere; remove it, or choose another {option}")
-        if folder.exists() and any(folder.iterdir()):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if any(there.iterdir()) and there is folder:
             raise CheckpointError(f"{folder}: is there already and not empty; choose another {option}")
     except OSError as error:
         raise CheckpointError(
