@@ -58,9 +58,16 @@ def forge_index(checkpoint: Path, tensor: str) -> None:
         shape = index[tensor].shape
         del index[tensor]
         index[tensor] = np.zeros(shape, "<f4")
-    data = path.read_bytes()
+    forge_file(checkpoint, INDEX, path.read_bytes())
+
+
+def forge_file(checkpoint: Path, name: str, data: bytes) -> None:
+    """Write another small file into a checkpoint, with right checksums, also in `latest`."""
+    (checkpoint / name).write_bytes(data)
     about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(checkpoint, lambda manifest: manifest["files"].update({INDEX: about}))
+    forge(checkpoint, lambda manifest: manifest["files"].update({name: about}))
+    digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    (checkpoint.parent / "latest").write_text(f"{checkpoint.name} {digest}\n")
 
 
 def small_job(*changes: str):

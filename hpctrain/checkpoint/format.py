@@ -8,7 +8,7 @@
             rectangles.bin           which rectangle of which tensor is where in these arrays
             blocks.bin               the CRC-32 of every block of these arrays
             index.h5                 every tensor whole, as HDF5 virtual datasets over the parts, for h5py
-            job.json, plan.toml, cluster.toml, tokenizer.json
+            job.json, plan.toml, cluster.toml, tokenizer.json, huggingface.json
 
 hpctrain reads by manifest, rectangles and blocks, and never asks HDF5 to parse a file that may be damaged.
 `h5py.File("index.h5")["model/blocks.3.attention.q.weight"][:]` is the weight as the unsplit model has it, whatever
@@ -33,12 +33,15 @@ from hpctrain.config.tables import Several, Table, explain
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
 MANIFEST, RECTANGLES, BLOCKS, INDEX = "manifest.json", "rectangles.bin", "blocks.bin", "index.h5"
+KEPT = "huggingface"
+"""What a model of Hugging Face came with that an export gives back: ids of tokens, and files."""
 ABOUT = {
     "job": "job.json",
     "plan": "plan.toml",
     "cluster": "cluster.toml",
     "tokenizer": "tokenizer.json",
     "loss_scale": "loss-scale.json",
+    KEPT: "huggingface.json",
 }
 """The files that say what wrote a checkpoint; those without contents are left out."""
 PARTIAL = ".partial"

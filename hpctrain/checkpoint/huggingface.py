@@ -6,7 +6,7 @@ is refused before anything is written; what is written has its final name only w
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import families
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import PARTIAL, RECTANGLE, part_name
+from hpctrain.checkpoint.format import KEPT, PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, make_empty, read_job
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.errors import CheckpointError, describe_os_error
-from hpctrain.config.job import Checkpoint, Job, Model
-from hpctrain.config.paths import read_bytes
-from hpctrain.config.tables import explain, toml_value
+from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
+from hpctrain.config.paths import is_file, read_bytes
+from hpctrain.config.tables import explain, one_line, read_text, toml_value
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
@@ -42,6 +42,14 @@ PART_BYTES = 512 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Name suffixes of the tensors in older files that are not weights."""
+
+
+READ_DTYPES = ("F32", "BF16", "F16")
+"""Of weights, as safetensors calls them: fp32 holds them exactly."""
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+KEPT_FILES = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+KEPT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Of a config: what training does not need, and text generation does."""
 
 
 class Theirs(NamedTuple):
@@ -75,7 +83,19 @@ class Exported:
 
 
 def table_of(model: Model) -> HuggingFace:
-    return families()[model.architecture].HUGGING_FACE
+    """Return how Hugging Face calls the parts of a model. Raises CheckpointError for a family that it does not know."""
+    table = tables().get(model.architecture)
+    if table is None:
+        raise CheckpointError(
+            f"the family {model.architecture!r} has no HUGGING_FACE table in hpctrain/architectures/"
+            f"{model.architecture}.py, so nobody knows how its weights are called there; add one, see docs/extending.md"
+        )
+    return table
+
+
+def tables() -> dict[str, HuggingFace]:
+    """Return the tables of all families that have one."""
+    return {name: module.HUGGING_FACE for name, module in families().items() if hasattr(module, "HUGGING_FACE")}
 
 
 def locate(model: Model, table: HuggingFace) -> dict[str, Theirs]:
@@ -102,16 +122,41 @@ def import_model(folder: Path, out: Path) -> Imported:
     """
     config = _read_json(folder / CONFIG)
     model = _model_of(config, folder / CONFIG)
-    if out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out}: is there already and not empty; choose another --out")
+    refuse_unless_empty(out, "--out")
     tokenizer = folder / TOKENIZER
-    text = Tokenizer.load(tokenizer).to_json() if tokenizer.is_file() else ""
+    text = Tokenizer.load(tokenizer).to_json() if is_file(tokenizer) else ""
+    kept = json.dumps(_read_kept(folder, config))
     with _Weights(folder, model) as weights:
-        checkpoint = _write_checkpoint(weights, model, folder, out, text)
+        checkpoint = _write_checkpoint(weights, model, out, _about(model, folder) | {"tokenizer": text, KEPT: kept})
     job_file = out / "model.toml"
     attempt(out, lambda: job_file.write_text(_job_text(model, folder)))
     count = sum(int(np.prod(p.shape)) for p in all_parameters(model).values())
     return Imported(checkpoint, job_file, model, count, bool(text))
+
+
+def refuse_unless_empty(folder: Path, option: str) -> None:
+    """Refuse a folder to make that has something in it, or is a file. Raises CheckpointError."""
+    try:
+        if folder.is_symlink() and not folder.exists():
+            raise CheckpointError(f"{folder}: is a link that leads nowhere; remove it, or choose another {option}")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if any(there.iterdir()) and there is folder:
+            raise CheckpointError(f"{folder}: is there already and not empty; choose another {option}")
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: a folder is to be made there: {describe_os_error(error)}; choose another {option}"
+        ) from None
+
+
+def _read_kept(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an export of the model gives back: files, and ids of its config."""
+    kept: dict[str, Any] = {CONFIG: {key: config[key] for key in KEPT_IDS if key in config}}
+    for name in KEPT_FILES:
+        if is_file(folder / name):
+            if name.endswith(".json"):
+                _read_json(folder / name)
+            kept[name] = read_text(folder / name, CheckpointError)
+    return kept
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -129,12 +174,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _model_of(config: dict[str, Any], path: Path) -> Model:
     kind = config.get("model_type")
-    by_type = {module.HUGGING_FACE.model_type: name for name, module in families().items()}
-    if kind not in by_type:
+    by_type = {table.model_type: name for name, table in tables().items()}
+    if not isinstance(kind, str) or kind not in by_type:
         raise CheckpointError(f"{path}: model_type = {kind!r} is not known; known are: {', '.join(sorted(by_type))}")
     family = by_type[kind]
     try:
-        keys = families()[family].HUGGING_FACE.model_keys(config)
+        keys = tables()[family].model_keys(config)
         return Model.model_validate({"architecture": family, **keys})
     except UnknownConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -171,7 +216,13 @@ class _Weights:
             values = part[:, at].t() if theirs.is_transposed else part[at]
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {error}") from None
-        return values.float().contiguous().numpy()
+        result = values.float().contiguous().numpy()
+        if wrong := result.size - int(np.isfinite(result).sum()):
+            raise CheckpointError(
+                f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {wrong:,} of {result.size:,} elements"
+                " that were read are infinite or not a number; download the model again, or take another"
+            )
+        return result
 
     def _slice(self, name: str):
         return self._open[self._file_of[name]].get_slice(name)
@@ -227,7 +278,12 @@ class _Weights:
             sizes[theirs.name] = max(sizes.get(theirs.name, 0), theirs.first + parameters[name].shape[0])
         for name, theirs in self._theirs.items():
             expected = [sizes[theirs.name], *parameters[name].shape[1:]]
-            shape = list(self._slice(theirs.name).get_shape())
+            shape, dtype = list(self._slice(theirs.name).get_shape()), self._slice(theirs.name).get_dtype()
+            if dtype not in READ_DTYPES:
+                raise CheckpointError(
+                    f"{self._folder / self._file_of[theirs.name]}: {theirs.name} has elements of {dtype}, and only"
+                    f" {', '.join(READ_DTYPES)} are read; convert the model to one of them"
+                )
             if shape != (expected[::-1] if theirs.is_transposed else expected):
                 raise CheckpointError(
                     f"{self._folder / self._file_of[theirs.name]}: {theirs.name} has shape {shape}, and {CONFIG} asks"
@@ -235,7 +291,7 @@ class _Weights:
                 )
 
 
-def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, tokenizer: str) -> Path:
+def _write_checkpoint(weights: _Weights, model: Model, out: Path, about: dict[str, str]) -> Path:
     parameters = all_parameters(model)
     partial = partial_folder(out, 0)
     is_new = not out.exists()
@@ -257,7 +313,7 @@ def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, 
             rectangles.append(np.array(rows, RECTANGLE))
             elements.append(int(starts[-1]))
         shapes = {f"model/{name}": p.shape for name, p in parameters.items()}
-        contents = Contents(shapes, rectangles, elements, _about(model, folder, tokenizer))
+        contents = Contents(shapes, rectangles, elements, about)
         attempt(partial, lambda: write_tables(partial, contents, written, 0))
         return attempt(partial, lambda: commit(partial, Checkpoint(keep=1)))
     except BaseException:
@@ -290,18 +346,24 @@ def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[Rows]]:
     yield regions
 
 
-def _about(model: Model, folder: Path, tokenizer: str) -> dict[str, str]:
-    data = {"tokens": folder, "sequence_length": model.max_positions}
-    job = Job.model_validate({"name": folder.resolve().name, "model": model, "data": data})
+def _about(model: Model, folder: Path) -> dict[str, str]:
+    shown = one_line(folder)
+    data = {"tokens": shown, "sequence_length": model.max_positions}
+    name = one_line(folder.resolve().name)[: MOST_NAME_BYTES // 4] or "model"
+    job = Job.model_validate({"name": name, "model": model, "data": data})
     plan = even_plan(model.num_items, TensorGrid(), 1, 1, 1, 1)
-    whence = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": f"weights of {folder}"}
-    return {"tokenizer": tokenizer, **whence}
+    return {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": f"weights of {shown}"}
 
 
 def _job_text(model: Model, folder: Path) -> str:
     """Return a job file to extend: the model's keys, and where training starts."""
     keys = model.model_dump(exclude_defaults=True, mode="json")
-    lines = [f"# The model of {folder}. A job starts from it with", '#     extends = "model.toml"', "", "[model]"]
+    lines = [
+        f"# The model of {one_line(folder)}. A job starts from it with",
+        '#     extends = "model.toml"',
+        "",
+        "[model]",
+    ]
     lines += [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return "\n".join([*lines, "", "[train]", 'start_from = "."', ""])
 
@@ -314,15 +376,15 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
 
     A tensor larger than `shard_bytes` has a file of its own. Raises CheckpointError; nothing is left then.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is there already and not empty; choose another --hf")
+    refuse_unless_empty(folder, "--hf")
     partial = folder.with_name(folder.name + PARTIAL)
     with Index(checkpoint) as index:
-        model, tokenizer = read_job(index).model, index.about["tokenizer"]
+        model = read_job(index).model
+        table_of(model)
         try:
             attempt(partial, lambda: make_empty(partial))
             files = attempt(partial, lambda: _write_weights(index, model, partial, DTYPES[dtype], shard_bytes))
-            has_tokenizer = attempt(partial, lambda: _write_others(model, partial, dtype, tokenizer))
+            has_tokenizer = attempt(partial, lambda: _write_others(model, partial, dtype, index.about))
             num_bytes = sum(path.stat().st_size for path in partial.iterdir())
             if folder.exists():
                 folder.rmdir()
@@ -362,21 +424,39 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
 def _their_tensor(index: Index, ours: list[tuple[str, Theirs]], dtype: torch.dtype) -> torch.Tensor:
     parts = [torch.from_numpy(index.whole("model", name)) for name, _ in sorted(ours, key=lambda each: each[1].first)]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
+    result = (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
+    if not torch.isfinite(result).all() and torch.isfinite(whole).all():
+        raise CheckpointError(
+            f"{index.path}: {ours[0][0]} has elements beyond the range of {dtype}, such as"
+            f" {whole.abs().max().item():.3g}; export with --dtype bf16 or fp32"
+        )
+    return result
 
 
-def _write_others(model: Model, folder: Path, dtype: str, tokenizer: str) -> bool:
+def _write_others(model: Model, folder: Path, dtype: str, saved: Mapping[str, str]) -> bool:
     name = str(DTYPES[dtype]).removeprefix("torch.")
-    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name}
+    tokenizer = saved["tokenizer"]
+    kept = json.loads(saved[KEPT] or "{}")
+    ids = kept.pop(CONFIG, None)
+    if ids is None and tokenizer:
+        separator = Tokenizer.from_json(tokenizer).separator
+        ids = {"bos_token_id": separator, "eos_token_id": separator}
+    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name} | (ids or {})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if not tokenizer or "model" not in json.loads(tokenizer):
+        kept = {file: text for file, text in kept.items() if file == GENERATION}
+    for file, text in kept.items():
+        (folder / file).write_text(text, encoding="utf-8")
     if not tokenizer or "model" not in json.loads(tokenizer):
         return False  # bytes as they are, or none
     (folder / TOKENIZER).write_text(tokenizer)
+    if TOKENIZER_CONFIG in kept:
+        return True
     about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
     separator = Tokenizer.from_json(tokenizer).separator
     if separator is not None:
         added = {each["id"]: each["content"] for each in json.loads(tokenizer).get("added_tokens", [])}
         if separator in added:
             about["eos_token"] = added[separator]
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
     return True

@@ -218,7 +218,7 @@ def toml_value(value) -> str:
 
 def toml_comment(text: str, width: int | None = None) -> list[str]:
     """Return text as lines of comments, at most so wide; a character that cannot be printed becomes a blank."""
-    lines = ["".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()]
+    lines = [one_line(line) for line in text.splitlines()]
     if width:
         lines = [part for line in lines for part in textwrap.wrap(line, width - 2) or [""]]
     return [f"# {line}".rstrip() for line in lines]
@@ -259,6 +259,11 @@ def _check_values(tree: dict[str, Any]) -> None:
 
 def _entries(value: dict | list) -> Iterator[tuple[str, Any]]:
     yield from value.items() if isinstance(value, dict) else ((str(i), each) for i, each in enumerate(value))
+
+
+def one_line(what: object) -> str:
+    """Return a text for a comment or a name: whatever cannot be printed, ends of lines too, becomes a blank."""
+    return "".join(character if character.isprintable() else " " for character in str(what))
 
 
 def shorten(what: object) -> str:

@@ -139,7 +139,8 @@ class LibraryTokenizer(Tokenizer):
         self.vocab_size = max(ids.values(), default=-1) + 1  # not their number: ids may have holes
         if self.vocab_size > MOST_WIDTH:
             raise DataError(
-                f"{origin}: has a token with the id {self.vocab_size - 1:,}; the most is {MOST_WIDTH - 1:,}"
+                f"{origin}: has a token with the id {self.vocab_size - 1:,}, and the largest that a model can have is"
+                f" {MOST_WIDTH - 1:,}; give another tokenizer"
             )
         self.separator = next((ids[name] for name in SEPARATORS if name in ids), None)
 

@@ -248,10 +248,30 @@ class TrainingRun:
                 self._console.say(text)
 
     def _about(self) -> dict[str, str]:
+        from hpctrain.checkpoint.format import KEPT
+
         network = self._world.preferences.network
         assert network is not None, "a prepared run has one"
         tokenizer = self._prepared.source.tokenizer_json or ""
-        return {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": dump_cluster(network.cluster)}
+        kept = {KEPT: self._world.on_first_rank(self._kept)}
+        return kept | {
+            "tokenizer": tokenizer,
+            "data": self._prepared.data_identity,
+            "cluster": dump_cluster(network.cluster),
+        }
+
+    def _kept(self) -> str:
+        """Return what the checkpoint that the run began with keeps of a model of Hugging Face."""
+        from hpctrain.checkpoint.folder import locate_checkpoint
+        from hpctrain.checkpoint.format import KEPT
+        from hpctrain.checkpoint.index import Index
+
+        start = self.job.train.start_from
+        begun = self.checkpoint or (locate_checkpoint(start) if start else None)
+        if begun is None:
+            return ""
+        with Index(begun) as index:
+            return index.about[KEPT]
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""

@@ -4,8 +4,6 @@ import json
 
 import click
 
-from hpctrain.config.errors import JobError
-from hpctrain.config.paths import exists
 from hpctrain.jobs.arguments import PATH, FiniteRange
 
 GB = 1_000_000_000
@@ -33,8 +31,6 @@ def command(path, folder, dtype, shard_gb, as_json):
     from hpctrain.checkpoint.huggingface import export_model
     from hpctrain.jobs.common import find_checkpoint
 
-    if folder.is_symlink() and not exists(folder):
-        raise JobError(f"{folder}: is a link that leads nowhere; remove it, or name another folder with --hf")
     made = export_model(find_checkpoint(path), folder, dtype, int(shard_gb * GB))
     if as_json:
         summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}

@@ -1,19 +1,25 @@
 """Hugging Face models in and out, compared with the transformers library: names, logits, training, weights."""
 
 import json
+import shutil
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.huggingface import export_model, import_model
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job
 from hpctrain.cli import root
-from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.config.errors import CheckpointError, DataError, HpctrainError
+from hpctrain.data.tokenizer import Tokenizer, train_bpe
 from hpctrain.engine.decode import WholeModel
 from hpctrain.sharding.parameters import all_parameters
+from tests.old_runs.make import HERE
 from tests.ranks.small_runs import VOCAB, losses_from
 
 transformers = pytest.importorskip("transformers")
@@ -174,8 +180,33 @@ def without(folder):
     (folder / "model.safetensors").unlink()
 
 
+def large_id(folder):
+    tree = json.loads(train_bpe(["some text"], 260).to_json())
+    tree["model"]["vocab"]["far"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
 BAD = {
     "unknown family": (damage_config(lambda c: c | {"model_type": "bert"}), "model_type = 'bert' is not known"),
+    "a list for the family": (damage_config(lambda c: c | {"model_type": []}), "model_type = [] is not known"),
+    "a table for the family": (damage_config(lambda c: c | {"model_type": {}}), "model_type = {} is not known"),
+    "weights that are no numbers": (
+        damage_weights(lambda t: t["model.norm.weight"].__setitem__(slice(2), float("nan"))),
+        "model.norm.weight: 2 of 32 elements that were read are infinite or not a number",
+    ),
+    "infinite weights": (
+        damage_weights(lambda t: t["lm_head.weight"][1].__setitem__(3, -float("inf"))),
+        "lm_head.weight: 1 of",
+    ),
+    "whole numbers": (
+        damage_weights(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)})),
+        "model.norm.weight has elements of I8, and only F32, BF16, F16 are read",
+    ),
+    "a token with a large id": (large_id, "has a token with the id 4,000,000,000, and the largest"),
+    "a damaged generation config": (
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        "generation_config.json: cannot be read: not valid JSON",
+    ),
     "no sizes": (damage_config(lambda c: {"model_type": "llama"}), "has no num_hidden_layers"),
     "another activation": (damage_config(lambda c: c | {"hidden_act": "relu"}), "hidden_act = 'relu', and only 'silu'"),
     "another rope": (
@@ -211,12 +242,10 @@ def good(tmp_path_factory):
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_folder_is_refused_with_one_message_and_nothing_is_written(good, tmp_path, what):
-    import shutil
-
     shutil.copytree(good, tmp_path / "theirs")
     damage, text = BAD[what]
     damage(tmp_path / "theirs")
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises((CheckpointError, DataError)) as error:
         import_model(tmp_path / "theirs", tmp_path / "run")
     assert text in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -232,3 +261,75 @@ def test_the_commands(good, tmp_path, monkeypatch):
     done = runner.invoke(root, ["export", "run", "--hf", "out", "--json"], catch_exceptions=False)
     assert json.loads(done.output)["files"] == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+KEPT = {
+    "generation_config.json": '{"eos_token_id": [2, 7], "temperature": 0.6}',
+    "chat_template.jinja": "{% for message in messages %}{{ message.content }} ä{% endfor %}",
+    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<x>"}',
+    "special_tokens_map.json": '{"eos_token": "<x>"}',
+}
+
+
+def test_what_a_model_came_with_is_given_back(good, tmp_path):
+    theirs = Path(shutil.copytree(good, tmp_path / "theirs"))
+    damage_config(lambda config: config | {"bos_token_id": 5, "eos_token_id": [2, 7], "pad_token_id": None})(theirs)
+    (theirs / "tokenizer.json").write_text(train_bpe(["some text"], 260).to_json())
+    for name, text in KEPT.items():
+        (theirs / name).write_text(text, encoding="utf-8")
+    import_model(theirs, tmp_path / "run")
+    export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_text(encoding="utf-8") for name in KEPT} == KEPT
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, [2, 7], None)
+
+
+def test_an_own_model_ends_with_the_token_of_its_own_tokenizer(tmp_path):
+    run = tmp_path / "one"
+    shutil.copytree(HERE / "2026-11-26" / "one", run)
+    export_model(locate_checkpoint(run), tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    separator = Tokenizer.load(tmp_path / "out/tokenizer.json").separator
+    assert config["eos_token_id"] == config["bos_token_id"] == separator
+
+
+def test_numbers_beyond_fp16_are_refused_and_leave_nothing(good, tmp_path):
+    theirs = Path(shutil.copytree(good, tmp_path / "theirs"))
+    damage_weights(lambda tensors: tensors["model.norm.weight"].__setitem__(0, 1e6))(theirs)
+    import_model(theirs, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="norm.weight has elements beyond the range of torch.float16"):
+        export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out", "fp16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "theirs"]
+
+
+def test_a_folder_whose_name_is_toml_writes_none(good, tmp_path):
+    name = 'a"\nname = "x"\n[train]\nsteps = 9\n#\x07'
+    folder = Path(shutil.copytree(good, tmp_path / name))
+    made = import_model(folder, tmp_path / "run")
+    tree = tomllib.loads(made.job_file.read_text())
+    assert set(tree) == {"model", "train"} and tree["train"] == {"start_from": "."}
+    verify_alone(made.checkpoint)
+
+
+def test_a_family_without_names_there_is_refused(good, tmp_path, monkeypatch):
+    import_model(good, tmp_path / "run")
+    monkeypatch.delattr("hpctrain.architectures.llama.HUGGING_FACE")
+    with pytest.raises(CheckpointError, match="the family 'llama' has no HUGGING_FACE table in"):
+        export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="model_type = 'llama' is not known; known are: gemma2"):
+        import_model(good, tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("where", ["file", "file/under", "link", "full"])
+def test_what_is_no_folder_to_make_is_refused(good, tmp_path, where):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("x")
+    checkpoint = locate_checkpoint(Path(shutil.copytree(HERE / "2026-11-26" / "one", tmp_path / "run")))
+    with pytest.raises(CheckpointError, match="choose another --out"):
+        import_model(good, tmp_path / where)
+    with pytest.raises(CheckpointError, match="choose another --hf"):
+        export_model(checkpoint, tmp_path / where)
+    assert (tmp_path / "file").read_text() == "x"
