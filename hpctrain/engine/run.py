@@ -119,7 +119,7 @@ class TrainingRun:
         if self.job.observe.trace:
             made.append(RunTrace(*seen, self.path, self.job.observe.trace_steps))
         made.append(StepSample(*seen, plan, self.path, lambda: self._steps_before + 1))
-        what = self._prepared.prediction, plan, self._described.name, self.path
+        what = self._prepared.prediction, plan, self._described.name, self.path, self._described.doubt
         self._expectation = Expectation(*seen, *what)
         return [*made, self._expectation]
 

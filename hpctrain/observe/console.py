@@ -20,6 +20,7 @@ SHOWN = {
     "planned again": "planned again",
     "before": "before",
     "machine": "machine",
+    "profile": "profile",
     "train.dtype": "dtype",
     "plan": "search",
     "runner-up": "runner-up",
