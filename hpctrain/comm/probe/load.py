@@ -11,6 +11,8 @@ BUSY_SHARE = 0.2
 """Of the processors that the ranks of a host can use: others that took more make its timings those of a busy host."""
 MOST_SPREAD = 2.0
 """Between equal devices: where half of the figures differ by more, one of them was disturbed."""
+IGNORE_VARIABLE = "HPCTRAIN_IGNORE_LOAD"
+"""Set to 1: what other programs do is not looked at; for tests, and for machines that are never quiet."""
 STAT = "/proc/stat"
 
 
@@ -46,7 +48,12 @@ class LoadWatch:
         since = {core: taken - before[core] for core, taken in busy.items() if core in before}
         use = HostUse(world.place.host, torch.get_num_threads(), seconds - wall, own - process, since)
         gathered = world.gather_objects(use)
-        return world.broadcast_object(describe_disturbance(gathered) if gathered else "")
+        return world.broadcast_object(describe_disturbance(gathered) if gathered and looks_at_load() else "")
+
+
+def looks_at_load(environment: Mapping[str, str] = os.environ) -> bool:
+    """Say whether timings of a busy machine are to be told from those of a quiet one."""
+    return environment.get(IGNORE_VARIABLE) != "1"
 
 
 def busy_seconds(cores: set[int], path: str = STAT) -> dict[int, float]:

@@ -9,7 +9,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.detect import FAMILY_VARIABLE
 from hpctrain.comm.probe.device_timing import DeviceFigures, measure_device, measure_overlap
 from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messages, pair_classes
-from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch
+from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, ProductSpeed, Time, check_name
@@ -67,7 +67,7 @@ def probe_cluster(
     if not gathered:
         return None
     cluster, comments = describe(places, fabrics, gathered, measured)
-    return Survey(cluster, comments, disturbance or unequal_ranks(gathered))
+    return Survey(cluster, comments, disturbance or (unequal_ranks(gathered) if looks_at_load() else ""))
 
 
 def unequal_ranks(figures: Sequence[DeviceFigures]) -> str:
