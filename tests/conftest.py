@@ -14,6 +14,7 @@ from tests.warm_start import client_command, serving
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
+os.environ["HPCTRAIN_IGNORE_LOAD"] = "1"  # tests run side by side, and descriptions are kept all the same
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 # How long an example takes says something of the machine, not of the code. A suite that tries the same examples each

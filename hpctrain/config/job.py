@@ -223,7 +223,8 @@ class Train(Table):
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: int = 1
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, AUTO] = None
-    """Of weights in use and activations; auto: by family, bf16 or fp16 where it is clearly faster, else fp32.
+    """Of weights in use and activations; auto: fp32 on processors; else by family, bf16 or fp16 where it is
+    clearly faster.
 
     Master weights, moments and sums of gradients are always fp32. "fp8" is short for bf16 with
     `precision.overrides = {linear = "fp8"}`.

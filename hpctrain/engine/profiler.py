@@ -179,26 +179,28 @@ class Trials:
             group.weights.normal_(0.0, job.model.init_std)
         return layout
 
-    def times(self, zero: int, top: int, deadline: float) -> list[RowTimes]:
+    def times(self, zero: int, top: int, deadline: float, likely: int = 0) -> list[RowTimes]:
         """Return what 1, 2, 4, ... rows and `top` rows take, but for those that do not fit.
 
-        From 4 rows on also but for those that would end after `deadline`. Raises TrainingError where one row of one
-        block does not fit.
+        `likely` rows, those that a rank computes at once by an even plan, come before those between: few rows take
+        longer each, and say little of many. From there on also but for those that would end after `deadline`. Raises
+        TrainingError where one row of one block does not fit.
         """
-        result: list[RowTimes] = []
-        seconds_per_row = 0.0
-        for rows in (*(1 << power for power in range((top - 1).bit_length())), top):
+        result: dict[int, RowTimes] = {}
+        seconds_per_row, ascending = 0.0, (*(1 << power for power in range((top - 1).bit_length())), top)
+        for rows in dict.fromkeys((*ascending[:2], *([likely] if 2 < likely <= top else []), *ascending)):
             start = time.monotonic()
-            if seconds_per_row and start + seconds_per_row * rows > deadline:
-                break
+            if rows > top or (seconds_per_row and start + seconds_per_row * rows > deadline):
+                continue
             try:
                 with self._accelerator.running():
-                    result.append(self._item_times(zero, rows))
+                    result[rows] = self._item_times(zero, rows)
             except RuntimeError as error:
                 if not (what := describe_overflow(error, self._accelerator)):
                     raise
                 if result:
-                    break
+                    top = rows - 1
+                    continue
                 raise TrainingError(
                     f"rank {self._rank} ({self._families[self._rank]}) has no memory for the embedding, one block and"
                     f" the head with one row, in ZeRO stage {zero} of {len(self._families)} ranks:"
@@ -208,7 +210,7 @@ class Trials:
                 self._clean()
             if rows > 1:  # the first one warms up
                 seconds_per_row = (time.monotonic() - start) / rows
-        return result
+        return [result[rows] for rows in sorted(result)]
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
@@ -336,7 +338,7 @@ def short_profile(
     end = time.monotonic() + seconds
     trials = Trials(world, accelerator, job, end, rounds=SHORT_ROUNDS)
     with world.all_or_none():
-        times = trials.times(1, job.train.global_batch, end)
+        times = trials.times(1, job.train.global_batch, end, -(-job.train.global_batch // world.size))
     measured = _of_all(world, times)
     if world.rank:
         return None
@@ -364,15 +366,16 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...]:
-    """Return the medians over ranks, for as many rows as all of them have."""
+    """Return the medians over ranks, for the numbers of rows that all of them have."""
+    by_rows = [{times.rows: times for times in each} for each in of_ranks]
     result = []
-    for together in zip(*of_ranks, strict=False):
+    for rows in sorted(set.intersection(*map(set, by_rows))):
         items = {
-            name: tuple(_median(values) for values in zip(*(getattr(times, name) for times in together), strict=True))
+            name: tuple(_median(values) for values in zip(*(getattr(of[rows], name) for of in by_rows), strict=True))
             for name in RowTimes.model_fields
             if name != "rows"
         }
-        result.append(RowTimes.model_validate({"rows": together[0].rows, **items}))
+        result.append(RowTimes.model_validate({"rows": rows, **items}))
     return tuple(result)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hpctrain.planner.predictor import Prediction
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
-SHORT_PROFILE_SECONDS = 0.5
+SHORT_PROFILE_SECONDS = 1.5
 WORTH_A_NEW_PLAN = 0.02
 """Of a step: a run that continues on the same ranks, described anew, gets another plan if it is faster by more."""
 
@@ -153,7 +153,9 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
         from hpctrain.comm.probe.machine import describe_machine
 
         machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
-        facts = replace(facts, described_or_none=Described(machine.cluster, str(machine.path), path=machine.path))
+        name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
+        measured = {"path": machine.path, "is_new": machine.is_new, "disturbance": machine.disturbance}
+        facts = replace(facts, described_or_none=Described(machine.cluster, name, **measured))
         reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
     described = facts.described
     if not described.is_rehearsed and len(facts.families) < described.cluster.num_devices:
@@ -214,15 +216,22 @@ def profile_job(job: Job, facts: Facts) -> Resolution:
     if facts.plan_or_none or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
         return Resolution(job, facts)
     from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.comm.probe.load import LoadWatch
     from hpctrain.comm.probe.machine import add_profiles
     from hpctrain.engine.profiler import short_profile
 
     overlap, _ = resolve_overlap(job.overlap, world.topology)
     profiled = job.model_copy(update={"overlap": overlap})
+    watch = LoadWatch()
     measured = short_profile(world, bind_accelerator(world), profiled, SHORT_PROFILE_SECONDS)
-    text = add_profiles(path, described.cluster, *measured) if measured else None
+    disturbance = watch.disturbance(world)
+    busy, reasons = described.disturbance or disturbance, {}
+    text = add_profiles(path, described.cluster, *measured, keeps=not busy) if measured else None
     cluster = parse_cluster(world.broadcast_object(text), described.name)
-    return Resolution(job, replace(facts, described_or_none=replace(described, cluster=cluster)))
+    if disturbance and not described.disturbance:
+        reasons["profile"] = f"passes of this job, measured now and not kept: {busy}; the next start measures again"
+    described = replace(described, cluster=cluster, is_new=True, disturbance=busy)
+    return Resolution(job, replace(facts, described_or_none=described), reasons)
 
 
 def search_plan(job: Job, facts: Facts) -> Resolution:

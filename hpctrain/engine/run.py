@@ -126,7 +126,7 @@ class TrainingRun:
         if self.job.observe.trace:
             made.append(RunTrace(*seen, self._files, self.job.observe.trace_steps))
         made.append(StepSample(*seen, plan, self._files, lambda: self._steps_before + 1))
-        what = self._prepared.prediction, plan, self._described.name, self._files
+        what = self._prepared.prediction, plan, self._described.name, self._files, self._described.doubt
         self._expectation = Expectation(*seen, *what)
         return [*made, self._expectation]
 

@@ -100,12 +100,16 @@ def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None
         result = probe_cluster(world, accelerator, seconds)
         with world.all_or_none():
             if result:
-                cluster, comments = result
+                cluster, comments, disturbance = result
                 head = (
                     f"A cluster as `hpctrain probe` measured it on {time.strftime('%Y-%m-%d')} by {world.size} ranks"
                     f" in {time.monotonic() - start:.0f} s, over {' '.join(world.library.split())}.\n"
                     "It may be edited, see docs/cluster-file.md; say so by `origin` or `origins`."
                 )
+                if disturbance:
+                    head += f"\nNot those of a quiet machine: {disturbance}."
+                    busy = f"{out}: not the figures of a quiet machine: {disturbance}; measure again when they are done"
+                    click.echo(f"warning: {busy}", err=True)
                 write_cluster_text(out, dump_cluster(cluster, {"": head} | comments))
                 dumped = cluster.model_dump(mode="json", exclude_none=True)
                 print(json.dumps(dumped) if as_json else _format_machine(out))
@@ -209,8 +213,14 @@ def describe_this(world) -> Path:
     from hpctrain.comm.accelerators.bind import bind_accelerator
     from hpctrain.comm.probe.machine import CACHE_VARIABLE, describe_machine
 
-    path = describe_machine(world, bind_accelerator(world)).path
+    machine = describe_machine(world, bind_accelerator(world))
+    path = machine.path
     with world.all_or_none():
+        if machine.disturbance:
+            raise JobError(
+                f"this machine is too busy to be measured: {machine.disturbance}; start it again when they are done,"
+                " or measure it as it is (hpctrain probe --out FILE), and give that by --cluster FILE"
+            )
         if world.rank == 0 and not is_file(path):
             raise JobError(f"{path}: cannot be kept; give --cluster FILE, or set {CACHE_VARIABLE} to another folder")
     return path

@@ -24,6 +24,7 @@ SHOWN = {
     "before": "before",
     "machine": "machine",
     "routes": "routes",
+    "profile": "profile",
     "train.dtype": "dtype",
     "plan": "search",
     "runner-up": "runner-up",

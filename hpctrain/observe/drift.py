@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from hpctrain.comm.probe.load import LoadWatch
 from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, read_json
 from hpctrain.config.tables import Table, explain
@@ -58,6 +59,8 @@ class _SavedComparison(Table):
     parts: dict[Part, _SecondsOfPart] = Field(default_factory=dict)
     drifted: Part | None = None
     memory: list[_BytesOfStage] = Field(default_factory=list)
+    cause: str = ""
+    """Why steps differ from their prediction, where that is known; then the user is not asked to measure again."""
 
     @model_validator(mode="after")
     def _names_a_part(self) -> Self:
@@ -130,10 +133,13 @@ class Expectation:
         plan: Plan,
         where: str,
         files: ReportFiles,
+        doubt: str = "",
     ):
-        """`prediction` is on rank 0, where there is one; `where` is what it is from."""
+        """`prediction` is on rank 0, where there is one; `where` is what it is from, and `doubt`, what speaks against
+        that."""
         self._world, self._accelerator, self._recorder = world, accelerator, recorder
         self._prediction, self._plan, self._where, self._files = prediction, plan, where, files
+        self._doubt, self._watch = doubt, LoadWatch()
         self._steps: list[tuple[float, dict[str, float]]] = []
         """Seconds of each step, and those of its parts."""
 
@@ -161,10 +167,13 @@ class Expectation:
             peak = 0 if device.shares_memory else device.memory().peak
             own = MeasuredStep(fmean(seconds for seconds, _ in steps), means, peak)
         measured = world.gather_objects(own)
+        disturbance = "" if device.overrun is not None else self._watch.disturbance(world)
         if not (self._prediction and measured[0]):
             return None
         what = self._prediction, self._plan, self._where, measured, len(steps), self._recorder.knows_times
         compared = compare(*what)
+        is_delayed = bool(disturbance) and compared["drift"] > 0
+        compared["cause"] = f"{disturbance} meanwhile" if is_delayed else self._doubt
         self._files.write(DRIFT, compared, indent=1)
         return text(compared)
 
@@ -195,7 +204,7 @@ def text(summary: Mapping) -> str:
             f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if summary["is_large"]:
-        lines.append(f"warning: {blame(summary)}")
+        lines.append(blame(summary) if summary.get("cause") else f"warning: {blame(summary)}")
     return "\n".join(lines)
 
 
@@ -206,6 +215,8 @@ def blame(summary: Mapping) -> str:
     if "parts" in summary:
         by = _difference(summary, summary["drifted"]) / summary["predicted_seconds"]
         result += f", most of it in '{summary['drifted']}' ({by:.0%} of a step)"
+    if cause := summary.get("cause"):
+        return f"{result}: {cause}"
     again = "measure the machine again (train --fresh-probe, or hpctrain probe); in a rehearsal, look at its overrun"
     return f"{result}; {again}; see docs/planner.md"
 

@@ -14,7 +14,7 @@ from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.explain import runner_up
+from hpctrain.planner.explain import EQUAL_SHARE, runner_up
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import Limits, SearchResult, search
 from hpctrain.planner.space import Space, StageChoice
@@ -26,8 +26,6 @@ MIB = 2**20
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
 """By more than this share of the rows, and by more than so many, the model contradicts the profile."""
 MOST_ROWS = 1 << 24
-EQUAL_SHARE = 1e-3
-"""Two plans take equally long where they differ by less than this share."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from hpctrain.planner.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
 
 MIB = 2**20
+EQUAL_SHARE = 1e-3
+"""Two plans take equally long where they differ by less than this share."""
 
 
 def reasons(result: SearchResult) -> list[str]:
@@ -24,12 +26,13 @@ def runner_up(result: SearchResult) -> str:
     if len(result.plans) < 2:
         return ""
     second, names = result.plans[1], [pool.name for pool in result.pools]
-    slower = _share(max(second.seconds, result.best.seconds), result.best.seconds)
-    return f"{second.layout.describe(names)}: {slower} slower"
+    return f"{second.layout.describe(names)}: {_compare(second.seconds, result.best.seconds, 'slower', 'equally fast')}"
 
 
-def _share(seconds: float, best: float) -> str:
-    return f"{seconds / best - 1:.1%}"
+def _compare(seconds: float, best: float, more: str = "longer", equal: str = "as long") -> str:
+    """Return by how much a step takes longer than the best one, or that it does not."""
+    share = seconds / best - 1
+    return f"{share:.1%} {more}" if share >= EQUAL_SHARE else f"{equal} (within {EQUAL_SHARE:.1%})"
 
 
 def _bottleneck(result: SearchResult) -> str:
@@ -79,7 +82,7 @@ def _alternative(result: SearchResult, choice: Callable[[Shape], Any], estimates
     own = choice(result.best.layout.shape)
     for plan in result.plans:
         if (other := choice(plan.layout.shape)) != own:
-            return other, f"a step takes {_share(plan.seconds, result.best.seconds)} longer"
+            return other, f"a step takes {_compare(plan.seconds, result.best.seconds)}"
     others = {value: seconds for value, seconds in estimates.items() if value != own}
     if not others:
         return None, ""
@@ -90,7 +93,7 @@ def _alternative(result: SearchResult, choice: Callable[[Shape], Any], estimates
 def _schedule(best: SimulatedPlan) -> str:
     if best.plain_seconds is None:
         return ""
-    longer = f"a step would take {_share(best.plain_seconds, best.seconds)} longer"
+    longer = f"a step would take {_compare(best.plain_seconds, best.seconds)}"
     if best.plan.schedule != "1f1b":
         return f"the schedule is {best.plan.schedule}; by 1F1B bubbles are longer, and {longer}"
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
@@ -101,7 +104,7 @@ def _schedule(best: SimulatedPlan) -> str:
 
 
 def _than(other: float, own: float) -> str:
-    return f"{other / own - 1:.1%} longer" if other > own else "as long, by an estimate that the simulation corrects"
+    return _compare(other, own) if other > own else "as long, by an estimate that the simulation corrects"
 
 
 def _memory(best: SimulatedPlan) -> list[str]:

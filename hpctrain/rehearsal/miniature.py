@@ -346,12 +346,13 @@ def miniature(
 def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:
     """Return which dtype of each family fp32 represents. Raises TopologyError where a family does not have it.
 
-    Where the job's is `auto`: half precision if all families have it, else fp32.
+    Where the job's is `auto`: half precision if all families are accelerators that have it, else fp32.
     """
     halves = {}
     for name, family in cluster.families.items():
         speeds = family.sustained_flops_per_second | family.peak_flops_per_second
-        halves[name] = next((dtype for dtype in ("bf16", "fp16") if dtype in speeds), None)
+        counts = family.kind != "cpu" or job.train.dtype is not None
+        halves[name] = next((dtype for dtype in ("bf16", "fp16") if counts and dtype in speeds), None)
     if job.train.dtype != "fp32" and all(halves.values()):
         return halves
     if job.train.dtype == "bf16":

@@ -132,7 +132,7 @@ class Network:
         mpirun += ["-launcher", "rsh", "-launcher-exec", LAUNCHER, "-hosts", ",".join(hosts)]
         mpirun += ["-ppn", ranks_per_host, "-n", ranks_per_host * len(hosts)]
         outside = {name: value for name, value in os.environ.items() if not name.startswith("HPCTRAIN_")}
-        outside["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]  # the tests' own
+        outside |= {name: os.environ[name] for name in ("HPCTRAIN_CACHE", "HPCTRAIN_IGNORE_LOAD")}  # the tests' own
         before = self.traffic()
         process = subprocess.Popen(
             [str(part) for part in (*mpirun, *command)],

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.engine.facts import Described
 from hpctrain.observe import drift
 from hpctrain.observe.recorder import StepRecorder
 from hpctrain.observe.run import write_json
@@ -125,3 +126,16 @@ def test_a_comparison_of_an_earlier_version_can_be_read(tmp_path):
         del each["rows"]
     write_json(tmp_path / drift.DRIFT, summary)
     assert drift.read(tmp_path) == json.loads(json.dumps(summary))
+
+
+def test_where_the_cause_is_known_nobody_is_asked_to_measure_again(tmp_path):
+    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(compute=3.0), 4, knows_parts=True)
+    assert "warning: steps took" in drift.text(summary) and "measure the machine again" in drift.text(summary)
+    summary["cause"] = "other programs took 1.5 of the 2 processors of host a meanwhile"
+    (tmp_path / drift.DRIFT).write_text(json.dumps(summary))
+    text = drift.text(drift.read(tmp_path))
+    assert "longer than predicted, most of it in 'compute'" in text and text.endswith(summary["cause"])
+    assert "warning" not in text and "measure the machine again" not in text
+    quiet = Described(CLUSTER, "a name")
+    assert not quiet.doubt and "takes longer" in replace(quiet, is_new=True).doubt
+    assert "the next start measures it again" in replace(quiet, is_new=True, disturbance="others").doubt

@@ -138,6 +138,25 @@ def test_no_more_rows_than_the_job_has_are_tried_nor_more_than_there_is_time_for
     assert [times.rows for times in late.times(1, 8, time.monotonic())] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("fitting", "tried", "rows"), [(99, [1, 2, 7, 4, 8, 12], [1, 2, 4, 7, 8, 12]), (6, [1, 2, 7, 4], [1, 2, 4])]
+)
+def test_rows_that_an_even_plan_has_come_first(tmp_path, fitting, tried, rows):
+    """What few rows take says little of many, and there may be no time for all."""
+    alone, _ = trials(small_job(tmp_path, "llama"))
+    asked = []
+
+    def item_times(zero: int, rows: int) -> SimpleNamespace:
+        asked.append(rows)
+        if rows > fitting:
+            raise torch.OutOfMemoryError("no more")
+        return SimpleNamespace(rows=rows)
+
+    alone._item_times = item_times
+    assert [times.rows for times in alone.times(1, 12, time.monotonic() + 1000, likely=7)] == rows
+    assert asked == tried
+
+
 def test_a_host_s_memory_is_not_filled_to_the_brim(tmp_path):
     """Its ranks share it, and one that takes too much is killed: what should not fit, by two rows, is not tried."""
     alone, accelerator = trials(small_job(tmp_path, "llama"), DEVICE.model_copy(update={"memory_bytes": 10**8}))

@@ -28,7 +28,7 @@ from hpctrain.config.tables import read_text
 
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
 SHORT_PROBE_SECONDS = 0.5
-FORMAT = 1
+FORMAT = 2
 """Of the descriptions; raised where the method of measurement changes, so that old ones do not count."""
 
 
@@ -41,6 +41,10 @@ class Machine(NamedTuple):
     cluster: Cluster
     source: str
     """Where the figures are from, in words."""
+    is_new: bool = False
+    """Measured by this start."""
+    disturbance: str = ""
+    """Why the figures are not those of a quiet machine, so that they are not kept; empty: they are."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -77,7 +81,8 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
     """Return the description of these ranks' devices, the same on all ranks. All ranks must call.
 
     It is read from the folder of descriptions; where there is none, or `fresh` is set, it is measured in about
-    `SHORT_PROBE_SECONDS` and kept there. Raises TopologyError where names of families or fabrics cannot be used.
+    `SHORT_PROBE_SECONDS` and kept there. What was measured while the machine was busy is not kept: the next start
+    measures again. Raises TopologyError where names of families or fabrics cannot be used.
     """
     path = cache_folder() / "machines" / f"{fingerprint(world, accelerator)}.toml"
     result = None
@@ -91,15 +96,17 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
     can_overlap = topology.has_devices or len({place.host for place in topology.places}) > 1
     measured = probe_cluster(world, accelerator, SHORT_PROBE_SECONDS, with_overlap=can_overlap)
     if measured:
-        cluster, comments = measured
         seconds = time.monotonic() - start
         head = (
             f"Measured on {time.strftime('%Y-%m-%d')} by {world.size} ranks in {seconds:.1f} s,"
             " when a job was started here for the first time. `hpctrain probe` measures for longer."
         )
-        text = dump_cluster(cluster, {"": head} | comments)
-        kept = keep(path, text)
-        result = Machine(path, text, cluster, f"a probe of {seconds:.1f} s now{kept}")
+        busy = measured.disturbance
+        head += f"\nNot those of a quiet machine: {busy}." if busy else ""
+        text = dump_cluster(measured.cluster, {"": head} | measured.comments)
+        kept = f", not kept: {busy}; the next start measures again" if busy else keep(path, text)
+        source = f"a probe of {seconds:.1f} s now{kept}"
+        result = Machine(path, text, measured.cluster, source, is_new=True, disturbance=busy)
     return world.broadcast_object(result)
 
 
@@ -125,10 +132,14 @@ def keep(path: Path, text: str) -> str:
     return f", kept in {path}"
 
 
-def add_profiles(path: Path, cluster: Cluster, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
-    """Add profiles of a job to a description and keep it; return its text. One rank calls."""
+def add_profiles(
+    path: Path, cluster: Cluster, profiles: Sequence[Profile], comments: Sequence[str], keeps: bool = True
+) -> str:
+    """Add profiles of a job to a description, and keep it unless it is of a busy machine; return its text. One rank
+    calls."""
     known = _read(path)
     text = known.text if known and known.cluster == cluster else dump_cluster(cluster)
     text = merge_profiles(text, str(path), profiles, comments)
-    keep(path, text)
+    if keeps:
+        keep(path, text)
     return text

@@ -3,11 +3,13 @@
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.detect import FAMILY_VARIABLE
 from hpctrain.comm.probe.device_timing import DeviceFigures, measure_device, measure_overlap
 from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messages, pair_classes
+from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, ProductSpeed, Time, check_name
@@ -19,20 +21,30 @@ FABRIC = "network"
 SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP = 0.55, 0.1
 
 
+class Survey(NamedTuple):
+    """What a probe measured."""
+
+    cluster: Cluster
+    comments: dict[str, str]
+    """On keys of the cluster's file."""
+    disturbance: str
+    """Why the figures are not those of a quiet machine; empty: they are."""
+
+
 def probe_cluster(
     world: World,
     accelerator: Accelerator,
     seconds: float,
     environment: Mapping[str, str] = os.environ,
     with_overlap: bool = True,
-) -> tuple[Cluster, dict[str, str]] | None:
-    """Measure for about so many seconds; return the cluster and comments on its keys on rank 0, None on others.
+) -> Survey | None:
+    """Measure for about so many seconds; return what was measured on rank 0, None on others.
 
     `with_overlap` says whether to measure by how much communication slows down computing; that takes half a second at
     the least. All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on
     different fabrics.
     """
-    places = world.topology.places
+    places, watch = world.topology.places, LoadWatch()
     fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
     with world.all_or_none():
         check_names(places, fabrics)
@@ -50,8 +62,31 @@ def probe_cluster(
         times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
         figures = figures._replace(overlap_slowdown=times)
     measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
+    disturbance = watch.disturbance(world)
     gathered = world.gather_objects(figures)
-    return describe(places, fabrics, gathered, measured) if gathered else None
+    if not gathered:
+        return None
+    cluster, comments = describe(places, fabrics, gathered, measured)
+    return Survey(cluster, comments, disturbance or (unequal_ranks(gathered) if looks_at_load() else ""))
+
+
+def unequal_ranks(figures: Sequence[DeviceFigures]) -> str:
+    """Say by how much ranks of a family differ where something disturbed one of them; empty: nothing did. Pure."""
+    for family in dict.fromkeys(each.family for each in figures):
+        spread = statistics.median(_spreads([each for each in figures if each.family == family]))
+        if spread > MOST_SPREAD:
+            return f"ranks of family {family} differ by {spread:.1f} times"
+    return ""
+
+
+def _spreads(figures: Sequence[DeviceFigures]) -> list[float]:
+    """Return by how many times the fastest rank is faster than the slowest, for each figure that all of them have."""
+    shapes = [of for of in figures[0].flops_per_second if all(of in other.flops_per_second for other in figures)]
+    by_figure = [
+        [other.memory_bytes_per_second for other in figures],
+        *([other.flops_per_second[of] for other in figures] for of in shapes),
+    ]
+    return [max(of_ranks) / min(of_ranks) for of_ranks in by_figure]
 
 
 def check_names(places: Sequence[Place], fabrics: Sequence[str]) -> None:
@@ -113,13 +148,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
     for (dtype, _), speed in speeds.items():
         best[dtype] = max(best.get(dtype, 0.0), speed)
     copies = [other.host_copy_bytes_per_second for other in figures if other.host_copy_bytes_per_second]
-    spread = max(
-        max(of_ranks) / min(of_ranks)
-        for of_ranks in (
-            [other.memory_bytes_per_second for other in figures],
-            *([other.flops_per_second[of] for other in figures] for of in measured_by_all),
-        )
-    )
+    spread = max(_spreads(figures))
     differ = f" They differ by up to {spread:.2f}x." if spread > WIDE else ""
     comments[key] = (
         f"{len(figures)} rank{'s' if len(figures) > 1 else ''}; figures are the median rank's.{differ}"
