@@ -1,22 +1,18 @@
 """One run of a job on all ranks: its folder, its trainer, and who watches its steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.launcher import end_of_batch_job
 from hpctrain.comm.signals import StopSignals
-from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.errors import HpctrainError, PlanError
+from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.planner.cost import Setup
-from hpctrain.planner.predictor import DATASHEET_ERROR
-from hpctrain.planner.search import EVERY_PLAN, Limits, search
-from hpctrain.planner.space import Space, even_space
+from hpctrain.engine.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -144,7 +140,7 @@ class TrainingRun:
             if self._folder:
                 self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
-                self._families = predict_families(self.job, self._described)
+                self._families = keep_families(self.path, self.job, self._described)
                 predicted = prepared.prediction
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._rates = Rates(mfu_seconds, sum_of_families(self._families))
@@ -242,77 +238,3 @@ class TrainingRun:
             sampling = Sampling(seed=self.job.train.seed, ignores_end=True)
             text = Generator(self.checkpoint).text("", num_tokens, sampling)
             self._console.say(f"sample:\n{text}")
-
-
-def predict_families(job: Job, described: Described) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone (None: cannot hold the model), and those of the job
-    cut evenly; None where there is one family. `job` is resolved."""
-    cluster, limits = described.cluster, EVERY_PLAN if described.is_rehearsed else Limits()
-    families = list(dict.fromkeys(device.family for device in cluster.devices))
-    if len(families) < 2:
-        return None
-    predicted: dict = {"predicted_alone": {name: _predicted(job, cluster, [name], limits) for name in families}}
-    if even := _predicted(job, cluster, families, limits, even_space()):
-        predicted["predicted_even"] = even
-    return predicted
-
-
-def sum_of_families(predicted: dict | None) -> float | None:
-    """Return the tokens/s of all families alone, together; None where there is one, or one cannot hold the model."""
-    speeds = list(predicted["predicted_alone"].values()) if predicted else []
-    return sum(speeds) if speeds and all(speeds) else None
-
-
-def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and a run's ratios to their sum, to the best of them
-    and to the job cut evenly; None where there is one family. `job` is resolved.
-
-    `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
-    (`no_ratio` says which).
-    """
-    summary = dict(predicted or predict_families(job, described) or {})
-    if not summary:
-        return None
-    if even := summary.get("predicted_even"):
-        summary["speedup_over_even"] = tokens_per_second / even
-    alone = summary["predicted_alone"]
-    if without := [family for family, speed in alone.items() if speed is None]:
-        return summary | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
-    ratios = {
-        "fraction_of_sum": tokens_per_second / sum(alone.values()),
-        "speedup_over_best_family": tokens_per_second / max(alone.values()),
-    }
-    return summary | ratios
-
-
-def _predicted(
-    job: Job, cluster: Cluster, families: Sequence[str], limits: Limits, space: Space | None = None
-) -> float | None:
-    """Return the tokens/s of the best plan on some families; None where no plan fits."""
-    try:
-        result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
-    except PlanError:
-        return None
-    return result.best.prediction.tokens_per_second
-
-
-def format_yardstick(summary: dict, described: Described) -> str:
-    """Say it in a sentence or two."""
-    speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in summary["predicted_alone"].items() if speed)
-    if "no_ratio" in summary:
-        ratio = f"no ratio: {summary['no_ratio']}"
-    else:
-        ratio = (
-            f"this run is {summary['fraction_of_sum']:.2f} of their sum,"
-            f" {summary['speedup_over_best_family']:.2f} times the best of them"
-        )
-    cut = (
-        f"{summary['speedup_over_even']:.2f} times the job cut evenly"
-        if "speedup_over_even" in summary
-        else "cut evenly the job does not fit"
-    )
-    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
-    return (
-        f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
-    )
