@@ -117,7 +117,13 @@ class TrainingRun:
         made.append(StepSample(*seen, plan, self.path, lambda: self._steps_before + 1))
         what = self._prepared.prediction, plan, self._described.name, self.path
         self._expectation = Expectation(*seen, *what)
-        return [*made, self._expectation]
+        self._overrun, watches = None, [*made, self._expectation]
+        if self._described.is_rehearsed:
+            from hpctrain.observe.overrun import OverrunWatch
+
+            self._overrun = OverrunWatch(self._world, accelerator, self._leave_steps_out)
+            watches.append(self._overrun)
+        return watches
 
     def _make_metrics(self, accelerator) -> "RunMetrics":
         from hpctrain.observe.exports import make_writers
@@ -171,6 +177,8 @@ class TrainingRun:
                 metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
             if due:
                 self._metrics.record(metrics)
+            if self._overrun and (overrun := self._overrun.look()) is not None:
+                metrics |= {"overrun": overrun}
             self._console.step(metrics, self._metrics.latest, until, due)
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
@@ -204,6 +212,13 @@ class TrainingRun:
         if self._folder:
             self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
+
+    def _leave_steps_out(self, why: str) -> None:
+        """Take note that figures of the steps so far mean nothing."""
+        self._expectation.forget()
+        self._console.forget_speed()
+        if self._folder:
+            self._live.note_slower(why)
 
     def _hear(self, lines: Iterable[str | None]) -> None:
         for text in lines:

@@ -152,12 +152,13 @@ def _metrics_of(text: bytes) -> dict:
 
 
 EVENTS = "events.jsonl"
-START, SAVE, VALIDATE, STRAGGLER, RECOVERY, FAILURE, END = (
+START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, FAILURE, END = (
     "start",
     "checkpoint",
     "validation",
     "straggler",
     "straggler caught up",
+    "time scale raised",
     "failure",
     "end",
 )
