@@ -56,7 +56,7 @@ class OverrunWatch:
             if before >= most:
                 raise TrainingError(
                     f"{late}, with a time scale of {before:.3g} s for one of the cluster, {MOST_TIMES:g} times the first"
-                    f" one: this machine is too slow for the rehearsal, or busy; set --time-scale {2 * before:.2g} or"
+                    f" one: this machine is too slow for the rehearsal, or busy; set --time-scale {max(2 * before, wanted):.2g} or"
                     " more, or rehearse fewer devices"
                 )
         device.raise_time_scale(min(wanted, most) / before)

@@ -121,9 +121,8 @@ class Clock:
     def take_overrun(self) -> float:
         """Return the share of time by which steps were late since this was called last; 0 where there were none."""
         (late, measured), self._taken = self._taken, (self.late_seconds, self.measured_seconds)
-        return (
-            (self.late_seconds - late) / (self.measured_seconds - measured) if self.measured_seconds > measured else 0.0
-        )
+        seconds = self.measured_seconds - measured
+        return (self.late_seconds - late) / seconds if seconds else 0.0
 
     @property
     def overrun(self) -> float:

@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.observe.console import QUOTED_OVERRUN
+from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.buffers import largest_message_bytes
 from hpctrain.planner.cost import Setup
