@@ -58,6 +58,8 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
+OVERFLOW_MARGIN = 0.02
+"""Of a device, that is left free in addition to what an overflow shows: it says what was needed up to then."""
 MANY_ROWS = 64
 """The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
 
@@ -106,6 +108,23 @@ class ProductSpeed(Table):
     """2 m k n for each product."""
 
 
+class Overflow(Table):
+    """A plan that was predicted to fit into a device's memory, and did not."""
+
+    items: Annotated[tuple[int, int], Field(strict=False)]
+    """Of the rank that ran out of memory."""
+    rows: Count
+    """Of a microbatch, of that rank."""
+    bytes: Bytes
+    """That it would have needed, at the least."""
+    predicted_bytes: Bytes
+
+    @property
+    def usable_share(self) -> float:
+        """The share of a device that plans may fill by the memory model."""
+        return min(1.0, self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN)
+
+
 class Family(Figures):
     """What one device of a family can do."""
 
@@ -132,6 +151,9 @@ class Family(Figures):
     """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    overflows: Several[Overflow] = ()
+    """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
 
     launch: Launch | None = None
     """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
@@ -162,7 +184,8 @@ class Family(Figures):
     @property
     def usable_bytes(self) -> int:
         """What a plan may fill of one device."""
-        return self.memory_bytes - self.reserve_bytes
+        share = min((overflow.usable_share for overflow in self.overflows), default=1.0)
+        return int((self.memory_bytes - self.reserve_bytes) * share)
 
     @model_validator(mode="after")
     def _leaves_memory(self) -> Self:

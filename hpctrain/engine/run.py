@@ -94,7 +94,8 @@ class TrainingRun:
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._metrics = self._make_metrics(accelerator)
-        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan)
+        noting = None if self.job.plan else self._note_overflow
+        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan, noting)
         if self.checkpoint:
             self._trainer.resume(self.checkpoint)
         else:
@@ -219,6 +220,24 @@ class TrainingRun:
         self._console.forget_speed()
         if self._folder:
             self._live.note_slower(why)
+
+    def _note_overflow(self, needed_bytes: int) -> str:
+        """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
+        from hpctrain.comm.probe.overflows import note_overflow
+        from hpctrain.config.cluster import Overflow
+        from hpctrain.planner.cost import Setup
+        from hpctrain.planner.predictor import Predictor
+
+        cluster, rank = self._described.cluster, self._world.rank
+        stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory
+        stage = next(stage for stage in stages if rank in stage.ranks)
+        if not stage.fits:
+            return ""
+        tile, predicted = stage.tile, stage.memory.total
+        rows = -(-tile.rows.size // tile.tensor.z)
+        overflow = Overflow(items=tile.items, rows=rows, bytes=needed_bytes, predicted_bytes=predicted)
+        more = f"it was predicted to need {predicted / 2**20:,.1f} MiB"
+        return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"
 
     def _hear(self, lines: Iterable[str | None]) -> None:
         for text in lines:

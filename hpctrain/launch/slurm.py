@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.config.errors import MemoryOverflowError
 from hpctrain.config.launch import BATCH_WORD
 from hpctrain.launch.components import Component
 
 SIGNAL_SECONDS = 120
 """Before the time limit Slurm sends SIGTERM; hpctrain itself ends earlier where its steps are long."""
 LONGEST_NAME = 60
+OVERFLOWED = MemoryOverflowError.exit_code
 RANK_FAILED, KILLED = 14, 128
 """Exit codes of a run in which a rank failed or a message did not arrive, and those above which a signal ended a
 process."""
@@ -156,6 +158,7 @@ def _ending(batch: BatchJob) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
     yield '75) reason="it was interrupted in order" ;;'
+    yield f'{OVERFLOWED}) reason="a device ran out of memory, which the next start plans with" ;;'
     yield f'{RANK_FAILED}) reason="a rank failed or a message did not arrive" ;;'
     yield '*) reason=""'
     yield f'  if [ "$code" -gt {KILLED} ]; then reason="a signal ended a rank"; fi ;;'

@@ -19,6 +19,7 @@ SHOWN = {
     "planned again": "planned again",
     "before": "before",
     "machine": "machine",
+    "overflows": "memory",
     "train.dtype": "dtype",
     "plan": "search",
     "runner-up": "runner-up",

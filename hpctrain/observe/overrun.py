@@ -63,8 +63,8 @@ class OverrunWatch:
         self._world.largest(0.0)  # nobody begins a step before the network is as slow
         self._num_late = 0
         text = (
-            f"{late}: this machine is too slow for the rehearsal, or busy. The time scale is raised from {before:.3g} to"
-            f" {device.time_scale:.3g} s for one of the cluster, and steps so far do not count"
+            f"{late}: this machine is too slow for the rehearsal, or busy. Its time scale is raised from {before:.3g}"
+            f" to {device.time_scale:.3g} s for one of the cluster, and steps so far do not count"
         )
         self._on_raise(text)
         return text
