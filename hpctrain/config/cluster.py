@@ -119,10 +119,12 @@ class Overflow(Table):
     """That it would have needed, at the least."""
     predicted_bytes: Bytes
 
-    @property
-    def usable_share(self) -> float:
-        """The share of a device that plans may fill by the memory model."""
-        return min(1.0, self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN)
+    def usable_bytes(self, whole: int) -> int:
+        """Return what plans may fill by the memory model, of a device of which they might fill `whole` bytes else.
+
+        Where it had not what was predicted, that is what it had; else less by as much as the prediction was too low.
+        """
+        return int(min(self.bytes, whole * self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN))
 
 
 class Family(Figures):
@@ -184,8 +186,8 @@ class Family(Figures):
     @property
     def usable_bytes(self) -> int:
         """What a plan may fill of one device."""
-        share = min((overflow.usable_share for overflow in self.overflows), default=1.0)
-        return int((self.memory_bytes - self.reserve_bytes) * share)
+        whole = self.memory_bytes - self.reserve_bytes
+        return min((overflow.usable_bytes(whole) for overflow in self.overflows), default=whole)
 
     @model_validator(mode="after")
     def _leaves_memory(self) -> Self:

@@ -96,7 +96,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def requested_bytes(message: str) -> int:
-    """Return how many bytes a device had not, by torch's message or by that of a pretended one; 0 if it does not say."""
+    """Return how many bytes a device had not, by torch's message or a pretended one's; 0 if it does not say."""
     found = REQUESTED.search(message)
     if not found:
         return 0
@@ -114,8 +114,8 @@ class Trainer:
         plan: Plan,
         on_overflow: Callable[[int], str] | None = None,
     ):
-        """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device would
-        have needed at the least, notes them for the next start, and returns what is said of that, "" where nothing."""
+        """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device
+        would have needed at the least, and returns what is said of its note for the next start; "" where it makes none."""
         self._on_overflow = on_overflow
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
@@ -141,7 +141,8 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             memory, tiles = self.accelerator.memory(), self.plan.tiles_of(self.world.rank)
             items = " and ".join(str(list(tile.items)) for tile in tiles)
-            needed = max(memory.used + requested_bytes(str(error)), memory.total + 1)
+            requested = requested_bytes(str(error))
+            needed = memory.used + requested if requested else memory.total + 1
             noted = self._on_overflow(needed) if self._on_overflow else ""
             text = (
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"

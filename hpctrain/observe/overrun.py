@@ -55,9 +55,9 @@ class OverrunWatch:
         with self._world.all_or_none():
             if before >= most:
                 raise TrainingError(
-                    f"{late}, with a time scale of {before:.3g} s for one of the cluster, {MOST_TIMES:g} times the first"
-                    f" one: this machine is too slow for the rehearsal, or busy; set --time-scale {max(2 * before, wanted):.2g} or"
-                    " more, or rehearse fewer devices"
+                    f"{late}, with a time scale of {before:.3g} s for one of the cluster, {MOST_TIMES:g} times the"
+                    " first one: this machine is too slow for the rehearsal, or busy; set --time-scale"
+                    f" {max(2 * before, wanted):.2g} or more, or rehearse fewer devices"
                 )
         device.raise_time_scale(min(wanted, most) / before)
         self._world.largest(0.0)  # nobody begins a step before the network is as slow

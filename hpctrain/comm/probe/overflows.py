@@ -42,11 +42,12 @@ def describe_overflows(cluster: Cluster) -> str:
     parts = []
     for name, family in cluster.families.items():
         if family.overflows:
-            worst = min(family.overflows, key=lambda each: each.usable_share)
+            whole = family.memory_bytes - family.reserve_bytes
+            worst = min(family.overflows, key=lambda each: each.usable_bytes(whole))
             parts.append(
-                f"plans fill {worst.usable_share:.0%} of what they might of a device of {name}: one with items"
-                f" {list(worst.items)} and {worst.rows} rows needed {worst.bytes / 2**20:,.1f} MiB or more, and"
-                f" {worst.predicted_bytes / 2**20:,.1f} were predicted ({path_of(cluster)})"
+                f"plans fill {worst.usable_bytes(whole) / whole:.0%} of what they might of a device of {name}: one with"
+                f" items {list(worst.items)} and {worst.rows} rows ran out of memory at {worst.bytes / 2**20:,.1f} MiB,"
+                f" where {worst.predicted_bytes / 2**20:,.1f} were predicted ({path_of(cluster)})"
             )
     return "; ".join(parts)
 
