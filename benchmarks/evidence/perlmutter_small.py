@@ -21,7 +21,8 @@ from hpctrain.config.cluster import Cluster, Nodes
 from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.truth import Truth
-from hpctrain.observe.console import QUOTED_OVERRUN, trust
+from hpctrain.observe.console import trust
+from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup

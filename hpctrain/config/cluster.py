@@ -65,6 +65,8 @@ Name = Annotated[str, AfterValidator(check_name)]
 Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_MEMORY_BYTES)]
 
 
+OVERFLOW_MARGIN = 0.02
+"""Of a device, that is left free in addition to what an overflow shows: it says what was needed up to then."""
 MANY_ROWS = 64
 """The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
 
@@ -115,6 +117,25 @@ class ProductSpeed(Table):
     """2 m k n for each product."""
 
 
+class Overflow(Table):
+    """A plan that was predicted to fit into a device's memory, and did not."""
+
+    items: Annotated[tuple[int, int], Field(strict=False)]
+    """Of the rank that ran out of memory."""
+    rows: Count
+    """Of a microbatch, of that rank."""
+    bytes: Bytes
+    """That it would have needed, at the least."""
+    predicted_bytes: Bytes
+
+    def usable_bytes(self, whole: int) -> int:
+        """Return what plans may fill by the memory model, of a device of which they might fill `whole` bytes else.
+
+        Where it had not what was predicted, that is what it had; else less by as much as the prediction was too low.
+        """
+        return int(min(self.bytes, whole * self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN))
+
+
 class Family(Figures):
     """What one device of a family can do."""
 
@@ -143,6 +164,9 @@ class Family(Figures):
     """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    overflows: Several[Overflow] = ()
+    """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
 
     launch: Launch | None = None
     """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
@@ -173,7 +197,8 @@ class Family(Figures):
     @property
     def usable_bytes(self) -> int:
         """What a plan may fill of one device."""
-        return self.memory_bytes - self.reserve_bytes
+        whole = self.memory_bytes - self.reserve_bytes
+        return min((overflow.usable_bytes(whole) for overflow in self.overflows), default=whole)
 
 
 class Fabric(Figures):

@@ -83,6 +83,13 @@ class CorruptionError(TrainingError):
     """Numbers of a run are not finite, or differ between ranks that hold the same."""
 
 
+class MemoryOverflowError(TrainingError):
+    """A device ran out of memory with a plan that was predicted to fit. The same command is to be started again: it
+    plans with what the device needed."""
+
+    exit_code = 76
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest known words, or the list of known ones if none is close."""
     known = sorted(known)

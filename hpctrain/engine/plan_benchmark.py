@@ -16,7 +16,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve_overlap import resolve_overlap
 from hpctrain.engine.trainer import Trainer
-from hpctrain.observe.console import QUOTED_OVERRUN
+from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan

@@ -165,6 +165,13 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
             facts = replace(facts, described_or_none=replace(described, cluster=part))
     with world.all_or_none():
         check_ranks_are_devices(facts.described, world.topology.places)
+    from hpctrain.comm.probe.overflows import describe_overflows, with_overflows
+
+    described = facts.described
+    cluster = world.on_first_rank(lambda: with_overflows(described.cluster))
+    if overflows := describe_overflows(cluster):
+        reasons["overflows"] = overflows
+        facts = replace(facts, described_or_none=replace(described, cluster=cluster))
     return Resolution(job, facts, reasons)
 
 

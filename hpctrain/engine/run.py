@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 from hpctrain.comm.launcher import end_of_batch_job
 from hpctrain.comm.output import take_losses
 from hpctrain.comm.signals import StopSignals
-from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.errors import CorruptionError, HpctrainError, PlanError
+from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.planner.cost import Setup
-from hpctrain.planner.predictor import DATASHEET_ERROR
-from hpctrain.planner.search import EVERY_PLAN, Limits, search
-from hpctrain.planner.space import Space, even_space
+from hpctrain.engine.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -105,7 +101,8 @@ class TrainingRun:
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._metrics = self._make_metrics(accelerator)
-        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan)
+        noting = None if self.job.plan else self._note_overflow
+        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan, noting)
         if self.checkpoint:
             self._trainer.resume(self.checkpoint)
         else:
@@ -128,7 +125,13 @@ class TrainingRun:
         made.append(StepSample(*seen, plan, self._files, lambda: self._steps_before + 1))
         what = self._prepared.prediction, plan, self._described.name, self._files, self._described.doubt
         self._expectation = Expectation(*seen, *what)
-        return [*made, self._expectation]
+        self._overrun, watches = None, [*made, self._expectation]
+        if self._described.is_rehearsed:
+            from hpctrain.observe.overrun import OverrunWatch
+
+            self._overrun = OverrunWatch(self._world, accelerator, self._leave_steps_out)
+            watches.append(self._overrun)
+        return watches
 
     def _make_metrics(self, accelerator) -> "RunMetrics":
         from hpctrain.observe.exports import make_writers
@@ -154,7 +157,7 @@ class TrainingRun:
             if self._folder:
                 self._folder.describe(self.job, prepared.plan, reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
-                self._families = predict_families(self.job, self._described)
+                self._families = keep_families(self.path, self.job, self._described)
                 predicted = prepared.prediction
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._rates = Rates(mfu_seconds, sum_of_families(self._families))
@@ -187,6 +190,8 @@ class TrainingRun:
                 metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
             if due:
                 self._metrics.record(metrics)
+            if self._overrun and (overrun := self._overrun.look()) is not None:
+                metrics |= {"overrun": overrun}
             self._console.step(metrics, self._metrics.latest, until, due)
             if self._folder:
                 self._note_findings(metrics["step"], jumps.look(metrics))
@@ -232,7 +237,7 @@ class TrainingRun:
             self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
 
-    def _note_findings(self, step: int, jumps: "Sequence[Jump]") -> None:
+    def _note_findings(self, step: int, jumps: Sequence["Jump"]) -> None:
         """Say and note what was found in a step, and that output was lost; for rank 0."""
         from hpctrain.observe.run import JUMP, LOST
 
@@ -241,6 +246,31 @@ class TrainingRun:
             self._files.note(JUMP, step, str(jump), **jump._asdict())
         for text in take_losses():
             self._files.note(LOST, step, text)
+
+    def _leave_steps_out(self, why: str) -> None:
+        """Take note that figures of the steps so far mean nothing."""
+        self._expectation.forget()
+        self._console.forget_speed()
+        if self._folder:
+            self._live.note_slower(why)
+
+    def _note_overflow(self, needed_bytes: int) -> str:
+        """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
+        from hpctrain.comm.probe.overflows import note_overflow
+        from hpctrain.config.cluster import Overflow
+        from hpctrain.planner.cost import Setup
+        from hpctrain.planner.predictor import Predictor
+
+        cluster, rank = self._described.cluster, self._world.rank
+        stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory
+        stage = next(stage for stage in stages if rank in stage.ranks)
+        if not stage.fits:
+            return ""
+        tile, predicted = stage.tile, stage.memory.total
+        rows = -(-tile.rows.size // tile.tensor.z)
+        overflow = Overflow(items=tile.items, rows=rows, bytes=needed_bytes, predicted_bytes=predicted)
+        more = f"it was predicted to need {predicted / 2**20:,.1f} MiB"
+        return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"
 
     def _hear(self, lines: Iterable[str | None]) -> None:
         for text in lines:
@@ -295,77 +325,3 @@ class TrainingRun:
             sampling = Sampling(seed=self.job.train.seed, ignores_end=True)
             text = Generator(self.checkpoint).text("", num_tokens, sampling)
             self._console.say(f"sample:\n{text}")
-
-
-def predict_families(job: Job, described: Described) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone (None: cannot hold the model), and those of the job
-    cut evenly; None where there is one family. `job` is resolved."""
-    cluster, limits = described.cluster, EVERY_PLAN if described.is_rehearsed else Limits()
-    families = list(dict.fromkeys(device.family for device in cluster.devices))
-    if len(families) < 2:
-        return None
-    predicted: dict = {"predicted_alone": {name: _predicted(job, cluster, [name], limits) for name in families}}
-    if even := _predicted(job, cluster, families, limits, even_space()):
-        predicted["predicted_even"] = even
-    return predicted
-
-
-def sum_of_families(predicted: dict | None) -> float | None:
-    """Return the tokens/s of all families alone, together; None where there is one, or one cannot hold the model."""
-    speeds = list(predicted["predicted_alone"].values()) if predicted else []
-    return sum(speeds) if speeds and all(speeds) else None
-
-
-def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and a run's ratios to their sum, to the best of them
-    and to the job cut evenly; None where there is one family. `job` is resolved.
-
-    `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
-    (`no_ratio` says which).
-    """
-    summary = dict(predicted or predict_families(job, described) or {})
-    if not summary:
-        return None
-    if even := summary.get("predicted_even"):
-        summary["speedup_over_even"] = tokens_per_second / even
-    alone = summary["predicted_alone"]
-    if without := [family for family, speed in alone.items() if speed is None]:
-        return summary | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
-    ratios = {
-        "fraction_of_sum": tokens_per_second / sum(alone.values()),
-        "speedup_over_best_family": tokens_per_second / max(alone.values()),
-    }
-    return summary | ratios
-
-
-def _predicted(
-    job: Job, cluster: Cluster, families: Sequence[str], limits: Limits, space: Space | None = None
-) -> float | None:
-    """Return the tokens/s of the best plan on some families; None where no plan fits."""
-    try:
-        result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
-    except PlanError:
-        return None
-    return result.best.prediction.tokens_per_second
-
-
-def format_yardstick(summary: dict, described: Described) -> str:
-    """Say it in a sentence or two."""
-    speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in summary["predicted_alone"].items() if speed)
-    if "no_ratio" in summary:
-        ratio = f"no ratio: {summary['no_ratio']}"
-    else:
-        ratio = (
-            f"this run is {summary['fraction_of_sum']:.2f} of their sum,"
-            f" {summary['speedup_over_best_family']:.2f} times the best of them"
-        )
-    cut = (
-        f"{summary['speedup_over_even']:.2f} times the job cut evenly"
-        if "speedup_over_even" in summary
-        else "cut evenly the job does not fit"
-    )
-    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
-    return (
-        f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
-    )

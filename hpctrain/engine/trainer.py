@@ -1,5 +1,6 @@
 """The step loop: from a job and its ranks to a trained model in a run folder."""
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.world import World
-from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, TrainingError
+from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, MemoryOverflowError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, positions_of
 from hpctrain.engine import loss_scale
@@ -97,11 +98,32 @@ class ValidationBatch:
         return tokens
 
 
+REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)|(\d+) bytes more than")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def requested_bytes(message: str) -> int:
+    """Return how many bytes a device had not, by torch's message or a pretended one's; 0 if it does not say."""
+    found = REQUESTED.search(message)
+    if not found:
+        return 0
+    return int(found[3]) if found[3] else int(float(found[1]) * UNITS[found[2]])
+
+
 class Trainer:
     """One rank's part in training. All methods must be called by all ranks of the plan."""
 
-    def __init__(self, world: World, accelerator: Accelerator, job: Job, plan: Plan):
-        """`job` is resolved: its vocabulary size and dtype are values."""
+    def __init__(
+        self,
+        world: World,
+        accelerator: Accelerator,
+        job: Job,
+        plan: Plan,
+        on_overflow: Callable[[int], str] | None = None,
+    ):
+        """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device
+        would have needed at the least, and returns what is said of its note for the next start, "" without one."""
+        self._on_overflow = on_overflow
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
             self.layout: Layout = make_layout(world, job, plan, accelerator)
@@ -120,7 +142,8 @@ class Trainer:
 
     @contextmanager
     def _running(self, what: str):
-        """Enclose what is computed on the device. Raises TrainingError where its memory does not suffice."""
+        """Enclose what is computed on the device. Raises TrainingError where its memory does not suffice; where that
+        was noted for the next start, it is a MemoryOverflowError."""
         try:
             with self.accelerator.running():
                 yield
@@ -130,12 +153,16 @@ class Trainer:
                 raise
             memory, tiles = self.accelerator.memory(), self.plan.tiles_of(self.world.rank)
             items = " and ".join(str(list(tile.items)) for tile in tiles)
-            raise TrainingError(
+            requested = requested_bytes(str(error))
+            needed = memory.used + requested if requested else memory.total + 1
+            noted = self._on_overflow(needed) if self._on_overflow else ""
+            text = (
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
                 f" {overflow}; give its tile fewer rows or items, set plan.recompute to"
                 ' "selective" or "full" or plan.offload to "all", plan.microbatch lower, or start more ranks'
-            ) from error
+            )
+            raise (MemoryOverflowError(f"{text}; {noted}") if noted else TrainingError(text)) from error
 
     def initialise(self) -> None:
         """Start from initial weights, or from those of the checkpoint that the job names."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.config.errors import CommError, InterruptionError, JobError
+from hpctrain.config.errors import CommError, InterruptionError, JobError, MemoryOverflowError
 from hpctrain.config.launch import BATCH_WORD
 from hpctrain.launch.components import Component
 
@@ -156,6 +156,7 @@ def _ending(batch: BatchJob) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
     yield f'{InterruptionError.exit_code}) reason="it was interrupted in order" ;;'
+    yield f'{MemoryOverflowError.exit_code}) reason="a device ran out of memory, which the next start plans with" ;;'
     yield f'{CommError.exit_code}) reason="a rank failed or a message did not arrive" ;;'
     yield '*) reason=""'
     yield f'  if [ "$code" -gt {KILLED} ]; then reason="a signal ended a rank"; fi ;;'

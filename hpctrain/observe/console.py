@@ -11,12 +11,11 @@ from rich.text import Text
 
 from hpctrain.config.job import Job
 from hpctrain.config.terminal import drawing, printable
+from hpctrain.observe.overrun import QUOTED_OVERRUN, UNTRUSTED_OVERRUN
 from hpctrain.observe.run import RESOLVED
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import count_parameters
 
-# Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
-QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
 SHOWN = {
     "of an older version": "of an older version",
     "changed": "changed",
@@ -25,6 +24,7 @@ SHOWN = {
     "machine": "machine",
     "routes": "routes",
     "profile": "profile",
+    "overflows": "memory",
     "train.dtype": "dtype",
     "plan": "search",
     "runner-up": "runner-up",
@@ -100,6 +100,10 @@ class Console:
         elif is_logged or metrics["step"] == until:
             self.say(GAP.join(parts))
 
+    def forget_speed(self) -> None:
+        """Let the means of seconds and speeds begin anew."""
+        self._smooth_speed = self._smooth_seconds = 0.0
+
     def _show(self, lines: str) -> None:
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False)
@@ -155,6 +159,8 @@ def progress_parts(metrics: dict, ranks: dict, until: int, tokens_per_second: fl
     parts.append(f"{tokens_per_second:,.0f} tokens/s")
     if seconds_left:
         parts.append(f"{format_duration(seconds_left)} left")
+    if "overrun" in metrics:
+        parts.append(f"overrun {metrics['overrun']:.1%}")
     if "fraction_of_sum" in metrics:
         parts.append(f"{metrics['fraction_of_sum']:.2f} of the families' sum")
     elif "mfu" in metrics:

@@ -142,6 +142,8 @@ class Expectation:
         self._doubt, self._watch = doubt, LoadWatch()
         self._steps: list[tuple[float, dict[str, float]]] = []
         """Seconds of each step, and those of its parts."""
+        self._num_left_out = 1
+        """Of the first steps: the first one creates what later ones reuse."""
 
     def start(self) -> str | None:
         """Return what is to be said of the prediction, on rank 0."""
@@ -156,13 +158,14 @@ class Expectation:
         """Note what a step took."""
         self._steps.append((seconds, self._recorder.parts()))
 
-    def finish(self) -> str | None:
-        """Compare, and save it in the run folder; return on rank 0 what is to be said.
+    def forget(self) -> None:
+        """Leave the steps so far out of the comparison."""
+        self._num_left_out = len(self._steps)
 
-        The first step, which creates what later ones reuse, does not count.
-        """
+    def finish(self) -> str | None:
+        """Compare, and save it in the run folder; return on rank 0 what is to be said."""
         world, device, own = self._world, self._accelerator, None
-        if steps := self._steps[1:]:
+        if steps := self._steps[self._num_left_out :]:
             means = {part: fmean(parts[part] for _, parts in steps) for part in EXPOSED}
             peak = 0 if device.shares_memory else device.memory().peak
             own = MeasuredStep(fmean(seconds for seconds, _ in steps), means, peak)

@@ -16,6 +16,7 @@ from hpctrain.observe.run import (
     METRICS,
     RECOVERY,
     SAVE,
+    SLOWER,
     START,
     STRAGGLER,
     VALIDATE,
@@ -82,6 +83,10 @@ class LiveMetrics:
             START, step, text, ranks=len(self._plan.ranks), plan=self._plan.describe(),
             rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, reasons=dict(reasons),
         )  # fmt: skip
+
+    def note_slower(self, text: str) -> None:
+        """Note that a rehearsal's time scale was raised."""
+        self._files.note(SLOWER, self._step, text)
 
     def note_save(self, step: int, checkpoint: Path, seconds: float) -> None:
         """Note a checkpoint, and keep the figures of all ranks of the last logged step."""

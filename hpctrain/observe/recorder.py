@@ -40,7 +40,7 @@ class StepRecorder(Tracer):
     """Keeps what one rank does since the last step began. Any thread may report to it."""
 
     def __init__(self, accelerator: "Accelerator"):
-        self.now, self._time_scale = accelerator.now, accelerator.time_scale
+        self.now, self._accelerator = accelerator.now, accelerator
         self.knows_times = accelerator.shares_memory or accelerator.overrun is not None
         """Whether the host knows when something was computed: not of devices that compute while it continues."""
         self.begin_step()
@@ -78,7 +78,7 @@ class StepRecorder(Tracer):
                 elif isinstance(span.name, Instruction):
                     parts[PART_OF_OP.get(span.name.op, "pipeline")] += span.seconds - alone
                     alone = 0.0
-            self._parts = {part: seconds / self._time_scale for part, seconds in parts.items()}
+            self._parts = {part: seconds / self._accelerator.time_scale for part, seconds in parts.items()}
         return self._parts
 
 

@@ -7,6 +7,7 @@ metrics.jsonl    one line a logged step; losses have all their digits (hpctrain.
 events.jsonl     one line an event: starts, checkpoints, stragglers, ends (hpctrain.observe.run)
 ranks.json       the figures of every rank in the last logged step
 timeline.json    when the instructions of one step ran; traffic.json: what groups moved in it (hpctrain.observe.sample)
+yardstick.json   what families are predicted to do alone (hpctrain.engine.yardstick)
 drift.json       steps compared with their prediction (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
@@ -201,12 +202,13 @@ def _metrics_of(text: bytes) -> dict:
 
 
 EVENTS = "events.jsonl"
-START, SAVE, VALIDATE, STRAGGLER, RECOVERY, JUMP, CORRUPTION, LOST, FAILURE, END = (
+START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
     "start",
     "checkpoint",
     "validation",
     "straggler",
     "straggler caught up",
+    "time scale raised",
     "jump",
     "corruption",
     "output lost",

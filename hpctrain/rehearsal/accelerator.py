@@ -72,6 +72,8 @@ class RehearsedAccelerator(CpuAccelerator):
         """Copies from and to host memory, each of which has a stream of its own."""
         self.overcommits = False
         """Whether it only notes what does not fit, as its peak, and continues."""
+        self.slow_network: Callable[[float], None] | None = None
+        """Lets the pretended network take so many times as long; one rank of all has it."""
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._truth.memory_bytes, self._used, self._peak)
@@ -135,6 +137,18 @@ class RehearsedAccelerator(CpuAccelerator):
     @property
     def overrun(self) -> float | None:
         return self.clock.overrun
+
+    def take_overrun(self) -> float:
+        """Return the share of time by which steps were late since this was called last."""
+        return self.clock.take_overrun()
+
+    def raise_time_scale(self, times: float) -> None:
+        """Let everything take `times` as long from now on, and forget the overrun so far. All ranks must call."""
+        self.time_scale *= times
+        self.clock.late_seconds = self.clock.measured_seconds = 0.0
+        self.clock.take_overrun()
+        if self.slow_network:
+            self.slow_network(times)
 
     @property
     def busy_seconds(self) -> float:

@@ -48,6 +48,8 @@ class Clock:
         """By which steps ended after they should have."""
         self.measured_seconds = 0.0
         """Of all steps together."""
+        self._taken = 0.0, 0.0
+        """Late and measured seconds when `take_overrun` was called last."""
         self._is_running = False
         self._here = threading.local()
 
@@ -96,6 +98,7 @@ class Clock:
     def forget(self) -> None:
         """Start to sum up anew."""
         self.busy_seconds = self.late_seconds = self.measured_seconds = 0.0
+        self._taken = 0.0, 0.0
 
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return a function that returns the pretended seconds since.
@@ -114,6 +117,12 @@ class Clock:
             return seconds
 
         return read
+
+    def take_overrun(self) -> float:
+        """Return the share of time by which steps were late since this was called last; 0 where there were none."""
+        (late, measured), self._taken = self._taken, (self.late_seconds, self.measured_seconds)
+        seconds = self.measured_seconds - measured
+        return (self.late_seconds - late) / seconds if seconds else 0.0
 
     @property
     def overrun(self) -> float:

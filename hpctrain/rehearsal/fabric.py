@@ -95,7 +95,7 @@ class PretendedNetwork:
 
 
 NUM_SCALARS, NUM_FIELDS = 8, 7
-CLOCK, NEXT_END, NUM_ACTIVE = range(3)
+CLOCK, NEXT_END, NUM_ACTIVE, SLOWDOWN = range(4)
 NOBODY = -1.0
 # How many sets of flows each process remembers the rates of: collectives come back to the same ones.
 REMEMBERED_RATES = 1024
@@ -150,6 +150,7 @@ class Fluid:
     def reset(self) -> None:
         """Empty it; once, before anybody uses it."""
         self._scalars[CLOCK], self._scalars[NEXT_END], self._scalars[NUM_ACTIVE] = 0.0, math.inf, 0.0
+        self._scalars[SLOWDOWN] = 1.0
 
     @property
     def clock(self) -> float:
@@ -160,6 +161,19 @@ class Fluid:
     def next_end(self) -> float:
         """When the next flow ends if none starts before; infinity without flows. May be past."""
         return self._scalars[NEXT_END]
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long everything takes as by the bandwidths."""
+        return self._scalars[SLOWDOWN]
+
+    def slow_down(self, times: float, now: float) -> None:
+        """Let everything take `times` as long from now on, what is in flight too."""
+        self.advance(now)
+        flows = self._flows()
+        self._drain(flows, max(now, self.clock))
+        self._scalars[SLOWDOWN] *= times
+        self._share(flows, [])
 
     def left(self, slot: int) -> float:
         """Return when the flow's last byte left its port; infinity as long as `advance` has not seen that it did."""
@@ -212,14 +226,15 @@ class Fluid:
         """Give all flows their rates from now on."""
         clock = self.clock
         for slot in started:
-            self._earliest[slot] = clock + self._remaining[slot] / self._narrowest[int(self._path[slot])]
+            narrowest = self._narrowest[int(self._path[slot])] / self.slowdown
+            self._earliest[slot] = clock + self._remaining[slot] / narrowest
         paths = [int(self._path[slot]) for slot in flows]
         rates = self._rates_of(tuple(sorted(paths)))
         next_end = math.inf
         for position, (slot, path) in enumerate(zip(flows, paths, strict=True)):
             self._active[position] = slot
-            self._rate[slot] = rates[path]
-            next_end = min(next_end, clock + max(0.0, self._remaining[slot]) / rates[path])
+            self._rate[slot] = rate = rates[path] / self.slowdown
+            next_end = min(next_end, clock + max(0.0, self._remaining[slot]) / rate)
         self._scalars[NUM_ACTIVE], self._scalars[NEXT_END] = len(flows), next_end
 
     def _compute_rates(self, paths: tuple[int, ...]) -> dict[int, float]:

@@ -175,7 +175,12 @@ class ShapedNetwork:
             self._taken[slot] = 1
 
     def path_latency(self, source: int, target: int) -> float:
-        return self.network.paths[source * self.size + target].latency_seconds
+        return self.network.paths[source * self.size + target].latency_seconds * self._fluid.slowdown
+
+    def slow_down(self, times: float) -> None:
+        """Let everything take `times` as long from now on; one rank calls."""
+        with self._lock:
+            self._fluid.slow_down(times, time.monotonic())
 
     def abandon(self) -> None:
         """Leave without the others: `close` will do nothing."""
@@ -330,6 +335,7 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
     mpi, clock = world.raw_mpi, Clock()
     network = ShapedNetwork(mpi, mpi.COMM_WORLD.Dup(), PretendedNetwork(cluster, truth.time_scale))
     device = RehearsedAccelerator(own.family, truth.devices[own.family], clock, truth.time_scale, world.rank)
+    device.slow_network = network.slow_down if world.rank == 0 else None
     world.configure(
         topology=Topology(tuple(places_of(cluster)), shares_memory=False),
         rehearsal=RehearsedNetwork(network, clock),

@@ -13,14 +13,16 @@ SMALL_BYTES = 850_000  # enough for weights, gradients and moments of the test's
 TINY_BYTES = 400_000  # too few for its weights and gradients, wherever its moments are
 
 
-def cluster_text(slow_bytes: int, slow_flops: float = 4e7, num_slow: int = 1) -> str:
-    """Return a cluster of one fast device and some slow ones, each on a node of its own, which are what they say."""
+def cluster_text(slow_bytes: int, slow_flops: float = 4e7, num_slow: int = 1, lacking: int = 0) -> str:
+    """Return a cluster of one fast device and some slow ones, each on a node of its own, which are what they say; but
+    for so many bytes of memory that are `lacking` in slow ones."""
     text = fabric("ib", 1e-5, "datasheet")
     families = {"fast": ("cuda", 50_000_000, 1.2e8, 1), "slow": ("rocm", slow_bytes, slow_flops, num_slow)}
     for name, (kind, memory_bytes, flops, count) in families.items():
         memory = {"memory_bytes": memory_bytes, "memory_bytes_per_second": 2e9}
         text += family(name, flops, kind=kind, origin="datasheet", **memory)
         text += nodes({name: 1}, 1e8, "ib", origin="datasheet", count=count)
+        memory["memory_bytes"] -= lacking if name == "slow" else 0
         text += table(f"[truth.devices.{name}]", memory | {"flops_per_second": {"fp32": flops}})
     return text
 
@@ -128,6 +130,25 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
     assert done.err.count(said) == 1 and "Traceback" not in done.err
     assert "the pretended slow is out of memory: " in done.err and "beyond its 850000;" in done.err
     assert 'give its tile fewer rows or items, set plan.recompute to "selective" or "full"' in done.err
+
+
+@pytest.mark.timeout(120)
+def test_the_same_command_plans_with_what_a_device_lacked(hpctrain, clusters):
+    """A slow device that is described with more memory than it has overflows once for each plan that is too large."""
+    (clusters / "lacking.toml").write_text(cluster_text(5_000_000, 9e7, lacking=4_500_000))
+    arguments = ("job.toml", "--rehearse", "lacking.toml", "--run", "again", "--sample", "0", "--stop-after", "2")
+    first = hpctrain("train", *arguments, "--set", "search.seconds=60", ranks=2, cwd=clusters)
+    assert first.code == 76 and first.err.count("is out of memory in") == 1, first.out + first.err
+    assert "it was predicted to need " in first.err and "the same command plans with it" in first.err
+    for _ in range(4):
+        done = hpctrain("train", *arguments, "--set", "search.seconds=60", ranks=2, cwd=clusters)
+        said = "of what they might of a device of slow: one with items"
+        assert done.out.count(said) == 1 and " ran out of memory at 0." in done.out, done.out + done.err
+        if done.code == 0:
+            break
+        assert done.code == 76, done.out + done.err
+    assert done.code == 0 and "step 2" in done.out
+    assert "overflows = [" in (clusters / "again" / "cluster.toml").read_text()
 
 
 @pytest.mark.timeout(60)

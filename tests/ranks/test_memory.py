@@ -4,12 +4,13 @@ import pytest
 
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.observe.console import QUOTED_OVERRUN
-from hpctrain.plan.tiling import even_plan
+from hpctrain.observe.overrun import QUOTED_OVERRUN
+from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.buffers import largest_message_bytes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
 
@@ -92,6 +93,16 @@ LAYOUTS = {
 }
 
 
+FEW_ROWS = {
+    "exchange by domains": ({"data": 4}, {}),
+    "exchange by domains, ZeRO 0": ({"data": 4, "zero": 0}, {}),
+    "exchange by domains, overlapped": ({"data": 4}, {"data": True}),
+    "z, overlapped, all on the host": (
+        {"tensor": {"z": 2}, "data": 2, "offload": "all", "recompute": "selective"},
+        {"z": True},
+    ),
+}
+"""Ranks with so few rows that their gradients are larger than their activations: sums decide what they need."""
 CAREFUL = "zero-bubble, activations on the host", "chunks, activations on the host"
 """The largest needs of parts of a rank's work count together here, though they come one after the other."""
 OVERLAPPED = ("replicas, ZeRO 2", "replicas, ZeRO 3", "z", "z, pipeline")
@@ -122,6 +133,37 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, 
     data = job.data.model_copy(update={"sequence_length": 64})
     job = job.model_copy(update={"data": data, "overlap": overlap})
     check_memory(world, job, least=-0.08 if layout in CAREFUL else -0.04)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_sums_by_messages_take_no_more_than_predicted(world, tokens, case):
+    """Without scratch of collectives in the memory model these needed up to 17 % more than predicted."""
+    plan, overlap = FEW_ROWS[case]
+    job = make_job(tokens, "llama", plan, shape=SHAPE | {"max_positions": 32}, steps=2, global_batch=4)
+    overlaps = job.overlap.model_copy(update={"z": False, "data": False} | overlap)
+    data = job.data.model_copy(update={"sequence_length": 32})
+    check_memory(world, job.model_copy(update={"overlap": overlaps, "data": data}))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_two_grids_exchange_packed_copies_within_what_is_predicted(world, tokens):
+    job = make_job(tokens, "llama", {"data": 4}, shape=SHAPE | {"max_positions": 32}, steps=2, global_batch=4)
+    data = job.data.model_copy(update={"sequence_length": 32})
+    overlap = job.overlap.model_copy(update={"z": True, "data": True, "bucket_bytes": 200_000})
+    whole = Interval(0, job.model.num_items)
+    plan = Plan(
+        (
+            Tile(whole, Interval(0, 2), (0, 1), TensorGrid(z=2), family="fast"),
+            Tile(whole, Interval(2, 3), (2,), family="slow"),
+            Tile(whole, Interval(3, 4), (3,), family="slow"),
+        ),
+        1,
+        4,
+    )
+    check_memory(world, job.model_copy(update={"data": data, "overlap": overlap}), plan, least=-0.1)
 
 
 @pytest.mark.ranks(4)

@@ -6,11 +6,12 @@ import torch
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.topology import MOST_DOUBLED_BYTES
+from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.sharding.intervals import cut_evenly
+from tests.pretended import CLUSTER as PRETENDED
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
@@ -143,3 +144,22 @@ def test_concurrent_communication_changes_what_a_group_takes_and_not_what_it_cho
     doubling, exchange = 2 * (1e-5 + 40_000 / 0.25e9), 2 * (1e-5 + 2 * 1e-5 + 30_000 / 0.25e9)
     concurrent = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
     assert concurrent == pytest.approx(doubling) and exchange < doubling
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "share"),
+    [
+        ((0, 1), 0, 1 / 2),  # an exchange on one node
+        ((0, 1, 2, 3), 0, 2 / 4 + 1 / 2 + 2 / 4 / 2),  # two domains of two
+        ((0, 1, 2), 2, 2 / 3 + 1 + 0),  # the domain of one sums nothing, and has all of it
+        ((0, 1, 2), 0, 2 / 3 + 1 / 2 + 2 / 3 / 2),
+        ((0, 2, 1, 3), 0, 1 + 2 / 4 + 1 / 2 + 2 / 4 / 2),  # copied in the order of domains
+    ],
+)
+def test_what_a_sum_takes_in_addition_to_a_large_tensor(ranks, rank, share):
+    """As counted in rehearsals, see tests/ranks/test_memory.py."""
+    network, num_bytes = ClusterNetwork(PRETENDED), 1_200_000
+    assert network.scratch_bytes("reduce_scatter", num_bytes, ranks, rank) == pytest.approx(share * num_bytes, rel=1e-6)
+    assert network.scratch_bytes("reduce_scatter", num_bytes, (rank,), rank) == 0
+    large = network.scratch_bytes("reduce_scatter", 10**9, (0, 1), 0)
+    assert large == SEGMENT_BYTES, "of large parts a segment from each peer is there at once"

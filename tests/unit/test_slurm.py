@@ -137,7 +137,17 @@ def test_words_for_slurm_that_it_would_split_are_refused(text):
 
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"),
-    [(0, 0, False), (75, 9, True), (84, 0, True), (137, 2, True), (137, 3, False), (81, 0, False), (1, 0, False)],
+    [
+        (0, 0, False),
+        (75, 9, True),
+        (76, 0, True),
+        (76, 3, False),
+        (84, 0, True),
+        (137, 2, True),
+        (137, 3, False),
+        (81, 0, False),
+        (1, 0, False),
+    ],
 )
 def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
     write_files(tmp_path, {"job.sbatch": batch_script(ONE, BatchJob("n", tmp_path, tmp_path, retries=3))})

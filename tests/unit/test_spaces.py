@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
-from hpctrain.engine.run import format_yardstick, yardstick
+from hpctrain.engine.yardstick import format_yardstick, keep_families, predict_families, yardstick
 from hpctrain.jobs.common import Described, check_runs, ready_miniature
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holders import check_zero
@@ -274,3 +274,29 @@ def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
     assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
     assert format_yardstick(summary, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
+
+
+def test_all_searches_of_the_yardstick_stay_within_the_limits_of_the_search(monkeypatch, tmp_path):
+    now, asked = [0.0], []
+
+    def search_slowly(setup, global_batch, cluster, families, space, limits):
+        asked.append((tuple(families), limits))
+        now[0] += limits.seconds * len(asked) / 3  # the first ones are done early, the last ones late
+        return search(setup, global_batch, cluster, families, space, replace(limits, seconds=None))
+
+    monkeypatch.setattr("hpctrain.engine.yardstick.search", search_slowly)
+    budget = JOB.search.model_copy(update={"plans": 60, "seconds": 6.0})
+    job = JOB.model_copy(update={"search": budget})
+    predicted = predict_families(job, RUN_ON, lambda: now[0])
+    assert [families for families, _ in asked] == [("a100-80",), ("a100-40",), ("a100-80", "a100-40")]
+    assert sum(limits.scored for _, limits in asked) <= 60 and now[0] <= 6.0
+    assert [limits.seconds for _, limits in asked] == pytest.approx([2.0, (6.0 - 2 / 3) / 2, 6.0 - 2 / 3 - 16 / 9])
+    asked.clear()
+    now[0] = 0.0
+    assert keep_families(tmp_path, job, RUN_ON) == predicted and len(asked) == 3
+    assert keep_families(tmp_path, job, RUN_ON) == predicted and len(asked) == 3, "a start that continues reads it"
+    other = job.model_copy(update={"train": job.train.model_copy(update={"global_batch": 12})})
+    assert keep_families(tmp_path, other, RUN_ON) != predicted and len(asked) == 6, "of another job it is searched for"
+    (tmp_path / "yardstick.json").write_text("{")
+    assert keep_families(tmp_path, job, RUN_ON) == predicted, "a damaged file is none"
+    assert keep_families(tmp_path / "nowhere", job, RUN_ON) == predicted, "nor is a folder that cannot be written"
