@@ -27,7 +27,15 @@ MPI_STREAM = "PMI_FD"
 """The variable that holds the number of MPICH's connection to its launcher."""
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
 """What distinguishes one host of tests/hosts from another, and its flag for setns."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
+PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
+    signal.SIGXCPU,
+    signal.SIGCONT,
+)
 PR_SET_PDEATHSIG = 1
 SIZE_BYTES = 8
 MOST_STREAMS = 8

@@ -71,9 +71,9 @@ def command(
     --cluster, else this one, which is measured the first time that ranks are started on it. The end compares steps
     with their prediction, and a mixed run with what its families do alone.
 
-    SIGTERM, SIGINT, SIGUSR1 and the end of a batch job end the run in order, with a checkpoint and exit code 75: start
-    it again. A file `stop` in the run folder ends it with a checkpoint and exit code 0; a file `save` asks for a
-    checkpoint.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGXCPU and the end of a batch job end the run in order, with a
+    checkpoint and exit code 75: start it again. A file `stop` in the run folder ends it with a checkpoint and exit code
+    0; a file `save` asks for a checkpoint. A run continues where its output is lost.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)

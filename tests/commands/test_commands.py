@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.observe.run import read_metrics
+from hpctrain.checkpoint.folder import latest_checkpoint
+from hpctrain.observe.run import read_events, read_metrics
 from tests.started import BIN, Finished, ranks_of
 from tests.unit.report_page import Page, check_numbers
 from tests.warm_start import SCRIPT
@@ -123,18 +124,38 @@ def test_killed_and_started_again_is_bit_for_bit_the_same(hpctrain, warm_start, 
 
 
 @pytest.mark.timeout(120)
-def test_a_signal_ends_a_run_in_order(hpctrain, warm_start, folder, whole_run):
-    command = [*warm_start, "train", "job.toml", "--run", "runs/stopped", "--set", "train.steps=5000"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGXCPU])
+def test_a_signal_ends_a_run_in_order(hpctrain, warm_start, folder, whole_run, number):
+    run = f"runs/stopped-{number}"
+    command = [*warm_start, "train", "job.toml", "--run", run, "--set", "train.steps=5000"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(read_metrics(folder / "runs/stopped")) < 2:
+    while len(read_metrics(folder / run)) < 2:
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
-    assert "stopped by SIGTERM; start the same command with --run runs/stopped to continue" in out
-    summary = last_line(hpctrain("inspect", "runs/stopped", "--json", cwd=folder))
-    assert summary["step"] == len(read_metrics(folder / "runs/stopped"))
+    assert f"stopped by {number.name}; start the same command with --run {run} to continue" in out
+    summary = last_line(hpctrain("inspect", run, "--json", cwd=folder))
+    assert summary["step"] == len(read_metrics(folder / run))
+
+
+@pytest.mark.timeout(120)
+def test_a_run_goes_on_without_its_output_and_the_files_of_reports(folder):
+    """A full disk takes neither its output nor one of its files, where a folder stands."""
+    run = folder / "runs/unheard"
+    (run / "traffic.json").mkdir(parents=True)
+    command = [BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "5"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lost = (
+        "standard output cannot be written: No space left on device; training continues, and writes to its run folder"
+    )
+    assert done.stderr.splitlines()[1:] == [f"hpctrain: {lost}"]
+    refused = f"{run / 'traffic.json'}: cannot be written: Is a directory; training continues without it"
+    assert {event["text"] for event in read_events(run) if event["event"] == "output lost"} == {lost, refused}
+    assert (run / "timeline.json").is_file() and latest_checkpoint(run)
 
 
 def catches(pid: int, number: int) -> bool:

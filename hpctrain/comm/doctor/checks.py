@@ -165,7 +165,8 @@ def check_promise(size: int) -> Finding:
     promised, variable = promised_size()
     if variable and promised != size:
         text = f"{size}, but {variable} promises {promised}"
-        return Finding("ranks", "error", text, "use the mpirun or srun --mpi of this MPI library", 12)
+        remedy = "use the mpirun or srun --mpi of this MPI library"
+        return Finding("ranks", "error", text, remedy, LaunchError.exit_code)
     return Finding("ranks", "ok", f"{size}, as {variable} promises" if variable else f"{size}: this process alone")
 
 
