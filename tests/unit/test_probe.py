@@ -20,7 +20,9 @@ from hpctrain.comm.probe.device_timing import (
     seconds_of,
 )
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
+from hpctrain.comm.probe.machine import fingerprint
 from hpctrain.comm.probe.survey import check_names, describe
+from hpctrain.comm.routes.abilities import Ability, FamilyAbilities
 from hpctrain.comm.topology import Place
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import TopologyError
@@ -226,3 +228,21 @@ def test_hosts_are_on_one_fabric_whose_name_is_free():
         check_names([one, other], ["ib", " ib"])
     with pytest.raises(TopologyError, match="HPCTRAIN_FAMILY on rank 0: '' is no name"):
         check_names([Place("a", "")], ["ib"])
+
+
+def test_links_by_mpi_are_not_those_of_a_makers_library(monkeypatch):
+    """A description that was kept is for the routes that it was measured by."""
+
+    def fingerprint_with(works: bool, kind: str = "cuda") -> str:
+        family = FamilyAbilities("a", kind, Ability(works, "-"), Ability(False, "-"))
+        settings = SimpleNamespace(devices=SimpleNamespace(families={"a": family}))
+        of_ranks = {"gather_objects": lambda own: [own], "broadcast_object": lambda value: value}
+        world = SimpleNamespace(place=Place("n1", "a", kind), library="an MPI", settings=settings, **of_ranks)
+        return fingerprint(world, CpuAccelerator("a"))  # pyright: ignore[reportArgumentType]
+
+    assert fingerprint_with(True) != fingerprint_with(False)
+    assert fingerprint_with(True) == fingerprint_with(True)
+    assert fingerprint_with(True, "cpu") == fingerprint_with(False, "cpu"), "a host has no such routes"
+    before = fingerprint_with(False)
+    monkeypatch.setenv("HPCTRAIN_PEER", "0")
+    assert fingerprint_with(False) != before
