@@ -124,7 +124,7 @@ def test_mpi_has_memory_of_devices_between_families_where_no_operation_waits_for
     assert ("HPCTRAIN_DIRECT=1 forces it" in refusal) != is_proven
     alone = losses_of_one_rank(world, tokens, "llama", STEPS)
     route = {"native": True, "direct": "ab", "exports": False, "bridge": Ability(is_proven, refusal)}
-    for families, is_given in (("aabb", is_proven), ("aaaa", False)):
+    for of_ranks, is_given in (("aabb", is_proven), ("aaaa", False)):
         given = []
 
         def viewed(device, data):
@@ -132,7 +132,7 @@ def test_mpi_has_memory_of_devices_between_families_where_no_operation_waits_for
             return VIEW(device, data)
 
         with watched(), patch.object(PretendedDevice, "view_for_mpi", viewed):
-            result = trained(world, families, job, route)
+            result = trained(world, of_ranks, job, route)
         assert any(given) == is_given
         assert not every_complaint(world)
         assert largest_relative_difference(result, alone) < 1e-5

@@ -31,8 +31,8 @@ class FamilyAbilities:
 
 UNPLANNED = Ability(
     True,
-    "by plans of which it is proven that no rank waits in an operation of a library for one that waits in such a message;"
-    " else staged",
+    "by plans of which it is proven that no rank waits in an operation of a library for one that waits in such a"
+    " message; else staged",
 )
 """Before there is a plan: a probe times messages while no library works."""
 
