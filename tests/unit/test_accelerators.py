@@ -13,7 +13,16 @@ from hpctrain.comm.accelerators.bind import DTYPES, choose_devices
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import detect_device, family_of, local_rank
 from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.routes.abilities import Ability, DescribedRoute, FamilyAbilities, combine, describe_routes
+from hpctrain.comm.routes.abilities import (
+    UNPLANNED,
+    Ability,
+    DescribedRoute,
+    FamilyAbilities,
+    bridged,
+    combine,
+    describe_routes,
+    message_route,
+)
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
@@ -201,6 +210,7 @@ def test_routes_between_families_and_their_reasons():
     assert len(routes) == 10
     assert result[("a", "b")].reason == "MPI is not given memory of b: it does not"
     assert result[("b", "b")].reason.endswith("no native library: it does not")
+    assert "else staged" in result[("a", "c")].reason, "no plan is known"
     hosts = Topology((Place("n0", "cpu"), Place("n0", "cpu")))
     assert [r[:3] for r in describe_routes(hosts, {})] == [("cpu", "cpu", "host")]
     assert isinstance(result[("a", "a")], DescribedRoute)
@@ -270,3 +280,22 @@ def test_the_native_library_or_why_not(monkeypatch):
     monkeypatch.delenv("HPCTRAIN_NATIVE")
     module, ability = load_nccl()
     assert (module is not None) == ability.works and ability.reason
+
+
+def test_mpi_is_given_memory_of_devices_beside_a_library_between_families_alone_and_if_that_is_proven():
+    with_library, without = [family(name) for name in "ac"], [family(name, native=NO) for name in "ac"]
+    unproven, forced = Ability(False, "not proven"), Ability(True, "HPCTRAIN_DIRECT=1")
+
+    def routes(families: list[FamilyAbilities], bridge: Ability) -> tuple[str, str]:
+        one, other = families
+        return message_route(one, one, bridge)[0], message_route(one, other, bridge)[0]
+
+    assert routes(with_library, UNPLANNED) == routes(with_library, forced) == ("staged", "direct")
+    assert routes(with_library, unproven) == ("staged", "staged")
+    assert message_route(*with_library, unproven)[1] == "not proven"
+    assert routes(without, unproven) == ("direct", "direct"), "nothing else uses the devices"
+    one_library = [with_library[0], without[1]]
+    assert message_route(*one_library, unproven)[0] == "staged"
+    known = {of.name: of for of in one_library}
+    assert bridged(["a", "c"], known) == {"a", "c"}
+    assert not bridged(["a"], known) and not bridged(["a", "c"], {of.name: of for of in without})
