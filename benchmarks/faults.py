@@ -24,6 +24,7 @@ import numpy as np
 from click.testing import CliRunner
 
 from benchmarks.disks import disks
+from benchmarks.mutants import NO_FILES
 from benchmarks.short_runs import compare, start, write_job
 from hpctrain.checkpoint.choose import choose_checkpoint, verify_alone
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
@@ -143,7 +144,9 @@ def flips(count: int, folder: Path, seed: int = 0) -> dict:
     one, two = complete_checkpoints(run)
     files = [*sorted(two.iterdir()), run / "checkpoints" / "latest"]
     keys = ("tried", "verify_found", "inspect_found", "fell_back", "latest_refused", "read_in_silence", "tracebacks")
-    result = {name: dict.fromkeys(keys, 0) for name in ("flip", "cut", "missing", "swapped", "mixed", "forged")}
+    result = {
+        name: dict.fromkeys(keys, 0) for name in ("flip", "cut", "missing", "no file", "swapped", "mixed", "forged")
+    }
     for number in range(count):
         file = files[number % len(files)]
         with _restored(file):
@@ -159,6 +162,11 @@ def flips(count: int, folder: Path, seed: int = 0) -> dict:
         with _restored(file):
             file.unlink()
             _observe(result["missing"], run, two, tensors, older)
+        for make in NO_FILES.values():
+            with _restored(file):
+                file.unlink()
+                make(file)
+                _observe(result["no file"], run, two, tensors, older)
     for file in files[:-1]:
         if file.read_bytes() != (one / file.name).read_bytes():  # what is alike in both may be exchanged
             with _restored(file):
@@ -187,6 +195,7 @@ def flips(count: int, folder: Path, seed: int = 0) -> dict:
 def _restored(file: Path) -> Iterator[None]:
     data = file.read_bytes()
     yield
+    file.unlink(missing_ok=True)
     file.write_bytes(data)
 
 

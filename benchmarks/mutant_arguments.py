@@ -126,6 +126,21 @@ inspect v100-t4
 inspect mixed
 """
 
+NO_NUMBERS = ("x", "-1", "1.5", "nan", "²", "9" * 5000, "1 2", "0x1")
+OF_ALL = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+OF_RANKS = (
+    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMP_NUM_THREADS", "PMI_FD",
+    "HPCTRAIN_DEVICE",
+)  # fmt: skip
+"""Variables that only commands look at that start ranks."""
+WRONG_VARIABLES = [(name, text) for name in (*OF_ALL, *OF_RANKS[:-1]) for text in NO_NUMBERS] + [
+    ("OMP_NUM_THREADS", "0"), ("PMI_FD", "987654"), ("HPCTRAIN_DEVICE", "nosuch"), ("HPCTRAIN_DEVICE", LONG),
+]  # fmt: skip
+VARIABLES = [(name, text) for name in (*OF_ALL, *OF_RANKS[:-1]) for text in ("", " ")] + [
+    ("OMP_NUM_THREADS", "4,2"), ("OMP_NUM_THREADS", "1"), ("SLURM_JOB_END_TIME", "nan"), ("SLURM_JOB_END_TIME", "x"),
+    ("HPCTRAIN_END_TIME", "1e400"), ("SLURM_LOCALID", ""), ("SLURM_JOB_ID", "x"),
+]  # fmt: skip
+
 
 def command_lines(text: str) -> list[str]:
     """Return the command lines of a text, with what is short for several words written out."""

@@ -218,9 +218,7 @@ def structural(kind: str, name: str, text: str) -> list[Mutant]:
         ("a folder", Path.mkdir),
         ("a link to itself", _loop),
         ("a link to nothing", lambda path: path.symlink_to("nowhere")),
-        ("a pipe", lambda path: os.mkfifo(path)),
-        ("a device without an end", lambda path: path.symlink_to("/dev/zero")),
-        ("a device without data", lambda path: path.symlink_to("/dev/null")),
+        *((f"a {what}", make) for what, make in NO_FILES.items()),
         ("not there", lambda path: None),
     ]
     return made + [Mutant(kind, what, name, REFUSE, make=make) for what, make in special]
@@ -314,6 +312,15 @@ def loop(path: Path) -> None:
         _loop(path)
 
 
+NO_FILES: Mapping[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "device without an end": lambda path: path.symlink_to("/dev/zero"),
+    "device without data": lambda path: path.symlink_to("/dev/null"),
+    "sparse terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+}
+"""By name, what to put where a file is expected, and what nobody can read to its end."""
+
+
 def odd_files(kind: str, name: str, right: str = REFUSE) -> list[Mutant]:
     """Return what is no file, or a file of nothing."""
     made = [
@@ -322,6 +329,7 @@ def odd_files(kind: str, name: str, right: str = REFUSE) -> list[Mutant]:
         Mutant(kind, "a link to itself", name, right, make=_loop),
         Mutant(kind, "a folder", name, right, make=Path.mkdir),
         Mutant(kind, "not there", name, right, make=lambda path: None),
+        *(Mutant(kind, f"a {what}", name, right, make=make) for what, make in NO_FILES.items()),
     ]
     if name != "records.jsonl":
         return made

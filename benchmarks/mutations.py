@@ -8,6 +8,7 @@ means the same must be accepted.
 """
 
 import json
+import os
 import random
 import struct
 import tempfile
@@ -151,9 +152,12 @@ class Case:
 
     mutant: Mutant
     command: str
+    environment: tuple[str, str] | None = None
+    """A variable, and its value."""
 
     def __str__(self) -> str:
-        return f"{self.mutant.name}: {self.mutant.what}: {self.command}"
+        variable = f" with {self.environment[0]}={self.environment[1]:.20}" if self.environment else ""
+        return f"{self.mutant.name}: {self.mutant.what}: {self.command}{variable}"
 
 
 def build(template: Path) -> None:
@@ -264,11 +268,27 @@ def argument_cases() -> Iterator[Case]:
             yield Case(Mutant("arguments", "the intact files", "all", right, make=lambda path: None), line)
 
 
-def command_of(line: str) -> Callable[[], None]:
+def environment_cases() -> Iterator[Case]:
+    """Yield variables of launchers, of OpenMP and of hpctrain with values that mean nothing, and legal ones."""
+    lines = ("inspect job.toml", "train job.toml --cluster cluster.toml --run made --sample 0 --stop-after 1 --json")
+    for values, right in ((mutant_arguments.WRONG_VARIABLES, REFUSE), (mutant_arguments.VARIABLES, ACCEPT)):
+        for name, text in values:
+            for line in lines[-1:] if name in mutant_arguments.OF_RANKS else lines:
+                mutant = Mutant("environment", "the intact files", "all", right, make=lambda path: None)
+                yield Case(mutant, line, (name, text))
+
+
+def command_of(case: Case) -> Callable[[], None]:
     """Return what runs a command line: of hpctrain, or of the evidence for its predictor."""
-    words = [mutant_arguments.spoken(word) for word in line.split()]
+    words = [mutant_arguments.spoken(word) for word in case.command.split()]
     if words[0] != "evidence":
-        return hpctrain(words)
+        command = hpctrain(words)
+
+        def with_variable() -> None:
+            os.environ.update([case.environment] if case.environment else [])
+            command()
+
+        return with_variable
 
     def run() -> None:
         from benchmarks.evidence.fit_runs import command
@@ -318,6 +338,7 @@ def all_cases(seed: int, scale: float, template: Path) -> list[Case]:
         *csv_cases(seed, scale),
         *run_cases(seed, scale, template),
         *argument_cases(),
+        *environment_cases(),
     ]
 
 
@@ -331,11 +352,11 @@ def run_cases_in(
     for number, case in enumerate(cases, 1):
         if case.mutant.right == SAME and case.command not in intact:
             copy(template, NEEDS, folder)
-            intact[case.command] = run_in_child(command_of(case.command), folder)
+            intact[case.command] = run_in_child(command_of(case), folder)
         copy(template, NEEDS, folder)
         mutants.loop(folder / "loop")
         case.mutant.write(folder)
-        ended = run_in_child(command_of(case.command), folder)
+        ended = run_in_child(command_of(case), folder)
         verdict = classify(case, ended, intact.get(case.command), idle)
         results.append((case, verdict, ended))
         if verdict in BAD:

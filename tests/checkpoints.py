@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from hpctrain.sharding.parameters import all_parameters
 SMALL = ("model.vocab_size=61", "model.num_layers=2", "model.hidden_size=48", "model.num_heads=4")
 KINDS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
-NO_FILES = {
-    "pipe": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
-}
-"""By name, what to put where a file is expected."""
 FORGED = {
     "negative step": lambda m: m.update(step=-5),
     "no parts": lambda m: m.update(parts=[]),

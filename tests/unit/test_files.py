@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.mutants import NO_FILES
 from hpctrain.checkpoint.choose import choose_checkpoint
 from hpctrain.checkpoint.folder import complete_checkpoints
 from hpctrain.checkpoint.huggingface import import_model
@@ -17,7 +18,7 @@ from hpctrain.observe import drift
 from hpctrain.observe.report.record import SavedRanks, read_saved
 from hpctrain.observe.run import append_line, note_event, read_events, read_metrics
 from hpctrain.plan.file import load_plan
-from tests.checkpoints import NO_FILES, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.ranks.small_runs import Alone
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,7 +44,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_file_is_refused(tmp_path, make, name):
     make(tmp_path / name)
-    if name == "metrics.jsonl" and make is not NO_FILES["terabyte"]:
+    if name == "metrics.jsonl" and make is not NO_FILES["sparse terabyte"]:
         assert read_metrics(tmp_path) == []  # as without one
         return
     with pytest.raises(HpctrainError, match=name):
@@ -79,7 +80,7 @@ def test_of_a_run_folder_it_is_left_out(tmp_path, make):
     assert len(left_out) == 1
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "device without an end", "device without data"])
 def test_nothing_is_written_into_it(tmp_path, kind):
     NO_FILES[kind](tmp_path / "events.jsonl")
     with pytest.raises(HpctrainError, match="events.jsonl: cannot be written: is no regular file, but a"):
