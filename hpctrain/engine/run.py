@@ -62,7 +62,7 @@ class TrainingRun:
         from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
         from hpctrain.observe.lock import RunLock
-        from hpctrain.observe.run import RunFolder, default_run_folder, note_failure, refuse_lost_checkpoints
+        from hpctrain.observe.run import RunFolder, default_run_folder, note_failure, refuse_missing_checkpoints
 
         self._world = world
         self._signals = signals or StopSignals()
@@ -77,7 +77,7 @@ class TrainingRun:
             self.checkpoint: Path | None = choice.checkpoint
             with world.all_or_none():
                 if self._lock and choice.checkpoint is None:
-                    refuse_lost_checkpoints(self.path)
+                    refuse_missing_checkpoints(self.path)
             self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
         except HpctrainError:
             if self._lock:

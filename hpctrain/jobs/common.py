@@ -286,7 +286,7 @@ def check_inputs(job: Job) -> None:
         locate_checkpoint(job.train.start_from)
 
 
-def find_checkpoint(path: Path) -> Path:
+def locate_and_report(path: Path) -> Path:
     """Return the checkpoint that a path names: itself, or the latest of a run; say which of its keys are gone.
 
     Raises CheckpointError.

@@ -19,9 +19,9 @@ def command(path, data, sequences, sequence_length, as_json):
     FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
     """
     from hpctrain.engine.decode import evaluate
-    from hpctrain.jobs.common import find_checkpoint
+    from hpctrain.jobs.common import locate_and_report
 
-    result = evaluate(find_checkpoint(path), data, sequences, sequence_length)
+    result = evaluate(locate_and_report(path), data, sequences, sequence_length)
     if as_json:
         print(json.dumps(result._asdict()))
         return

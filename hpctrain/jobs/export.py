@@ -25,13 +25,14 @@ MOST_SHARD_GB = 1e6
 def command(path, folder, dtype, shard_gb, as_json):
     """Write the model in RUN, a run folder (its latest checkpoint) or a checkpoint, as a Hugging Face folder.
 
-    DIR gets config.json, safetensors of at most --shard-gb and, where the run has one, tokenizer.json. Needs one rank
-    and no GPU, whatever layout trained the model. Weights are exact with --dtype fp32.
+    DIR gets config.json, safetensors of at most --shard-gb and, where the run has one, tokenizer.json. A model that was
+    imported gets back its ids of tokens, its chat template and generation_config.json. Needs one rank and no GPU,
+    whatever layout trained the model. Weights are exact with --dtype fp32.
     """
     from hpctrain.checkpoint.huggingface import export_model
-    from hpctrain.jobs.common import find_checkpoint
+    from hpctrain.jobs.common import locate_and_report
 
-    made = export_model(find_checkpoint(path), folder, dtype, int(shard_gb * GB))
+    made = export_model(locate_and_report(path), folder, dtype, int(shard_gb * GB))
     if as_json:
         summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
         print(json.dumps(summary | {"tokenizer": made.has_tokenizer}))

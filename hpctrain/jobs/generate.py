@@ -39,9 +39,9 @@ def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_en
     Runs on one rank, whatever layout trained the model.
     """
     from hpctrain.engine.decode import Generator, Sampling
-    from hpctrain.jobs.common import find_checkpoint
+    from hpctrain.jobs.common import locate_and_report
 
-    checkpoint = find_checkpoint(path)
+    checkpoint = locate_and_report(path)
     sampling = Sampling(temperature, top_k, top_p, seed, stop, ignore_end)
     text = Generator(checkpoint).text(prompt, num_tokens, sampling, cached=not no_cache)
     if as_json:

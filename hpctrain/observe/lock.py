@@ -42,7 +42,7 @@ class RunLock:
         except JobError:
             os.close(self._handle)
             raise
-        self._lost = self._news = ""
+        self._ended_by = self._news = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._thread.start()
@@ -52,8 +52,8 @@ class RunLock:
 
         Raises TrainingError where the folder is gone, or another run took it: two runs would write over each other.
         """
-        if self._lost:
-            raise TrainingError(self._lost)
+        if self._ended_by:
+            raise TrainingError(self._ended_by)
         news, self._news = self._news, ""
         return news or None
 
@@ -148,7 +148,7 @@ class RunLock:
         """Make the lock again where somebody removed it."""
         run = self.path.parent
         if not run.is_dir():
-            self._lost = (
+            self._ended_by = (
                 f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was moved, start"
                 " the same command with its new path as --run, which continues from the latest checkpoint there"
             )
@@ -167,7 +167,7 @@ class RunLock:
         except JobError as error:
             os.close(self._handle)
             self._handle = before
-            self._lost = f"{error}; its lock was removed while this run trained, so this one ends"
+            self._ended_by = f"{error}; its lock was removed while this run trained, so this one ends"
 
     def release(self, is_done: bool = True) -> None:
         """Let others in. Unless the run is done, a folder that was made for it and is empty is removed."""

@@ -240,7 +240,7 @@ def read_events(folder: Path) -> list[dict]:
     return events
 
 
-def refuse_lost_checkpoints(folder: Path) -> None:
+def refuse_missing_checkpoints(folder: Path) -> None:
     """Refuse a run folder without a checkpoint whose events say that there was one; for one rank to call.
 
     A new run would write over what is left of the old one. Raises JobError.
