@@ -115,7 +115,7 @@ class Trainer:
         on_overflow: Callable[[int], str] | None = None,
     ):
         """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device
-        would have needed at the least, and returns what is said of its note for the next start, "" where there is none."""
+        would have needed at the least, and returns what is said of its note for the next start, "" where it made none."""
         self._on_overflow = on_overflow
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
