@@ -117,7 +117,7 @@ class ProductSpeed(Table):
     """2 m k n for each product."""
 
 
-class Overflow(Table):
+class MemoryOverflow(Table):
     """A plan that was predicted to fit into a device's memory, and did not."""
 
     items: Annotated[tuple[int, int], Field(strict=False)]
@@ -165,7 +165,7 @@ class Family(Figures):
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
 
-    overflows: Several[Overflow] = ()
+    overflows: Several[MemoryOverflow] = ()
     """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
 
     launch: Launch | None = None

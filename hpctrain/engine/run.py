@@ -257,7 +257,7 @@ class TrainingRun:
     def _note_overflow(self, needed_bytes: int) -> str:
         """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
         from hpctrain.comm.probe.overflows import note_overflow
-        from hpctrain.config.cluster import Overflow
+        from hpctrain.config.cluster import MemoryOverflow
         from hpctrain.planner.cost import Setup
         from hpctrain.planner.predictor import Predictor
 
@@ -268,7 +268,7 @@ class TrainingRun:
             return ""
         tile, predicted = stage.tile, stage.memory.total
         rows = -(-tile.rows.size // tile.tensor.z)
-        overflow = Overflow(items=tile.items, rows=rows, bytes=needed_bytes, predicted_bytes=predicted)
+        overflow = MemoryOverflow(items=tile.items, rows=rows, bytes=needed_bytes, predicted_bytes=predicted)
         more = f"it was predicted to need {predicted / 2**20:,.1f} MiB"
         return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"
 

@@ -104,10 +104,10 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def requested_bytes(message: str) -> int:
     """Return how many bytes a device had not, by torch's message or a pretended one's; 0 if it does not say."""
-    found = REQUESTED.search(message)
-    if not found:
+    match = REQUESTED.search(message)
+    if not match:
         return 0
-    return int(found[3]) if found[3] else int(float(found[1]) * UNITS[found[2]])
+    return int(match[3]) if match[3] else int(float(match[1]) * UNITS[match[2]])
 
 
 class Trainer:
@@ -122,7 +122,7 @@ class Trainer:
         on_overflow: Callable[[int], str] | None = None,
     ):
         """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device
-        would have needed at the least, and returns what is said of its note for the next start, "" without one."""
+        would have needed at the least, and returns what is said of its note for the next start; "" without one."""
         self._on_overflow = on_overflow
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):

@@ -69,7 +69,7 @@ def exchanged_bytes(
             scratch = network.scratch_bytes(operation, num_bytes, group.ranks, tile.ranks[0])
             first = 0 if group.is_tied else group.final_after
             sums.append((first, group.ranks, num_bytes if group.regions else 0, scratch))
-        if group.zero in (1, 2) and _has_unlike_dtypes(setup, plan, group):
+        if group.zero in (1, 2) and _has_different_dtypes(setup, plan, group):
             gathered += num_bytes
     if setup.bucket_bytes is None:  # one after the other
         return max(gathered, *(packed + scratch for _, _, packed, scratch in sums), 0)
@@ -83,7 +83,7 @@ def exchanged_bytes(
     return most
 
 
-def _has_unlike_dtypes(setup: Setup, plan: Plan, group: ShardGroup) -> bool:
+def _has_different_dtypes(setup: Setup, plan: Plan, group: ShardGroup) -> bool:
     by_family = dict(setup.by_family)
     return bool(by_family) and len({by_family.get(plan.tile_of(rank).family) for rank in group.ranks}) > 1
 

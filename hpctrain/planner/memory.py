@@ -226,8 +226,7 @@ def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
         return 0.0
     at_once = -(-rows // tile.row_chunks)
     offloads, splits = tile.offloads_activations, _splits(setup, plan, tile)
-    has_rows = at_once > 1
-    row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, has_rows=has_rows)
+    row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, rows=at_once)
     return (rows if plan.downstream(tile) else at_once) * row.kept + at_once * row.computing
 
 

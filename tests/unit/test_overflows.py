@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.comm.probe import overflows
-from hpctrain.config.cluster import Overflow
+from hpctrain.config.cluster import MemoryOverflow
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.engine.trainer import requested_bytes
 from tests.pretended import CLUSTER
@@ -15,8 +15,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def overflow(num_bytes: int, predicted: int) -> Overflow:
-    return Overflow(items=(0, 4), rows=8, bytes=num_bytes, predicted_bytes=predicted)
+def overflow(num_bytes: int, predicted: int) -> MemoryOverflow:
+    return MemoryOverflow(items=(0, 4), rows=8, bytes=num_bytes, predicted_bytes=predicted)
 
 
 def test_a_plan_that_overflowed_does_not_fit_again():

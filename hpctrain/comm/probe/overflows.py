@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.comm.probe.machine import cache_folder
-from hpctrain.config.cluster import Cluster, Overflow
+from hpctrain.config.cluster import Cluster, MemoryOverflow
 from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.paths import exists, read_json, write_text
 
@@ -31,7 +31,7 @@ def with_overflows(cluster: Cluster) -> Cluster:
         noted = read_json(path, JobError, "a list of overflows") if exists(path) else {}
         for name, overflows in noted.items():
             known = families[name].overflows
-            new = [each for each in map(Overflow.model_validate, overflows) if each not in known]
+            new = [each for each in map(MemoryOverflow.model_validate, overflows) if each not in known]
             families[name] = families[name].model_copy(update={"overflows": (*known, *new)})
         return cluster.model_copy(update={"families": families})
     return cluster
@@ -52,7 +52,7 @@ def describe_overflows(cluster: Cluster) -> str:
     return "; ".join(parts)
 
 
-def note_overflow(cluster: Cluster, family: str, overflow: Overflow) -> str:
+def note_overflow(cluster: Cluster, family: str, overflow: MemoryOverflow) -> str:
     """Note an overflow of a device; return what is to be said of that. The rank that overflowed calls."""
     path = path_of(cluster)
     known = {name: list(each.overflows) for name, each in with_overflows(cluster).families.items() if each.overflows}
