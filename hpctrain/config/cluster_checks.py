@@ -19,7 +19,7 @@ def _family_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
     if not table.get("peak_flops_per_second") and not table.get("sustained_flops_per_second"):
         yield f"{NO_SPEED}: set peak_flops_per_second or sustained_flops_per_second, by dtype"
     memory, reserved = table.get("memory_bytes"), table.get("reserved_bytes")
-    if type(memory) in (int, float) and type(reserved) in (int, float) and 0 < memory <= reserved:
+    if isinstance(memory, int | float) and isinstance(reserved, int | float) and 0 < memory <= reserved:
         yield f"reserved_bytes {reserved:.0f} leaves nothing of memory_bytes {memory:.0f}; lower it"
     products = [as_table(product) for product in as_list(table.get("products"))]
     known = [f"{product.get('dtype')} {as_list(product.get('shape'))}" for product in products]
@@ -43,7 +43,8 @@ def _node_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
 
 def _profile_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
     rows = [as_table(times).get("rows") for times in as_list(table.get("times"))]
-    if all(type(each) is int for each in rows) and rows != sorted(set(rows)):
+    numbers = [each for each in rows if isinstance(each, int)]
+    if len(numbers) == len(rows) and numbers != sorted(set(numbers)):
         yield f"times are of rows {rows}; list each number of rows once, in ascending order"
 
 

@@ -187,8 +187,9 @@ class Trials:
         TrainingError where one row of one block does not fit.
         """
         result: dict[int, RowTimes] = {}
-        seconds_per_row, ascending = 0.0, (*(1 << power for power in range((top - 1).bit_length())), top)
-        for rows in dict.fromkeys((*ascending[:2], *([likely] if 2 < likely <= top else []), *ascending)):
+        seconds_per_row, ascending = 0.0, [*(1 << power for power in range((top - 1).bit_length())), top]
+        order: list[int] = [*ascending[:2], *([likely] if 2 < likely <= top else []), *ascending]
+        for rows in dict.fromkeys(order):
             start = time.monotonic()
             if rows > top or (seconds_per_row and start + seconds_per_row * rows > deadline):
                 continue

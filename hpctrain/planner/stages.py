@@ -384,7 +384,7 @@ class StageCosts:
             is_overlapped = bucket is not None and 2 * bucket < state * setup.model.num_layers
             if zero >= 2:
                 base += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
-            elif is_overlapped:
+            elif bucket is not None and is_overlapped:
                 base += EXCHANGED_SHARE * bucket
                 each = max(0.0, stage.meets_mixed * state - kept)
             else:
