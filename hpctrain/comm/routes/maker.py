@@ -88,7 +88,8 @@ class RouteMaker:
         places = [self._topology.places[rank] for rank in ranks]
         if len(ranks) != 2 or places[0].host != places[1].host or any(place.kind == "cpu" for place in places):
             return None
-        if message_route(self._family(ranks[0]), self._family(ranks[1]), self._devices.bridge)[0] == "direct":
+        one, other = (self._family(rank) for rank in ranks)
+        if message_route(one, other, self._devices.bridge)[0] == "direct":
             return None
         return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
 
