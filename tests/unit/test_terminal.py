@@ -35,6 +35,18 @@ def test_whatever_prints_passes_the_stream(monkeypatch, encoding):
     assert written == f"a{SHOWN}\nb{SHOWN} {euro}\nc{SHOWN}\n"
 
 
+def test_a_file_may_have_become_a_pipe_meanwhile(tmp_path):
+    """As in a process that was forked from one with other streams."""
+    reader, writer = os.pipe()
+    with (tmp_path / "before").open("w") as stream:
+        assert stream.buffer.seekable()
+        os.dup2(writer, stream.fileno())
+        os.close(writer)
+        print(f"a{CODES}", file=PlainStream(stream))
+    assert os.read(reader, 1000).decode() == f"a{SHOWN}\n"
+    os.close(reader)
+
+
 def run(folder: Path, *arguments: str | bytes) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpctrain", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, timeout=120, text=True)
