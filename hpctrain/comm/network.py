@@ -230,17 +230,17 @@ class ClusterNetwork:
         if algorithm != "domains":
             return _scratch_of_exchange(num_bytes, num_ranks)
         domains, is_packed = self._domains(tuple(ranks))
-        families = self.cluster.devices
-        own = min(size for size, first in domains if families[first].family == families[rank].family)
-        inside = _scratch_of_exchange(num_bytes * max(domains)[0] // num_ranks, own)
+        family = self.cluster.devices[rank].family
+        own = min(size for size, families in domains if family in families)
+        inside = _scratch_of_exchange(num_bytes * max(size for size, _ in domains) // num_ranks, own)
         packed = 0 if is_packed or operation == "all_reduce" else num_bytes
         return packed + len(domains) * num_bytes // num_ranks + num_bytes // own + inside
 
-    def _domains_of(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, int]], bool]:
-        """Return the size and the first rank of each domain of a group, and whether they follow each other in it."""
-        domains = self._topology.route(ranks).domains
+    def _domains_of(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, set[str]]], bool]:
+        """Return the size and the families of each domain of a group, and whether they follow each other in it."""
+        domains, devices = self._topology.route(ranks).domains, self.cluster.devices
         is_packed = tuple(itertools.chain(*domains)) == tuple(range(len(ranks)))
-        return [(len(domain), ranks[domain[0]]) for domain in domains], is_packed
+        return [(len(domain), {devices[ranks[place]].family for place in domain}) for domain in domains], is_packed
 
     def _form_of(self, ranks: tuple[int, ...], overlapped: Crowd | None) -> Form:
         """Return the form of a group.

@@ -18,7 +18,7 @@ SUMMED_BYTES = 4
 EXCHANGED_SHARE = 1.25
 """Of a tensor: what its sum takes over two equal domains of two ranks; over one domain it is less than 1."""
 Held = Sequence[tuple[ShardGroup, int]]
-"""What a rank holds, and how many weights it stores of each group."""
+"""What `rank` holds, and how many weights it stores of each group; a tile has it, or one that is like it."""
 
 
 def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
@@ -26,7 +26,9 @@ def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
     return max(unit_elements(setup.model, grid, item) for item in items)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
 
 
-def scattered_scratch(setup: Setup, network: ClusterNetwork, plan: Plan, tile: Tile, held: Held) -> tuple[float, float]:
+def scattered_scratch(
+    setup: Setup, network: ClusterNetwork, plan: Plan, tile: Tile, held: Held, rank: int
+) -> tuple[float, float]:
     """Return the scratch of sums whose results are scattered after each layer's backward pass: over z, and over the
     holders of ZeRO 2 and 3.
 
@@ -41,7 +43,7 @@ def scattered_scratch(setup: Setup, network: ClusterNetwork, plan: Plan, tile: T
         scratch = network.scratch_bytes("reduce_scatter", largest * SUMMED_BYTES, ranks, tile.ranks[0])
         overlapped, blocking = (scratch, 0.0) if "z" in setup.overlaps else (0.0, scratch)
     sums = (
-        network.scratch_bytes("reduce_scatter", stored * SUMMED_BYTES, group.ranks, tile.ranks[0])
+        network.scratch_bytes("reduce_scatter", stored * SUMMED_BYTES, group.ranks, rank)
         for group, stored in held
         if group.zero >= 2
     )
@@ -51,7 +53,13 @@ def scattered_scratch(setup: Setup, network: ClusterNetwork, plan: Plan, tile: T
 
 
 def exchanged_bytes(
-    setup: Setup, network: ClusterNetwork, plan: Plan, tile: Tile, held: Held, alive_before: Callable[[int], float]
+    setup: Setup,
+    network: ClusterNetwork,
+    plan: Plan,
+    tile: Tile,
+    held: Held,
+    rank: int,
+    alive_before: Callable[[int], float],
 ) -> float:
     """Return the most bytes of what holders exchange at the end of a step, and of activations that are left then.
 
@@ -66,7 +74,7 @@ def exchanged_bytes(
         num_bytes = stored * SUMMED_BYTES
         if group.zero < 2 and len(group.ranks) > 1:
             operation = "reduce_scatter" if group.zero else "all_reduce"
-            scratch = network.scratch_bytes(operation, num_bytes, group.ranks, tile.ranks[0])
+            scratch = network.scratch_bytes(operation, num_bytes, group.ranks, rank)
             first = 0 if group.is_tied else group.final_after
             sums.append((first, group.ranks, num_bytes if group.regions else 0, scratch))
         if group.zero in (1, 2) and _has_different_dtypes(setup, plan, group):

@@ -138,9 +138,9 @@ def memory_of(
         kept, computing, on_host = _activations(setup, plan, tile)
         gathered = _gathered(setup, plan, tile, shards)
         if stack.sums_by_messages:
-            overlapped, blocking = scattered_scratch(setup, network, plan, tile, held)
+            overlapped, blocking = scattered_scratch(setup, network, plan, tile, held, rank)
             alive_before = partial(_alive_before, setup, plan, tile)
-            exchanged = exchanged_bytes(setup, network, plan, tile, held, alive_before)
+            exchanged = exchanged_bytes(setup, network, plan, tile, held, rank, alive_before)
             gathered += int(overlapped)
             computing = int(max(computing, blocking, exchanged - kept))
         buffers += computing

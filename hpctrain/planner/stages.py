@@ -381,10 +381,9 @@ class StageCosts:
             base += unit * (1 - 1 / grid.z)
         if stage.holders > 1:
             state, bucket = SUMMED_BYTES * stored.each, setup.bucket_bytes
-            is_overlapped = bucket is not None and 2 * bucket < state * setup.model.num_layers
             if zero >= 2:
                 base += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
-            elif bucket is not None and is_overlapped:
+            elif bucket is not None and 2 * bucket < state * setup.model.num_layers:  # else all is summed at the end
                 base += EXCHANGED_SHARE * bucket
                 each = max(0.0, stage.meets_mixed * state - kept)
             else:

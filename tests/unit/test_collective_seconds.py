@@ -11,6 +11,7 @@ from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.sharding.intervals import cut_evenly
+from tests import clusters
 from tests.pretended import CLUSTER as PRETENDED
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
@@ -163,3 +164,13 @@ def test_what_a_sum_takes_in_addition_to_a_large_tensor(ranks, rank, share):
     assert network.scratch_bytes("reduce_scatter", num_bytes, (rank,), rank) == 0
     large = network.scratch_bytes("reduce_scatter", 10**9, (0, 1), 0)
     assert large == SEGMENT_BYTES, "of large parts a segment from each peer is there at once"
+
+
+def test_ranks_of_as_many_families_as_they_are_sum_by_hosts():
+    """A host's domain has several families then; each of its ranks is in it."""
+    text = clusters.fabric("ib", 1e-4)
+    text += "".join(clusters.family(name) for name in "abc")
+    text += clusters.nodes({"a": 1, "b": 1}, 1e8, "ib", link_latency_seconds=1e-5, link_bytes_per_second=1e9)
+    network = ClusterNetwork(parse_cluster(text + clusters.nodes({"c": 1}, 1e8, "ib"), "a test"))
+    shares = [network.scratch_bytes("reduce_scatter", 12_000, (0, 1, 2), rank) / 12_000 for rank in range(3)]
+    assert shares == pytest.approx([2 / 3 + 1 / 2 + 1 / 3, 2 / 3 + 1 / 2 + 1 / 3, 2 / 3 + 1])
