@@ -59,7 +59,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ (words >> 29 & 0x7FFFFFFFF)
 
 
-class Piece(NamedTuple):
+class HeldPart(NamedTuple):
     """What this rank holds of a shard group that others hold too."""
 
     key: int
@@ -74,17 +74,17 @@ class Piece(NamedTuple):
 
 
 class Replicas:
-    """The pieces of one rank that other ranks hold too. All ranks make one, and all call the same."""
+    """The parts of one rank that other ranks hold too. All ranks make one, and all call the same."""
 
     def __init__(self, world: "World", store: "Store", shards: Sequence[Shard], holders: Sequence[tuple[int, ...]]):
         """`holders` are the ranks of each shard."""
         self._world, self._store = world, store
-        self._pieces = [
-            Piece(_key(shard.group, ranks), shard.group, ranks)
+        self._parts = [
+            HeldPart(_key(shard.group, ranks), shard.group, ranks)
             for shard, ranks in zip(shards, holders, strict=True)
             if len(ranks) > 1 and shard.zero < 3 and shard.group.size
         ]
-        keys = np.array([piece.key for piece in self._pieces], dtype=np.int64)
+        keys = np.array([part.key for part in self._parts], dtype=np.int64)
         self._keys: list[np.ndarray] = world.gather_objects(keys)
         """Of all ranks, on rank 0."""
         self.exist: bool = world.broadcast_object(any(keys.size for keys in self._keys))
@@ -92,20 +92,20 @@ class Replicas:
     def differing(self) -> str | None:
         """Return where replicas differ, in words, the same on all ranks; None where they do not."""
         self._store.await_weights()
-        digests = [digest(piece.group.weights) for piece in self._pieces]
+        digests = [digest(part.group.weights) for part in self._parts]
         own = torch.stack(digests).cpu().numpy() if digests else np.empty(0, dtype=np.int64)
         gathered = self._world.gather_objects(own)
         odd: dict[int, list[int]] = self._world.broadcast_object(odd_ranks(self._keys, gathered))
         if not odd:
             return None
-        names = [name for piece in self._pieces if self._world.rank in odd.get(piece.key, ()) for name in piece.names]
+        names = [name for part in self._parts if self._world.rank in odd.get(part.key, ()) for name in part.names]
         place = self._world.place
         own = shorten_list(names), f"rank {self._world.rank} (host {place.host}, {place.family})"
         by_names: dict[str, list[str]] = {}
-        for found, rank in self._world.gather_objects(own):
-            if found:
-                by_names.setdefault(found, []).append(rank)
-        texts = [f"{shorten_list(ranks)}: {found}" for found, ranks in by_names.items()]
+        for parameters, rank in self._world.gather_objects(own):
+            if parameters:
+                by_names.setdefault(parameters, []).append(rank)
+        texts = [f"{shorten_list(ranks)}: {parameters}" for parameters, ranks in by_names.items()]
         return self._world.broadcast_object(shorten_list(texts, "; "))
 
 
@@ -119,9 +119,9 @@ def describe_odd(step: int, odd: str, checkpoint: Path | None) -> str:
 
 
 def odd_ranks(keys: Sequence[np.ndarray], digests: Sequence[np.ndarray]) -> dict[int, list[int]]:
-    """Return by key of a piece the ranks whose digest is not that of most of its holders; without most, all holders.
+    """Return by key of a part the ranks whose digest is not that of most of its holders; without most, all holders.
 
-    `keys` and `digests` are those of each rank, in the order of its pieces.
+    `keys` and `digests` are those of each rank, in the order of its parts.
     """
     by_key: dict[int, dict[int, int]] = {}
     for rank, (own_keys, own_digests) in enumerate(zip(keys, digests, strict=True)):
@@ -137,7 +137,7 @@ def odd_ranks(keys: Sequence[np.ndarray], digests: Sequence[np.ndarray]) -> dict
 
 
 def _key(group: Group, ranks: tuple[int, ...]) -> int:
-    """Return what identifies a piece: its holders, its dtype, and where it begins."""
+    """Return what identifies a part: its holders, its dtype, and where it begins."""
     first = next(group.regions(group.stored))
     text = f"{ranks} {group.weights.dtype} {group.size} {first.parameter.name} {first.box} {first.elements}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
