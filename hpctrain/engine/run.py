@@ -243,7 +243,7 @@ class TrainingRun:
 
         for jump in jumps:
             self._console.say(str(jump))
-            self._files.note(JUMP, step, str(jump), **jump._asdict())
+            self._files.note(JUMP, text=str(jump), **jump._asdict())
         for text in take_losses():
             self._files.note(LOST, step, text)
 

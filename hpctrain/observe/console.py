@@ -54,6 +54,7 @@ class Console:
         self._live: Live | None = None
         self._smooth_speed = self._smooth_seconds = 0.0
         self._since: float | None = None
+        self._num_steps = 0
 
     def say(self, text: str) -> None:
         text = printable(text)
@@ -86,6 +87,9 @@ class Console:
         """
         if not self._speaks:
             return
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._smooth_speed = 0.0  # the first step compiles, and creates what later ones reuse
         self._smooth_speed = _smooth(self._smooth_speed, metrics["tokens_per_second"])
         now = time.monotonic()
         if self._since is not None:  # the time of a first step is not known: it begins before the console is asked

@@ -119,6 +119,30 @@ def test_a_device_is_measured():
     assert ("fp32", (8192, 4096, 8192)) not in figures.flops_per_second, "0.5 TFLOP do not fit into a second's share"
 
 
+def test_large_products_are_measured_on_a_device_whose_launches_cost_more_than_small_ones(monkeypatch):
+    """A probe of half a second measured [64, 64] alone on an H200, and took it for the speed of the device."""
+    clock, flops_per_second, launch_seconds = [0.0], 7e14, 6e-5
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        clock[0] += max(launch_seconds, 2 * a.shape[0] * a.shape[1] * b.shape[1] / flops_per_second)
+
+    def stopwatch():
+        since = clock[0]
+        return lambda: clock[0] - since
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda tensor, *_: tensor)
+    device = SimpleNamespace(
+        kind="cuda",
+        device=torch.device("cpu"),
+        compute_stopwatch=stopwatch,
+        products_per_second=lambda dtype: flops_per_second,
+    )
+    schedule = Schedule(0.6, 3 * len(SHAPES) + 2)
+    measured = dict(measure_products(Communicator([0]), device, torch.bfloat16, 1 << 32, schedule))
+    assert set(measured) == set(SHAPES) and max(measured.values()) == pytest.approx(flops_per_second)
+
+
 def _wall_stopwatch():
     start = time.perf_counter()
     return lambda: time.perf_counter() - start

@@ -115,7 +115,9 @@ def measure_products(
 
     All ranks of `comm` must exhaust it: they start with each shape together.
     """
-    fastest = None
+    # Small products say what a launch costs. By them alone all large ones would seem to take too long for a device.
+    is_asked = most_bytes and accelerator.kind != "cpu"
+    fastest = (is_asked and accelerator.products_per_second(dtype)) or None
     for shape in SHAPES:
         comm.barrier()
         seconds = schedule.next_share()
