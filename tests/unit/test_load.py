@@ -69,6 +69,7 @@ def test_what_a_busy_machine_gives_is_marked_not_kept_and_measured_again(monkeyp
         rank=0,
         size=1,
         library="MPI",
+        settings=SimpleNamespace(devices=None),
         place=Place("a", "cpu"),
         topology=SimpleNamespace(places=(Place("a", "cpu"),), has_devices=False),
         broadcast_object=lambda value: value,

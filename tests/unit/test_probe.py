@@ -17,6 +17,7 @@ from hpctrain.comm.probe.device_timing import (
     Schedule,
     host_copy_seconds,
     measure_device,
+    measure_products,
     seconds_of,
 )
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes

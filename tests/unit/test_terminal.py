@@ -56,7 +56,7 @@ def run(folder: Path, *arguments: str | bytes) -> subprocess.CompletedProcess[st
 def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
     name = os.fsencode("evil\x1b]0;title\x07") + b"\xff.toml"
     done = run(tmp_path, *command, name)
-    assert done.returncode in (2, 11, 15, 16), done.stderr
+    assert done.returncode in (2, 81, 85, 86), done.stderr
     assert "evil\\x1b]0;title\\x07\\udcff.toml" in done.stderr
     assert "Traceback" not in done.stderr
     assert not {"\x1b", "\x07"} & set(done.stdout + done.stderr)
@@ -65,6 +65,6 @@ def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
 def test_a_name_in_a_file_does_not_reach_the_terminal(tmp_path):
     (tmp_path / "c.toml").write_text('[families."x\\u001b[2J"]\nkind = "cuda"\nmodel = "A100-40\\u0007"\n')
     done = run(tmp_path, "inspect", "c.toml")
-    assert done.returncode == 13
+    assert done.returncode == 83
     assert "x\\x1b[2J" in done.stderr
     assert not {"\x1b", "\x07"} & set(done.stdout + done.stderr)
