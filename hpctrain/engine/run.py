@@ -178,7 +178,7 @@ class TrainingRun:
                 metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
             if due:
                 self._metrics.record(metrics)
-            if self._overrun and (overrun := self._overrun.look()) is not None:
+            if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
                 metrics |= {"overrun": overrun}
             self._console.step(metrics, self._metrics.latest, until, due)
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
