@@ -190,7 +190,7 @@ class TrainingRun:
                 metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
             if due:
                 self._metrics.record(metrics)
-            if self._overrun and (overrun := self._overrun.look()) is not None:
+            if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
                 metrics |= {"overrun": overrun}
             self._console.step(metrics, self._metrics.latest, until, due)
             if self._folder:

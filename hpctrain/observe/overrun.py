@@ -27,11 +27,12 @@ class OverrunWatch:
         self._world, self._device, self._on_raise = world, device, on_raise
         self._first_scale = device.time_scale
         self._num_steps = self._num_late = 0
-        self._overrun = 0.0
+        self._overrun, self._is_last = 0.0, False
 
-    def look(self) -> float | None:
+    def look(self, is_last: bool = False) -> float | None:
         """Return the overrun of the step that ended on the rank that was the latest; None of the first step, which does
-        not count."""
+        not count. After the last one nothing is raised: its figures would be left out for nothing."""
+        self._is_last = is_last
         self._overrun = self._world.largest(self._device.take_overrun())
         self._num_steps += 1
         return self._overrun if self._num_steps > 1 else None
@@ -41,7 +42,7 @@ class OverrunWatch:
 
         Raises TrainingError where it would have to be raised by more than `MOST_TIMES`.
         """
-        is_late = self._num_steps > 1 and self._overrun > UNTRUSTED_OVERRUN
+        is_late = self._num_steps > 1 and self._overrun > UNTRUSTED_OVERRUN and not self._is_last
         self._num_late = self._num_late + 1 if is_late else 0
         return self._raise_scale(self._overrun) if self._num_late == STEPS_RUNNING else None
 

@@ -68,7 +68,7 @@ def test_two_environments_train_one_model(hpctrain, folder, fast, tmp_path):
     done = start(write_start(hpctrain, folder, "two", fast, slow), folder)
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
-    assert "on 1 fast and 1 slow ranks" in text
+    assert "on 1 fast (cpu) and 1 slow (cpu) ranks" in text
     assert f"fast in {fast}, slow in {slow}" in text
     assert hpctrain("train", "job.toml", "--run", "alone", "--sample", "0", cwd=folder).code == 0
     compared = hpctrain("compare", "two", "alone", "--tolerance", "1e-5", cwd=folder)

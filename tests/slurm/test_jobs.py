@@ -35,7 +35,7 @@ def test_two_partitions_are_two_families_of_one_model(work: Work):
     job = work.submit(script)
     work.site.await_state(job, "COMPLETED", "FAILED")
     out = work.output()
-    assert "on 2 fast and 2 slow ranks" in out, out
+    assert "on 2 fast (cpu) and 2 slow (cpu) ranks" in out, out
     assert work.compare(work.alone(), "run", "--tolerance", "1e-5")["same"]
     plan = (work.folder / "run" / "plan.toml").read_text()
     assert '"fast"' in plan and '"slow"' in plan

@@ -53,6 +53,14 @@ def test_two_late_steps_running_raise_the_time_scale(overrun, scale):
     assert f"late by {overrun:.0%} in step 3" in raised[0] and f"raised from 2 to {scale:g} s" in raised[0]
 
 
+def test_nothing_is_raised_after_the_last_step():
+    device, raised = Device(0.0, 3.0, 3.0), []
+    watch = OverrunWatch(WORLD, device, raised.append)  # pyright: ignore[reportArgumentType] - stand-ins
+    for is_last in (False, False, True):
+        assert watch.look(is_last) is None or watch.step_is_done(1.0) is None
+    assert device.time_scale == 2.0 and not raised
+
+
 def test_beyond_four_times_the_run_stops_and_names_the_option():
     with pytest.raises(TrainingError, match=r"60% in step 5, .* time scale of 8 s .* set --time-scale 16 or more"):
         watch_steps(0.0, 5.0, 5.0, 0.6, 0.6)
@@ -72,7 +80,10 @@ def test_steps_before_the_time_scale_was_raised_are_left_out_of_the_comparison()
     parts = dict.fromkeys(("compute", "tensor", "pipeline", "data", "optimizer"), 1.0)
     gathered = []
     world = SimpleNamespace(rank=0, gather_objects=lambda own: gathered.append(own) or [own], all_or_none=nullcontext)
-    device, recorder = SimpleNamespace(shares_memory=True), SimpleNamespace(parts=lambda: parts, knows_times=True)
+    device, recorder = (
+        SimpleNamespace(shares_memory=True, overrun=0.0),
+        SimpleNamespace(parts=lambda: parts, knows_times=True),
+    )
     expectation = Expectation(world, device, recorder, None, None, "c.toml", None)  # pyright: ignore[reportArgumentType]
     for seconds in (9.0, 5.0, 5.0):
         expectation.step_is_done(seconds)

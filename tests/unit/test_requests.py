@@ -5,7 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,7 @@ from hpctrain.engine.requests import MARGIN_SECONDS, NOTHING, Asked, Requests
 
 def test_signals_are_remembered_and_a_second_interrupt_is_not():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
     signals = StopSignals().listen()
     try:
         assert Requests(signals).check() == NOTHING
@@ -34,7 +35,7 @@ def test_signals_are_remembered_and_a_second_interrupt_is_not():
             signal.signal(number, handler)
 
 
-class Gathered(Any):
+class Gathered:
     """A world in which other ranks have what it is made of."""
 
     def __init__(self, *others):
@@ -56,9 +57,10 @@ def test_hangups_that_are_ignored_stay_so():
     code = "import signal; from hpctrain.comm.signals import StopSignals; StopSignals().listen();"
     code += "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     command = [sys.executable, "-c", code]
-    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - as nohup does
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "False\n"
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=ignore).stdout == "True\n"
+    for handler, is_ignored in ((signal.SIG_DFL, False), (signal.SIG_IGN, True)):  # the second as nohup does
+        as_started = partial(signal.signal, signal.SIGHUP, handler)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=as_started)
+        assert done.stdout == f"{is_ignored}\n", done.stderr
 
 
 def test_files_are_requests_until_they_are_followed(tmp_path):

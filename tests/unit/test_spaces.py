@@ -243,8 +243,12 @@ def test_where_two_fabrics_are_joined_by_a_slow_one_the_pipeline_crosses_it():
 # ---- the yardstick ---------------------------------------------------------------------------------------------------
 
 
+PATIENT = JOB.model_copy(update={"search": JOB.search.model_copy(update={"seconds": 1000.0})})
+"""Searches end by the number of plans, however busy the machine is."""
+
+
 def test_a_family_that_cannot_hold_the_model_is_named():
-    large = JOB.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 180})})
+    large = PATIENT.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 180})})
     with pytest.raises(PlanError, match="fits in memory"):
         search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=EVERY_PLAN)
     summary = yardstick(large, RUN_ON, 1000.0)
@@ -258,7 +262,7 @@ def test_a_family_that_cannot_hold_the_model_is_named():
 
 
 def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
-    summary = yardstick(JOB, RUN_ON, 1000.0)
+    summary = yardstick(PATIENT, RUN_ON, 1000.0)
     alone = summary["predicted_alone"]
     assert set(alone) == {"a100-80", "a100-40"}
     assert summary["fraction_of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
@@ -272,7 +276,7 @@ def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
         and "`hpctrain bench mixed a100-80-40`" in said
     )
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
-    assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
+    assert yardstick(PATIENT, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
     assert format_yardstick(summary, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
 
 
