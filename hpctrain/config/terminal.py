@@ -37,7 +37,7 @@ def _buffer_of(stream: TextIO) -> BinaryIO:
     """Return the bytes below a text stream; opened anew where its file became a pipe after Python had looked at it."""
     try:
         if stream.buffer.seekable():
-            stream.buffer.tell()
+            stream.buffer.seek(0, io.SEEK_CUR)
         return stream.buffer
     except OSError:
         return open(stream.fileno(), "wb", closefd=False)

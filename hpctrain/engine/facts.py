@@ -27,8 +27,6 @@ class Described:
     is_rehearsed: bool = False
     path: Path | None = None
     """Of a description that hpctrain keeps itself, and adds to."""
-    is_new: bool = False
-    """Whether this start measured it."""
     disturbance: str = ""
     """Why what was measured is not that of a quiet machine, so that it is not kept; empty: it is."""
     truth: "Truth | None" = None
@@ -39,8 +37,6 @@ class Described:
         """Say why steps may differ from what it predicts, though nobody can do anything about it; empty: no reason."""
         if self.disturbance:
             return f"the machine was busy when it was measured ({self.disturbance}); the next start measures it again"
-        if self.is_new:
-            return "it was measured by this start, for a second or two; `hpctrain probe --job JOB` takes longer"
         return ""
 
 

@@ -154,7 +154,7 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
 
         machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
         name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
-        measured = {"path": machine.path, "is_new": machine.is_new, "disturbance": machine.disturbance}
+        measured = {"path": machine.path, "disturbance": machine.disturbance}
         facts = replace(facts, described_or_none=Described(machine.cluster, name, **measured))
         reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
     described = facts.described
@@ -237,7 +237,7 @@ def profile_job(job: Job, facts: Facts) -> Resolution:
     cluster = parse_cluster(world.broadcast_object(text), described.name)
     if disturbance and not described.disturbance:
         reasons["profile"] = f"passes of this job, measured now and not kept: {busy}; the next start measures again"
-    described = replace(described, cluster=cluster, is_new=True, disturbance=busy)
+    described = replace(described, cluster=cluster, disturbance=busy)
     return Resolution(job, replace(facts, described_or_none=described), reasons)
 
 

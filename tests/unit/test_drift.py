@@ -137,5 +137,5 @@ def test_where_the_cause_is_known_nobody_is_asked_to_measure_again(tmp_path):
     assert "longer than predicted, most of it in 'compute'" in text and text.endswith(summary["cause"])
     assert "warning" not in text and "measure the machine again" not in text
     quiet = Described(CLUSTER, "a name")
-    assert not quiet.doubt and "takes longer" in replace(quiet, is_new=True).doubt
-    assert "the next start measures it again" in replace(quiet, is_new=True, disturbance="others").doubt
+    assert not quiet.doubt, "who can measure again is asked to"
+    assert "the next start measures it again" in replace(quiet, disturbance="others").doubt
