@@ -84,7 +84,7 @@ def test_ranks_that_srun_starts_alone_say_so_once(work: Work):
     job = work.submit(script, "--partition=fast")
     state = work.site.await_state(job, "COMPLETED", "FAILED")
     out = work.output()
-    assert state["ExitCode"] == "12:0", state
+    assert state["ExitCode"] == "82:0", state
     assert out.count("LaunchError") == 1, out
     assert "promises 4 ranks" in out and "srun --mpi=pmi2" in out
 
