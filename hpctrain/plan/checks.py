@@ -47,7 +47,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
     """
     if not plan.tiles:
         raise PlanError("the plan has no tiles")
-    _check_passes(plan)
+    check_passes(plan)
     seen: dict[int, int] = {}
     for number, tile in enumerate(plan.tiles):
         where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
@@ -99,7 +99,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError(f"rank {first} is in no tile; list it under unused = {_first(missing)}")
 
 
-def _check_passes(plan: Plan) -> None:
+def check_passes(plan: Plan) -> None:
     """Refuse what would take minutes to check, as nobody trains by it. Raises PlanError."""
     if plan.microbatches > MOST_MICROBATCHES:
         raise PlanError(

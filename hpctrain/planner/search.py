@@ -20,6 +20,7 @@ from functools import partial
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
+from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.closed_form import with_extra_warmup
@@ -380,8 +381,9 @@ class Search:
 
     def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
         """Return a layout with its time by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1; None
-        where it does not fit."""
+        where it does not fit. Raises PlanError where it has more passes than a plan may have."""
         plan = self.scorer.plan(layout)
+        check_passes(plan)
         counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
         predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
         if not prediction.fits:

@@ -153,7 +153,7 @@ def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatc
         described = probe_cluster(pretended, pretended.device, 0.5)
         pretended.close()
     assert not every_complaint(world)
-    cluster, _ = world.broadcast_object(described)
+    cluster = world.broadcast_object(described).cluster
     measured = {name: {speed.dtype for speed in family.products} for name, family in cluster.families.items()}
     assert measured == {"a": {"fp32", "bf16", "fp16"}, "c": {"fp32", "bf16"}}
 
@@ -239,7 +239,7 @@ def message_at_once(transport, data, peer, after, post, staged, copied):
     return PlainMessage(post, [data], DONE)
 
 
-def always_direct(one, other, bridge):
+def always_direct(one, other, bridge=None):
     return "direct", "a mistake"
 
 
