@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
-SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py", CONFIG / "kernels.py", CONFIG / "watch.py"
+SOURCES = [CONFIG / f"{name}.py" for name in ("job", "precision", "parallelism", "kernels", "watch")]
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
