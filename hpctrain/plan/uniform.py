@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest
-from hpctrain.plan.checks import check_plan, check_positions, check_ranks
+from hpctrain.plan.checks import check_passes, check_plan, check_positions, check_ranks
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -113,6 +113,7 @@ def _draw(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
     shape = job.model.num_items, grid, request.pipeline, request.data
     cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.virtual_stages
     plan = even_plan(*shape, *cut, recompute=request.recompute, zero=request.zero, offload=request.offload)
+    check_passes(plan)
     return Resolved(plan, reasons)
 
 

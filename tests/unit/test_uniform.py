@@ -19,6 +19,12 @@ def job(*overrides: str):
     return load_job("tiny", ["model.vocab_size=1024", *overrides])
 
 
+def test_a_described_plan_has_no_more_microbatches_than_one_of_a_file():
+    """It was checked for minutes, and then trained for minutes a step."""
+    with pytest.raises(PlanError, match="microbatches = 500,000 are more than 20,000; make them of more rows"):
+        resolve_plan(job("plan.data=1", "plan.microbatch=2", "train.global_batch=1000000"), 1)
+
+
 def test_a_plan_that_is_open_needs_a_machine():
     with pytest.raises(PlanError, match=r'plan = "auto" is searched for on a described machine: give --cluster'):
         resolve_plan(job(), 4)
