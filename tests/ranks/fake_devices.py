@@ -4,6 +4,7 @@ import ctypes
 import os
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, ExportedMemory
 
 POISON = 0xEE
+PATIENCE_SECONDS = 60.0
+"""After which a call of the fake library that other ranks do not come to fails, with the stack of its rank."""
 
 
 class FakeEvent:
@@ -230,7 +233,9 @@ class FakeNccl:
     def finish(self, calls: list) -> None:
         """Start all calls, and wait until they are done. Each is a stream and a generator that yields its request."""
         started = [(stream, call, next(call)) for stream, call in calls]
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.mpi.Request.Testall([request for _, _, request in started]):
+            assert time.monotonic() < deadline, f"others do not come to {self.calls[-1]}, call {len(self.calls)}"
             for stream, _, _ in started:
                 for poll in self._meanwhile.get(stream, (None, [os.sched_yield]))[1]:
                     poll()

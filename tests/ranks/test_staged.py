@@ -71,6 +71,7 @@ class Pretended:
         self.nccl = library or (None if device else FakeNccl(mpi))
         self.patience, self.rank = world.patience, world.rank
         self.progress, self._world = Progress(world.has_threads, self.device.use), world
+        self.device.launches.meanwhile = self.progress.poll
         self._made: list[Communicator] = []
         devices = Devices(self.device, known, bridge)
         self.place, self.topology = own, Topology(tuple(places))
