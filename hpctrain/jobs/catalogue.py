@@ -24,7 +24,7 @@ def command(as_json):
     hpctrain catalogue --json
     mpirun -n 8 hpctrain train mixed --rehearse v100-t4
 
-    Ready clusters are miniatures: they keep the proportions of real devices at a size that a laptop can rehearse.
+    Ready clusters have figures of real size. A rehearsal scales them down together with its job.
     Bandwidths are of one direction, peaks of dense products.
     """
     clusters = {
