@@ -204,8 +204,11 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             site, splits = self._site(tile), self._weight_delay(tile) is not None
-            row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = tile.items, row_chunks, site, tile.recompute, splits, tile.offload
+            row_chunks = _row_chunks(tile)
+            peers = tuple(
+                (self._site(peer), peer.items, peer.recompute, _row_chunks(peer)) for peer in self._peers(tile)
+            )
+            key = tile.items, row_chunks, site, tile.recompute, splits, tile.offload, peers
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
@@ -240,8 +243,8 @@ class Predictor:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
-        for rows in row_chunks:
-            each = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+        for chunk, rows in enumerate(row_chunks):
+            each = [self._passes_with_peers(tile, layer, chunk) for layer in layers(tile.items)]
             forward, backward = self._exposed_copies(tile, rows, each)
             for name, made in passes.items():
                 longer = PassCost(forward if name == "forward" else 0.0 if name == "backward_weight" else backward)
@@ -256,6 +259,23 @@ class Predictor:
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},
         )
+
+    def _peers(self, tile: Tile) -> list[Tile]:
+        """Return the tiles with which a tile exchanges weights or gradients in every pass: ZeRO 2 and 3."""
+        ranks = self._site(tile).data_ranks
+        return list(dict.fromkeys(peer for rank in ranks for peer in self.plan.tiles_of(rank) if peer is not tile))
+
+    def _passes_with_peers(self, tile: Tile, layer: Interval, chunk: int) -> Mapping[str, PassCost]:
+        """Return the passes over a layer for one row chunk, each as long as the slowest tile needs that exchanges what
+        the layer has in that pass: they come to the end of a layer together, not only to that of the step."""
+        own, result = self.layer_passes(tile, layer, _row_chunks(tile)[chunk]), {}
+        for peer in self._peers(tile):
+            rows = _row_chunks(peer)
+            if peer.contains(layer.start) and chunk < len(rows):
+                others = self.layer_passes(peer, layer, rows[chunk])
+                for name in PASSES.values() if self._site(tile).zero == 3 else ("backward", "backward_weight"):
+                    result[name] = max(result.get(name, 0.0), others[name].seconds - own[name].seconds)
+        return {name: one + PassCost(0.0, data=result.get(name, 0.0)) for name, one in own.items()}
 
     def _exposed_copies(self, tile: Tile, rows: int, passes: Sequence[Mapping[str, PassCost]]) -> tuple[float, float]:
         """Return how much longer the passes over the layers of a tile take, forward and backward, for what it offloads
@@ -444,6 +464,11 @@ class Predictor:
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))
+
+
+def _row_chunks(tile: Tile) -> tuple[int, ...]:
+    """Return the rows of a rank in each of its chunks."""
+    return tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
 
 
 def predict_in_parts(

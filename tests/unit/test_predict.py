@@ -20,7 +20,7 @@ from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predictor import predict
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
@@ -28,7 +28,7 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK
 from tests import clusters
-from tests.pretended import CLUSTER
+from tests.pretended import CLUSTER, KINDS, PAIR
 
 JOB = load_job("tiny", ["model.vocab_size=1024"])
 SETUP = Setup(JOB.model, 128, "fp32", HPCTRAIN)
@@ -240,6 +240,18 @@ def test_weights_that_replicas_share_are_exchanged_while_others_compute():
         replace(run, overlapped=True)
     slow = replace(run, network="Ethernet-10").predict()
     assert slow.breakdown_seconds["tensor"] > 0.5 * slow.breakdown_seconds["compute"], "no longer hidden"
+
+
+@pytest.mark.parametrize(("zero", "together"), [(1, ()), (2, ("backward",)), (3, ("forward", "backward"))])
+def test_unequal_replicas_that_exchange_in_a_pass_end_its_layers_together(zero, together):
+    """The slower one of each layer is waited for: longer than the slower one of the step."""
+    items, setup = Interval(0, NUM_ITEMS), replace(SETUP, bucket_bytes=None)
+    tiles = tuple(Tile(items, Interval(4 * i, 4 * i + 4), (i,), zero=zero, family=f) for i, f in enumerate(KINDS))
+    costs = Predictor(setup, Plan(tiles, 2, 8), PAIR).costs.tiles
+    for name in ("forward", "backward"):
+        fast, slow = (getattr(costs[tile], name)[0].seconds for tile in tiles)
+        assert (fast == pytest.approx(slow)) == (name in together)
+        assert fast <= slow * (1 + 1e-9)
 
 
 def test_4096_ranks_take_seconds():

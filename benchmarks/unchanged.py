@@ -1,0 +1,286 @@
+"""Says whether two states of the code do the same: training, predictions, plans, launch orders and messages of errors.
+
+    python -m benchmarks.unchanged record before
+    python -m benchmarks.unchanged record after --cases before/cases.json    # in the other state's folder
+    python -m benchmarks.unchanged compare before after
+
+Everything goes through the commands that a user types, so that the house behind them may be rebuilt. Losses and norms
+are compared by their bits, bytes and counts of messages by operation, predictions to 1e-9. Both records must be of one
+machine: another processor has other products.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+TIMEOUT_SECONDS = 300
+STEPS = 6
+PREDICTION_TOLERANCE = 1e-9
+JOB = """\
+[model]
+architecture = "{architecture}"
+num_layers = 4
+hidden_size = 32
+num_heads = 8
+{kv_heads}vocab_size = 300
+max_positions = 16
+[data]
+tokens = "tokens.h5"
+sequence_length = 16
+validation_fraction = 0.1
+[train]
+steps = 6
+global_batch = 16
+learning_rate = 3e-3
+warmup_steps = 2
+validation_sequences = 8
+"""
+GROUPED_HEADS = ("llama", "qwen3", "gemma2")
+ARCHITECTURES = ("gpt2", *GROUPED_HEADS)
+NODES = """\
+[families.a100]
+model = "A100-40"
+[families.v100]
+model = "V100-32"
+[fabrics.ib]
+network = "HDR"
+[[nodes]]
+count = {half}
+devices = {{a100 = 4}}
+nics = [{{fabric = "ib", count = 1}}]
+[[nodes]]
+count = {half}
+devices = {{v100 = 4}}
+nics = [{{fabric = "ib", count = 1}}]
+"""
+SEARCHED_DEVICES = (64, 256, 1024)
+SEARCH_BUDGET = 20_000
+"""So that it is the number of plans that ends a search, not the time."""
+
+
+def drawn_cases(seed: int, count: int) -> list[dict]:
+    """Return random jobs by keys: ranks and settings. Some of them are refused: the message is recorded."""
+    draw, cases = random.Random(seed), []
+    while len(cases) < count:
+        ranks = draw.choice([1, 2, 2, 3, 4, 4, 4, 4, 6, 8])
+        sizes = dict.fromkeys(("tensor.x", "tensor.y", "tensor.z", "pipeline", "data"), 1)
+        left = ranks
+        while left > 1:
+            factor = next(prime for prime in (2, 3) if left % prime == 0)
+            sizes[draw.choice(sorted(sizes))] *= factor
+            left //= factor
+        settings = {f"plan.{name}": size for name, size in sizes.items()}
+        settings["plan.microbatch"] = draw.choice([1, 2, 4])
+        settings["plan.zero"] = draw.choice([0, 1, 1, 2, 3])
+        settings["plan.recompute"] = draw.choice(["none", "none", "selective", "full"])
+        settings["plan.offload"] = draw.choice(["none", "none", "optimizer", "activations", "all"])
+        settings["plan.sequence_parallel"] = sizes["tensor.y"] > 1 and draw.random() < 0.5
+        if sizes["pipeline"] > 1:
+            settings["plan.schedule"] = draw.choice(["1f1b", "zb-h1"])
+            settings["plan.virtual_stages"] = draw.choice([1, 1, 2])
+        settings["train.dtype"] = draw.choice(["fp32", "fp32", "bf16"])
+        settings["train.clip_norm"] = draw.choice([1.0, 0.1])
+        for key in ("tensor", "data", "z", "forward"):
+            settings[f"overlap.{key}"] = draw.random() < 0.5
+        cases.append({"ranks": ranks, "architecture": draw.choice(ARCHITECTURES), "settings": settings})
+    return cases
+
+
+def run(folder: Path, *words: str, ranks: int = 0) -> subprocess.CompletedProcess:
+    command = [str(BIN / "hpctrain"), *words]
+    if ranks:
+        command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+
+
+def last_lines(ended: subprocess.CompletedProcess, folder: Path) -> str:
+    """Return what a command that failed said, without what differs from start to start."""
+    text = (ended.stderr.strip() or ended.stdout.strip()).replace(str(folder), "FOLDER")
+    return re.sub(r"\d+\.\d+ s\b", "N s", text)
+
+
+def jobs_in(folder: Path) -> None:
+    (folder / "text").write_text("".join(f"The number {i} times {i + 3} is {i * (i + 3)}.\n" for i in range(900)))
+    ended = run(folder, "prepare", "text", "--tokenizer", "byte", "--out", "tokens.h5")
+    assert not ended.returncode, ended.stderr
+    for name in ARCHITECTURES:
+        heads = "num_kv_heads = 2\n" if name in GROUPED_HEADS else ""
+        (folder / f"{name}.toml").write_text(JOB.format(architecture=name, kv_heads=heads))
+
+
+def set_options(settings: dict) -> Iterator[str]:
+    for key, value in settings.items():
+        yield from ("--set", f"{key}={json.dumps(value)}")
+
+
+def trained(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return losses and norms as hexadecimal numbers, and each operation's calls and bytes, by case."""
+    records = {}
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        folder = Path(name)
+        jobs_in(folder)
+        for number, case in enumerate(cases):
+            run_folder = folder / f"run{number}"
+            words = ["train", f"{case['architecture']}.toml", "--run", run_folder.name, "--sample", "0"]
+            ended = run(folder, *words, *set_options(case["settings"]), ranks=case["ranks"])
+            if ended.returncode:
+                records[str(number)] = {"code": ended.returncode, "text": last_lines(ended, folder)}
+            else:
+                records[str(number)] = record_of(run_folder)
+            tell(f"{number + 1}/{len(cases)} exit code {ended.returncode}: {case}")
+    return records
+
+
+def record_of(run_folder: Path) -> dict:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "grad_norm" in line]
+    validations = [line for line in lines if "validation_loss" in line]
+    assert len(steps) == STEPS, f"{len(steps)} steps in {run_folder}"
+    traffic = json.loads((run_folder / "traffic.json").read_text())
+    return {
+        "losses": [line["loss"].hex() for line in steps],
+        "norms": [line["grad_norm"].hex() for line in steps],
+        "validations": [line["validation_loss"].hex() for line in validations],
+        "plan": (run_folder / "plan.toml").read_text(),
+        "operations": sorted(json.dumps(group, sort_keys=True) for group in traffic["groups"]),
+    }
+
+
+def launch_orders(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return for each plan whether its launches fit together, by the words of the proof."""
+    from hpctrain.config.errors import PlanError
+    from hpctrain.config.job import load_job
+    from hpctrain.plan.launch_order import check_launch_order
+    from hpctrain.plan.uniform import resolve_plan
+
+    records = {}
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        folder = Path(name)
+        jobs_in(folder)
+        for number, case in enumerate(cases):
+            try:
+                settings = [f"{key}={json.dumps(value)}" for key, value in case["settings"].items()]
+                job = load_job(str(folder / f"{case['architecture']}.toml"), settings)
+                check_launch_order(resolve_plan(job, case["ranks"]).plan)
+                records[str(number)] = "fits"
+            except PlanError as error:
+                records[str(number)] = str(error).replace(name, "FOLDER")
+    tell(f"{len(records)} launch orders")
+    return records
+
+
+def searched(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return the plan and the predictions of a search on each ready cluster, and on large ones."""
+    from hpctrain.config.cluster_file import ready_clusters
+
+    records = {}
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        folder = Path(name)
+        for devices in SEARCHED_DEVICES:
+            (folder / f"{devices}.toml").write_text(NODES.format(half=devices // 8))
+        for cluster in [*ready_clusters(), *(f"{devices}.toml" for devices in SEARCHED_DEVICES)]:
+            words = ["plan", "search", "mixed", "--cluster", cluster, "--json", "--budget", str(SEARCH_BUDGET)]
+            ended = run(folder, *words, "--set", "search.seconds=600", "--set", "train.global_batch=2048")
+            records[cluster] = json.loads(ended.stdout) if not ended.returncode else last_lines(ended, folder)
+            tell(f"searched {cluster}: exit code {ended.returncode}")
+    return records
+
+
+def refused(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return what commands say of bad input: one case of nine of those of `benchmarks.mutations`."""
+    from benchmarks import mutations
+    from benchmarks.sandbox import warm_up
+
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        template = Path(name) / "template"
+        mutations.build(template)
+        chosen = mutations.all_cases(5, 1.0, template)[::9]
+        results = mutations.run_cases_in(Path(name) / "case", template, chosen, tell)
+    texts = {}
+    for case, verdict, ended in results:
+        if verdict == mutations.GOOD[0]:
+            texts[str(case)] = re.sub(r"\d+\.\d+ s\b", "N s", ended.err.replace(name, "FOLDER"))
+    return texts
+
+
+SECTIONS: dict[str, Callable[[Sequence[dict], Callable[[str], None]], dict]] = {
+    "launch_orders": launch_orders,
+    "searched": searched,
+    "refused": refused,
+    "trained": trained,
+}
+
+
+def differences(before: object, after: object, place: str = "") -> Iterator[str]:
+    """List the places where two records differ; times that a command took are left out."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before | after:
+            if key != "search_seconds":
+                yield from differences(before.get(key), after.get(key), f"{place}/{key}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from differences(one, other, f"{place}/{i}")
+    elif isinstance(before, float) and isinstance(after, float):
+        if abs(before - after) > PREDICTION_TOLERANCE * max(abs(before), abs(after)):
+            yield f"{place}: {before!r}, then {after!r}"
+    elif before != after:
+        yield f"{place}: {str(before)[:300]!r}, then {str(after)[:300]!r}"
+
+
+@click.group("benchmarks.unchanged")
+def main():
+    """Record what the code does, and compare two records."""
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--cases", type=click.Path(exists=True, path_type=Path), help="Those of another record.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--count", default=80, show_default=True, help="How many random jobs.")
+@click.option("--only", multiple=True, type=click.Choice(list(SECTIONS)), help="Sections; may be repeated.")
+def record(out, cases, seed, count, only):
+    """Write what the code of this folder does to the folder OUT."""
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = json.loads(cases.read_text()) if cases else drawn_cases(seed, count)
+    (out / "cases.json").write_text(json.dumps(chosen, indent=1) + "\n")
+    for name in only or SECTIONS:
+        found = SECTIONS[name](chosen, lambda line: click.echo(line, err=True))
+        (out / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+@main.command()
+@click.argument("before", type=click.Path(exists=True, path_type=Path))
+@click.argument("after", type=click.Path(exists=True, path_type=Path))
+def compare(before, after):
+    """Print what differs between two records. Exit code 1 if anything does."""
+    is_same = True
+    for name in SECTIONS:
+        files = [folder / f"{name}.json" for folder in (before, after)]
+        if not all(file.exists() for file in files):
+            click.echo(f"{name}: not in both records")
+            continue
+        one, other = (json.loads(file.read_text()) for file in files)
+        different = list(differences(one, other))
+        is_same = is_same and not different
+        click.echo(f"{name}: {len(one)} cases, {len(different)} differences")
+        for line in different[:20]:
+            click.echo(f"  {line}")
+    raise SystemExit(not is_same)
+
+
+if __name__ == "__main__":
+    main()
