@@ -267,7 +267,7 @@ class TrainingRun:
         if not stage.fits:
             return ""
         tile, predicted = stage.tile, stage.memory.total
-        rows = -(-tile.rows.size // tile.tensor.z)
+        rows = tile.rank_rows
         overflow = MemoryOverflow(items=tile.items, rows=rows, bytes=needed_bytes, predicted_bytes=predicted)
         more = f"it was predicted to need {predicted / 2**20:,.1f} MiB"
         return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"

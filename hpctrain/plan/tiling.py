@@ -83,6 +83,16 @@ class Tile:
         """Return the rows of a microbatch that coordinate z computes."""
         return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
 
+    @property
+    def rank_rows(self) -> int:
+        """Return the rows of a microbatch that a rank computes: of the ranks with the most."""
+        return -(-self.rows.size // self.tensor.z)
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        """Return the rows of a rank in each of its row chunks."""
+        return tuple(chunk.size for chunk in cut_evenly(self.rank_rows, self.row_chunks))
+
     def contains(self, item: int) -> bool:
         return self.items.start <= item < self.items.stop
 

@@ -103,7 +103,7 @@ def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
 
 def largest_message_bytes(setup: Setup, tile: Tile) -> int:
     """Return the bytes of what a rank of a tile sends, or receives, of a microbatch."""
-    return 0 if tile.is_idle else message_bytes(setup, tile.tensor, -(-tile.rows.size // tile.tensor.z))
+    return 0 if tile.is_idle else message_bytes(setup, tile.tensor, tile.rank_rows)
 
 
 def waiting_share(forward_seconds: float, message_seconds: float) -> float:

@@ -184,7 +184,7 @@ def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
     """Return the bytes that a rank keeps on its device, for all of its tiles, those that it computes with, and those
     that it keeps in host memory."""
-    rows = -(-tile.rows.size // tile.tensor.z)
+    rows = tile.rank_rows
     at_once = -(-rows // tile.row_chunks)
     virtual_stages = plan.virtual_stages(tile)
     wraps = len(virtual_stages) > 1 or in_flight(plan, tile) > 1
@@ -217,7 +217,7 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
 def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
     """Return the bytes of activations that a rank has, and computes with, when the last backward pass has gone through
     an item: of the layers before it, for one microbatch. A rank with several virtual stages may have others too."""
-    rows = -(-tile.rows.size // tile.tensor.z)
+    rows = tile.rank_rows
     left = [layer for layer in layers(tile.items) if layer.stop <= item]
     if len(plan.virtual_stages(tile)) > 1:
         kept, computing, _ = _activations(setup, plan, tile)

@@ -31,7 +31,7 @@ from hpctrain.planner.prices import (
     part_counts,
 )
 from hpctrain.planner.simulate import PredictedSpan, Simulated, simulate
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
@@ -125,6 +125,7 @@ class Predictor:
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
+        self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
         if like is not None and like.plan.tiles == plan.tiles:
             self._shards_by_tile, self._sharers = like._shards_by_tile, like._sharers
             self._exchanges, self._messages = like._exchanges, like._messages
@@ -204,13 +205,9 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             site, splits = self._site(tile), self._weight_delay(tile) is not None
-            row_chunks = _row_chunks(tile)
-            peers = tuple(
-                (self._site(peer), peer.items, peer.recompute, _row_chunks(peer)) for peer in self._peers(tile)
-            )
-            key = tile.items, row_chunks, site, tile.recompute, splits, tile.offload, peers
+            key = tile.items, tile.chunk_rows, site, tile.recompute, splits, tile.offload
             if key not in known:
-                known[key] = self._tile_cost(tile, row_chunks, splits)
+                known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
         messages, agree, crossed = self._messages
         return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossed)
@@ -227,7 +224,7 @@ class Predictor:
         if not stack.blocking_sends:
             return 0.0
         parts = tile.tensor.y if stack.gathers_parts else 1
-        rows = -(-tile.rows.size // tile.tensor.z)
+        rows = tile.rank_rows
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
         return max(0.0, 1 - stack.buffered_bytes / sent)
 
@@ -239,18 +236,18 @@ class Predictor:
             self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
         return self._sites[tile]
 
-    def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:
+    def _tile_cost(self, tile: Tile, splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
-        for chunk, rows in enumerate(row_chunks):
+        for chunk, rows in enumerate(tile.chunk_rows):
             each = [self._passes_with_peers(tile, layer, chunk) for layer in layers(tile.items)]
             forward, backward = self._exposed_copies(tile, rows, each)
             for name, made in passes.items():
                 longer = PassCost(forward if name == "forward" else 0.0 if name == "backward_weight" else backward)
                 made.append(sum((of_layer[name] for of_layer in each), longer))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
-        before, after = self._alone(tile, row_chunks[0])
+        before, after = self._alone(tile, tile.chunk_rows[0])
         return TileCost(
             update_seconds=self._update_seconds(tile),
             overlap_slowdown=times,
@@ -260,17 +257,24 @@ class Predictor:
             **{name: tuple(made) for name, made in passes.items()},
         )
 
-    def _peers(self, tile: Tile) -> list[Tile]:
-        """Return the tiles with which a tile exchanges weights or gradients in every pass: ZeRO 2 and 3."""
+    def _peers(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles with which a tile exchanges weights or gradients in every pass (ZeRO 2 and 3), each once of
+        those that are equal; it is among them."""
         ranks = self._site(tile).data_ranks
-        return list(dict.fromkeys(peer for rank in ranks for peer in self.plan.tiles_of(rank) if peer is not tile))
+        if ranks not in self._peers_by_ranks:
+            peers = dict.fromkeys(peer for rank in ranks for peer in self.plan.tiles_of(rank))
+            kinds = {(self._site(p), p.items, p.recompute, p.chunk_rows): p for p in peers}
+            self._peers_by_ranks[ranks] = tuple(kinds.values())
+        return self._peers_by_ranks[ranks]
 
     def _passes_with_peers(self, tile: Tile, layer: Interval, chunk: int) -> Mapping[str, PassCost]:
         """Return the passes over a layer for one row chunk, each as long as the slowest tile needs that exchanges what
         the layer has in that pass: they come to the end of a layer together, not only to that of the step."""
-        own, result = self.layer_passes(tile, layer, _row_chunks(tile)[chunk]), {}
-        for peer in self._peers(tile):
-            rows = _row_chunks(peer)
+        own, result = self.layer_passes(tile, layer, tile.chunk_rows[chunk]), {}
+        if len(peers := self._peers(tile)) <= 1:
+            return own
+        for peer in peers:
+            rows = peer.chunk_rows
             if peer.contains(layer.start) and chunk < len(rows):
                 others = self.layer_passes(peer, layer, rows[chunk])
                 for name in PASSES.values() if self._site(tile).zero == 3 else ("backward", "backward_weight"):
@@ -400,7 +404,7 @@ class Predictor:
         weights; and of the last backward pass, by when its gradients are made, after it."""
         if tile not in self._until:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
+            rows = tile.rank_rows // tile.row_chunks
             key = self._site(tile), tile.items, rows, tile.recompute, last
             if key not in self._sums:
                 passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
@@ -464,11 +468,6 @@ class Predictor:
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))
-
-
-def _row_chunks(tile: Tile) -> tuple[int, ...]:
-    """Return the rows of a rank in each of its chunks."""
-    return tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
 
 
 def predict_in_parts(
