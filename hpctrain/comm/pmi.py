@@ -22,6 +22,8 @@ STREAM_VARIABLE = "PMI_FD"
 """The variable with the number of MPICH's connection to its launcher."""
 SLURM_VARIABLE = "SLURM_STEP_ID"
 LINE_BYTES = 1024
+CONNECTING_VARIABLES = (STREAM_VARIABLE, "PMIX_RANK")
+"""By which MPICH takes a launcher to be there, even where they are empty: it then ends the process in its own words."""
 WORDS_BYTES = 128
 """The rest of a line around the value: `cmd=put kvsname= key= value=`, a key of up to 64 bytes, the job's number."""
 VALUE_LIMIT = re.compile(rb"(?<=vallen_max=)\d+")
@@ -33,6 +35,9 @@ def init_thread(mpi) -> None:
 
     Raises LaunchError where the launcher's connection is not there.
     """
+    for variable in CONNECTING_VARIABLES:
+        if not os.environ.get(variable, "").strip():
+            os.environ.pop(variable, None)
     stream = _launcher_stream()
     if stream is None or SLURM_VARIABLE not in os.environ:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -46,7 +51,6 @@ def _launcher_stream() -> int | None:
     """Return the open connection to MPICH's launcher; None without any. Raises LaunchError."""
     stream, _ = number_in([STREAM_VARIABLE])
     if stream is None:
-        os.environ.pop(STREAM_VARIABLE, None)  # MPICH would take an empty one for a connection
         return None
     try:
         os.fstat(stream)

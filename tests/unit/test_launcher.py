@@ -40,6 +40,14 @@ def test_what_is_empty_is_unset(monkeypatch):
     assert (promised_rank(), promised_size()) == (3, (4, "SLURM_NTASKS"))
 
 
+@pytest.mark.parametrize("name", pmi.CONNECTING_VARIABLES)
+def test_mpi_starts_where_a_variable_of_its_launcher_is_empty(name):
+    """MPICH takes it for a launcher's, and fails."""
+    program = "from hpctrain.comm.world import World; print(World.start().size)"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {name: " "}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 def test_local_ranks(monkeypatch):
     assert local_rank({}) is None
     assert local_rank({"SLURM_LOCALID": "2", "MPI_LOCALRANKID": ""}) == 2
