@@ -30,8 +30,8 @@ JOB = """\
 [model]
 architecture = "{architecture}"
 num_layers = 4
-hidden_size = 32
-num_heads = 8
+hidden_size = 48
+num_heads = 12
 {kv_heads}vocab_size = 300
 max_positions = 16
 [data]
@@ -40,7 +40,7 @@ sequence_length = 16
 validation_fraction = 0.1
 [train]
 steps = 6
-global_batch = 16
+global_batch = 48
 learning_rate = 3e-3
 warmup_steps = 2
 validation_sequences = 8
@@ -64,7 +64,7 @@ devices = {{v100 = 4}}
 nics = [{{fabric = "ib", count = 1}}]
 """
 SEARCHED_DEVICES = (64, 256, 1024)
-SEARCH_BUDGET = 20_000
+SEARCH_BUDGET = 2_000
 """So that it is the number of plans that ends a search, not the time."""
 
 
@@ -80,7 +80,7 @@ def drawn_cases(seed: int, count: int) -> list[dict]:
             sizes[draw.choice(sorted(sizes))] *= factor
             left //= factor
         settings = {f"plan.{name}": size for name, size in sizes.items()}
-        settings["plan.microbatch"] = draw.choice([1, 2, 4])
+        settings["plan.microbatch"] = sizes["tensor.z"] * draw.choice([1, 1, 2])
         settings["plan.zero"] = draw.choice([0, 1, 1, 2, 3])
         settings["plan.recompute"] = draw.choice(["none", "none", "selective", "full"])
         settings["plan.offload"] = draw.choice(["none", "none", "optimizer", "activations", "all"])
@@ -117,7 +117,7 @@ def jobs_in(folder: Path) -> None:
     ended = run(folder, "prepare", "text", "--tokenizer", "byte", "--out", "tokens.h5")
     assert not ended.returncode, ended.stderr
     for name in ARCHITECTURES:
-        heads = "num_kv_heads = 2\n" if name in GROUPED_HEADS else ""
+        heads = "num_kv_heads = 6\n" if name in GROUPED_HEADS else ""
         (folder / f"{name}.toml").write_text(JOB.format(architecture=name, kv_heads=heads))
 
 
