@@ -307,18 +307,16 @@ def settings(setting: Setting) -> dict:
 def prediction(setting: Setting) -> dict:
     """A probe of this machine, a profile of the job, and its predicted step beside a measured one."""
     job = write_job(setting, "predicted", global_batch=8, dtype="bf16" if setting.has_gpu else "fp32")
-    separate = ["--set", "kernels.fused=false"]  # as a profile measures them
     cluster, plan = setting.folder / "cluster.toml", setting.folder / "plan.toml"
     seconds = ("2", "4") if setting.short else ("15", "40")
     run([*HPCTRAIN, "probe", "--out", str(cluster), "--force", "--seconds", seconds[0]], setting.folder)
     profile = [*HPCTRAIN, "probe", "--job", str(job), "--cluster", str(cluster), "--refresh", "--seconds", seconds[1]]
     run(profile, setting.folder)
-    search = [*HPCTRAIN, "plan", "search", str(job), "--cluster", str(cluster), "--out", str(plan), *separate]
-    run(search, setting.folder)
-    words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), *separate, "--json"]
+    run([*HPCTRAIN, "plan", "search", str(job), "--cluster", str(cluster), "--out", str(plan)], setting.folder)
+    words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), "--json"]
     predicted = run_json(words, setting.folder)
     setting.so_far({"predicted_seconds": predicted["step_seconds"]})
-    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", *separate, "--json"]
+    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", "--json"]
     measured = sorted(run_json(words, setting.folder)["step_seconds"])
     middle = measured[len(measured) // 2]
     return {

@@ -27,11 +27,12 @@ from hpctrain.comm.world import World
 from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
 from hpctrain.engine.resolve_kernels import resolve_kernels
-from hpctrain.model.kernels import Kernels
+from hpctrain.model.fused import make_kernels
 from hpctrain.model.stage import Stage
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
@@ -41,6 +42,7 @@ from hpctrain.sharding.items import layers
 SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
 ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds
 LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
+MOST_ROUNDS, SETTLED_SECONDS = 10, 0.05  # short passes are measured for so long: the first ones load kernels
 DIGITS = 4  # of what was measured; more would only be noise
 
 
@@ -80,8 +82,17 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1)
 class Trials:
     """One rank's device, and what it does with the job when it is alone."""
 
-    def __init__(self, world: World, accelerator: Accelerator, job: Job, deadline: float, rounds: int = ROUNDS):
-        """`job` is resolved, its kernels too. Of so many rounds the best counts.
+    def __init__(
+        self,
+        world: World,
+        accelerator: Accelerator,
+        job: Job,
+        deadline: float,
+        rounds: int = ROUNDS,
+        kernels: KernelChoice | None = None,
+    ):
+        """`job` is resolved, its kernels too. Of so many rounds the best counts. `kernels` are those of measured times,
+        by default the job's.
 
         No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
         self._solo, self._rank = world.solo(), world.rank
@@ -90,6 +101,9 @@ class Trials:
         self._job = job
         self._deadline = deadline
         self._rounds = rounds
+        self._kernels = kernels or job.kernels
+        self._round_seconds = 0.0
+        """Of the last rows, once: what compiles, or loads, kernels comes before."""
         self._is_warm = False
         self._seconds_per_row = 0.0
         self._bound = sys.maxsize
@@ -182,25 +196,38 @@ class Trials:
     def times(self, zero: int, top: int, deadline: float, likely: int = 0) -> list[RowTimes]:
         """Return what 1, 2, 4, ... rows and `top` rows take, but for those that do not fit.
 
-        `likely` rows, those that a rank computes at once by an even plan, come before those between: few rows take
-        longer each, and say little of many. From there on also but for those that would end after `deadline`. Raises
-        TrainingError where one row of one block does not fit.
+        `likely` rows, those that a rank computes at once by an even plan, come second, or as many as there is time for
+        when they have no kernels to compile: few rows take longer each, and say little of many. Others are left out
+        where they would end after `deadline`.
+        Raises TrainingError where one row of one block does not fit.
         """
         result: dict[int, RowTimes] = {}
-        seconds_per_row, ascending = 0.0, [*(1 << power for power in range((top - 1).bit_length())), top]
-        order: list[int] = [*ascending[:2], *([likely] if 2 < likely <= top else []), *ascending]
-        for rows in dict.fromkeys(order):
-            start = time.monotonic()
-            if rows > top or (seconds_per_row and start + seconds_per_row * rows > deadline):
+        ascending = [*(1 << power for power in range((top - 1).bit_length())), top]
+        pass_seconds: dict[int, float] = {}
+        budget = deadline - time.monotonic()
+        waiting, other_seconds = [1], 0.0  # what making layers and compiling kernels takes
+
+        def expected(rows: int) -> float:
+            nearest = min(pass_seconds, key=lambda each: abs(each - rows))
+            return pass_seconds[nearest] * rows / nearest
+
+        while waiting:
+            rows, start = waiting.pop(0), time.monotonic()
+            if rows > top or rows in result:
+                continue
+            if len(result) > 1 and start + other_seconds + expected(rows) > deadline:
                 continue
             try:
+                self._round_seconds = 0.0
                 with self._accelerator.running():
                     result[rows] = self._item_times(zero, rows)
+                pass_seconds[rows] = self._rounds * self._round_seconds
             except RuntimeError as error:
                 if not (what := describe_overflow(error, self._accelerator)):
                     raise
                 if result:
                     top = rows - 1
+                    waiting[:0] = [rows // 2]
                     continue
                 raise TrainingError(
                     f"rank {self._rank} ({self._families[self._rank]}) has no memory for the embedding, one block and"
@@ -209,14 +236,17 @@ class Trials:
                 ) from None
             finally:
                 self._clean()
-            if rows > 1:  # the first one warms up
-                seconds_per_row = (time.monotonic() - start) / rows
+            if rows == 1:
+                time_for = max(2, budget / max(pass_seconds[1], 1e-9))
+                waiting = [int(min(likely or 2, time_for)), *ascending]
+            else:
+                other_seconds = time.monotonic() - start - pass_seconds[rows]
         return [result[rows] for rows in sorted(result)]
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
-        layout, kernels = self._layout(small, zero, rows), Kernels(job.kernels)
+        layout, kernels = self._layout(small, zero, rows), make_kernels(self._kernels, self._accelerator.family)
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
@@ -234,15 +264,17 @@ class Trials:
 
     def _pass_seconds(self, stage: Stage, value, targets, gradient) -> tuple[float, float]:
         """Return what a stage takes forward and backward."""
-        result = []
-        for _ in range(self._rounds):
-            taken = self._accelerator.compute_stopwatch()
+        result: list[tuple[float, float]] = []
+        start = time.monotonic()
+        while len(result) < self._rounds or (len(result) < MOST_ROUNDS and time.monotonic() - start < SETTLED_SECONDS):
+            began, taken = time.monotonic(), self._accelerator.compute_stopwatch()
             _, saved = stage.forward(value, targets, training=True)
             forward = taken()
             taken = self._accelerator.compute_stopwatch()
             stage.backward(saved, gradient)
             stage.store.traffic.collect()
             result.append((forward, taken()))
+        self._round_seconds += time.monotonic() - began
         forward, backward = (float(f"{min(of_pass):.{DIGITS}g}") for of_pass in zip(*result, strict=True))
         return forward, backward
 
@@ -263,16 +295,16 @@ class _Noise:
         return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
 
 
-def _with_separate_kernels(world: World, accelerator: Accelerator, job: Job) -> Job:
-    """Return the job with kernels that are not fused: to compile them takes longer than to measure.
+def _with_kernels(world: World, accelerator: Accelerator, job: Job) -> tuple[Job, KernelChoice]:
+    """Return the job with separate kernels, for trials of many sizes, each of which would be compiled; and the kernels
+    that it has by itself.
 
     All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for, or computes
-    in fp8 on a device.
+    in fp8 on a device, or cannot compile what is to be fused.
     """
     job.precision.check_fp8({place.family: place.kind for place in world.topology.places})
-    kernels = job.kernels.model_copy(update={"fused": False, "fused_by_family": {}})
-    separate = job.model_copy(update={"kernels": kernels})
-    return resolve_kernels(world, accelerator, separate, range(world.size))[0]
+    own = resolve_kernels(world, accelerator, job, range(world.size))[0].kernels
+    return job.model_copy(update={"kernels": own.model_copy(update={"fused": False, "fused_by_family": {}})}), own
 
 
 def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) -> tuple[list[Profile], list[str]] | None:
@@ -282,9 +314,9 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
     others None. Of ranks of one family the median time counts, and the fewest rows. Raises TrainingError on all of
     them where one cannot hold a single block, JobError where one lacks the job's attention kernel.
     """
-    job, start = _with_separate_kernels(world, accelerator, job), time.monotonic()
+    (job, kernels), start = _with_kernels(world, accelerator, job), time.monotonic()
     most = max(1, job.train.global_batch - world.size + 1)  # the other replicas have a row each
-    trials = Trials(world, accelerator, job, start + SEARCH_SHARE * seconds)
+    trials = Trials(world, accelerator, job, start + SEARCH_SHARE * seconds, kernels=kernels)
     limits: list[list[Limit]] = []  # by stage and rank
     own = None
     for zero in PROFILED_ZEROS:
@@ -300,12 +332,13 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
         left = start + seconds - time.monotonic()
         deadline = time.monotonic() + left / (len(PROFILED_ZEROS) - number)
         with world.all_or_none():
-            times = trials.times(zero, max(fewest, min(LEAST_TOP_ROWS, most)), deadline)
+            top = max(fewest, min(LEAST_TOP_ROWS, most))
+            times = trials.times(zero, top, deadline, top)
         measured.append(_of_all(world, times))
     if world.rank:
         return None
     profiles, comments = [], []
-    work = describe_work(job, job.train.resolved_dtype)
+    work = describe_work(job.model_copy(update={"kernels": kernels}), job.train.resolved_dtype)
     for family in dict.fromkeys(families):
         ranks = [rank for rank, of in enumerate(families) if of == family]
         for zero, of_limits, of_times in zip(PROFILED_ZEROS, limits, measured, strict=True):
@@ -335,20 +368,22 @@ def short_profile(
 
     Good for the predictor. How many rows fit, and what an update takes, is not measured.
     """
-    job = _with_separate_kernels(world, accelerator, job)
-    end = time.monotonic() + seconds
-    trials = Trials(world, accelerator, job, end, rounds=SHORT_ROUNDS)
+    job, kernels = _with_kernels(world, accelerator, job)
+    trials = Trials(world, accelerator, job, time.monotonic(), SHORT_ROUNDS, kernels)
     with world.all_or_none():
-        times = trials.times(1, job.train.global_batch, end, -(-job.train.global_batch // world.size))
+        trials.times(1, 1, time.monotonic())  # loads and compiles kernels, however long that takes
+        likely = -(-job.train.global_batch // world.size)
+        times = trials.times(1, job.train.global_batch, time.monotonic() + seconds, likely)
     measured = _of_all(world, times)
     if world.rank:
         return None
     families = [place.family for place in world.topology.places]
+    work = describe_work(job.model_copy(update={"kernels": kernels}), job.train.resolved_dtype)
     profiles = [
         Profile(
             origin="measured",
             family=family,
-            work=describe_work(job, job.train.resolved_dtype),
+            work=work,
             zero=1,
             replicas=world.size,
             times=_median_times([times for times, of in zip(measured, families, strict=True) if of == family]),

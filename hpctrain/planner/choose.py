@@ -12,7 +12,6 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.curves import describe_training
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import EQUAL_SHARE, runner_up
 from hpctrain.planner.predictor import Prediction, predict
@@ -184,11 +183,10 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
     Only profiles of as many replicas as the cluster has devices say anything, since these share the state. Where rows
     were limited by the job or by time, not by memory, more may have fit.
     """
-    work = describe_training(setup.model, setup.positions, setup.dtype, setup.by_family)
     profiles = [
         p
         for p in cluster.profiles
-        if p.work == work and p.replicas == cluster.num_devices and p.largest_rows is not None
+        if p.work in setup.works and p.replicas == cluster.num_devices and p.largest_rows is not None
     ]
     if not profiles or setup.stack.name != HPCTRAIN.name:
         return []

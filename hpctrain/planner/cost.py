@@ -15,6 +15,7 @@ from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
+from hpctrain.planner.curves import describe_training
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
@@ -86,6 +87,13 @@ class Setup:
             tensor_parts=job.overlap.tensor_parts,
             logits_bytes=job.kernels.logits_bytes,
         )
+
+    @cached_property
+    def works(self) -> tuple[str, str]:
+        """What a profile may hold for: with the other kernels, fused or separate, and with those of this setup."""
+        fused = self.stack.passes is HPCTRAIN_FUSED.passes
+        given = self.model, self.positions, self.dtype, self.by_family
+        return describe_training(*given, not fused), describe_training(*given, fused)
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:

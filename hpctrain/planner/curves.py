@@ -75,10 +75,13 @@ def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
 
 def describe_work(job: Job, dtype: str) -> str:
     """Return what a profile holds for, in words. The job's vocabulary size is a value."""
-    return describe_training(job.model, job.data.sequence_length, dtype, sorted(job.precision.by_family.items()))
+    others = sorted(job.precision.by_family.items())
+    return describe_training(job.model, job.data.sequence_length, dtype, others, job.kernels.is_fused)
 
 
-def describe_training(m: Model, positions: int, dtype: str, by_family: Sequence[tuple[str, str]] = ()) -> str:
+def describe_training(
+    m: Model, positions: int, dtype: str, by_family: Sequence[tuple[str, str]] = (), fused: bool = False
+) -> str:
     """Return what `describe_work` does of a job with such a model and rows of so many positions, in a dtype, and in
     those of some families."""
     others = "".join(f"; {family} in {own}" for family, own in by_family)
@@ -87,7 +90,7 @@ def describe_training(m: Model, positions: int, dtype: str, by_family: Sequence[
     return (
         f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads"
         f" ({attention.kv_heads} for keys), ffn {inner_of(m)}, vocabulary {m.vocab_size} {head};"
-        f" {positions} positions; {dtype}{_more(m)}{others}"
+        f" {positions} positions; {dtype}{_more(m)}{others}{'; fused kernels' if fused else ''}"
     )
 
 
@@ -98,9 +101,9 @@ def _more(model: Model) -> str:
 
 def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, Profile]]:
     """Return the cluster's profiles of a job, by family and ZeRO stage: those made with as many devices as it has."""
-    work, result = describe_work(job, dtype), {}
+    result: dict[str, dict[int, Profile]] = {}
     for profile in cluster.profiles:
-        if profile.work == work and profile.replicas == cluster.num_devices:
+        if _is_of(profile, job, dtype) and profile.replicas == cluster.num_devices:
             result.setdefault(profile.family, {})[profile.zero] = profile
     return result
 
@@ -117,6 +120,12 @@ def is_profiled(cluster: Cluster, job: Job, dtype: str) -> bool:
 
 def has_times(cluster: Cluster, job: Job, dtype: str) -> bool:
     """Say whether passes over the items of a job were measured on all families of the cluster's devices."""
-    work = describe_work(job, dtype)
-    known = {profile.family for profile in cluster.profiles if profile.work == work and profile.zero == 1}
+    known = {profile.family for profile in cluster.profiles if _is_of(profile, job, dtype) and profile.zero == 1}
     return {device.family for device in cluster.devices} <= known
+
+
+def _is_of(profile: Profile, job: Job, dtype: str) -> bool:
+    """Say whether a profile holds for a job: with its kernels, or with any where these are `auto`."""
+    is_open = job.kernels.fused is None
+    choices = [job.kernels.model_copy(update={"fused": each}) for each in (True, False)] if is_open else [job.kernels]
+    return profile.work in [describe_work(job.model_copy(update={"kernels": each}), dtype) for each in choices]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.cost import Setup, layer_cost
-from hpctrain.planner.curves import Curve, describe_training
+from hpctrain.planner.curves import Curve
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.stack import HPCTRAIN
@@ -74,6 +74,9 @@ class ProfiledPasses:
             result.append(f"{key}: what tensor grids ({', '.join(grids)}) change of the profiled passes, by formula")
         if any(tile.zero >= 2 for tile in tiles):
             result.append(f"{key}: passes in ZeRO 2 and 3, as profiled in {TIMED_ZERO}")
+        if self.profile.work != self._setup.works[-1]:
+            profiled = "fused" if self.profile.work.endswith("fused kernels") else "separate"
+            result.append(f"{key}: passes with this run's kernels, as profiled with {profiled} ones")
         most = max(-(-tile.rows.size // (tile.tensor.z * tile.row_chunks)) for tile in tiles)
         if most > self._last_rows:
             result.append(f"{key}: {most} rows at once, at the speed of the {self._last_rows} that were profiled")
@@ -106,5 +109,4 @@ def timed_profiles(cluster: Cluster, setup: Setup) -> dict[str, Profile]:
     """Return by family the profiles whose times hold for a setup: of its model, positions and dtype."""
     if not cluster.profiles or setup.stack.name != HPCTRAIN.name:
         return {}
-    work = describe_training(setup.model, setup.positions, setup.dtype, setup.by_family)
-    return {p.family: p for p in cluster.profiles if p.work == work and p.zero == TIMED_ZERO}
+    return {p.family: p for work in setup.works for p in cluster.profiles if p.work == work and p.zero == TIMED_ZERO}

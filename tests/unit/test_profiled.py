@@ -11,7 +11,8 @@ from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from benchmarks.evidence.stacks import MEGATRON
 from hpctrain.config.cluster import Cluster, Profile, RowTimes
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster, parse_truth
-from hpctrain.config.job import load_job
+from hpctrain.config.job import Job, load_job
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.truth import Truth
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import command as plan_command
@@ -23,12 +24,13 @@ from hpctrain.planner import prices as prices_module
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.choose import memory_warnings
 from hpctrain.planner.cost import Setup, layer_cost, update_seconds
-from hpctrain.planner.curves import describe_work
+from hpctrain.planner.curves import describe_work, has_times
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
-from hpctrain.planner.profiled import device_models
+from hpctrain.planner.profiled import ProfiledPasses, device_models, timed_profiles
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
+from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.planner.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -340,3 +342,30 @@ def test_a_search_by_profile_is_as_good_as_one_that_knows_the_truth(monkeypatch)
     assert by_sheet > 1.02 * truth.best.seconds
     assert cluster.best.seconds == pytest.approx(by_profile, rel=0.02)
     assert wrong.best.seconds < 0.9 * by_sheet
+
+
+def with_kernels(fused: bool | None) -> Job:
+    return JOB.model_copy(update={"kernels": KernelChoice(fused=fused)})
+
+
+def test_a_setup_takes_the_profile_of_its_own_kernels():
+    cluster = profiled(families=("fast",))
+    fused = replace(SETUP, stack=HPCTRAIN_FUSED)
+    assert timed_profiles(cluster, fused) == timed_profiles(cluster, SETUP), "better than none"
+    assumed = ProfiledPasses(fused, device_models(cluster)["fast"], cluster.profiles[0], 8).assumptions(
+        replicas_plan().tiles
+    )
+    assert "families.fast: passes with this run's kernels, as profiled with separate ones" in assumed
+    own = cluster.profiles[0].model_copy(update={"work": describe_work(with_kernels(True), "fp32")})
+    both = cluster.model_copy(update={"profiles": (own, *cluster.profiles)})
+    assert timed_profiles(both, fused) == {"fast": own}
+    assert timed_profiles(both, SETUP) == {"fast": cluster.profiles[0]}
+
+
+@pytest.mark.parametrize(
+    ("fused", "has"), [(None, (True, True)), (True, (True, False)), (False, (False, True))], ids=["auto", "on", "off"]
+)
+def test_a_job_with_kernels_that_were_not_profiled_is_profiled(fused, has):
+    """What `auto` becomes is known of no machine before, so that either will do."""
+    works = (describe_work(with_kernels(True), "fp32"), describe_work(JOB, "fp32"))
+    assert tuple(has_times(profiled(work=work), with_kernels(fused), "fp32") for work in works) == has

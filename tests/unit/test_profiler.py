@@ -139,7 +139,7 @@ def test_no_more_rows_than_the_job_has_are_tried_nor_more_than_there_is_time_for
 
 
 @pytest.mark.parametrize(
-    ("fitting", "tried", "rows"), [(99, [1, 2, 7, 4, 8, 12], [1, 2, 4, 7, 8, 12]), (6, [1, 2, 7, 4], [1, 2, 4])]
+    ("fitting", "tried", "rows"), [(99, [1, 7, 2, 4, 8, 12], [1, 2, 4, 7, 8, 12]), (6, [1, 7, 3, 2, 4], [1, 2, 3, 4])]
 )
 def test_rows_that_an_even_plan_has_come_first(tmp_path, fitting, tried, rows):
     """What few rows take says little of many, and there may be no time for all."""
@@ -155,6 +155,23 @@ def test_rows_that_an_even_plan_has_come_first(tmp_path, fitting, tried, rows):
     alone._item_times = item_times
     assert [times.rows for times in alone.times(1, 12, time.monotonic() + 1000, likely=7)] == rows
     assert asked == tried
+
+
+def test_kernels_that_compile_for_longer_than_there_is_time_leave_few_and_many_rows(tmp_path, monkeypatch):
+    """Two small sizes say nothing of 64 rows on a device that is not busy with them."""
+    alone, _ = trials(small_job(tmp_path, "llama"))
+    now, asked = [0.0], []
+    monkeypatch.setattr("hpctrain.engine.profiler.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def item_times(zero: int, rows: int) -> SimpleNamespace:
+        asked.append(rows)
+        now[0] += 6.0
+        alone._round_seconds = 0.002
+        return SimpleNamespace(rows=rows)
+
+    alone._item_times = item_times
+    alone.times(1, 64, 1.5, likely=64)
+    assert asked == [1, 64]
 
 
 def test_a_host_s_memory_is_not_filled_to_the_brim(tmp_path):
