@@ -63,9 +63,27 @@ count = {half}
 devices = {{v100 = 4}}
 nics = [{{fabric = "ib", count = 1}}]
 """
+SMALL_CLUSTER = """\
+[families.cpu]
+kind = "cuda"
+memory_bytes = 40_000_000_000
+memory_bytes_per_second = 1.5e12
+sustained_flops_per_second = {{fp32 = 15e12, bf16 = 200e12}}
+[fabrics.ib]
+network = "HDR"
+[[nodes]]
+count = {ranks}
+devices = {{cpu = 1}}
+nics = [{{fabric = "ib", count = 1}}]
+"""
+"""Devices that are called as the ranks of a plan are."""
 SEARCHED_DEVICES = (64, 256, 1024)
 SEARCH_BUDGET = 2_000
 """So that it is the number of plans that ends a search, not the time."""
+TILINGS = 24
+"""Of the cases; all others describe their plan by keys."""
+FEW = 8
+"""Every how many cases are rehearsed."""
 TIMES = ("wall_seconds", "first_plan_seconds")
 """What a search says that differs from start to start."""
 
@@ -95,6 +113,34 @@ def drawn_cases(seed: int, count: int) -> list[dict]:
         for key in ("tensor", "data", "z", "forward"):
             settings[f"overlap.{key}"] = draw.random() < 0.5
         cases.append({"ranks": ranks, "architecture": draw.choice(ARCHITECTURES), "settings": settings})
+    return cases + drawn_tilings(seed)
+
+
+def drawn_tilings(seed: int) -> list[dict]:
+    """Return plans of tiles of unlike tensor grids, as the tests draw them, of two to six ranks."""
+    from hypothesis import given, settings
+    from hypothesis import seed as seeded
+    from hypothesis import strategies as st
+
+    from hpctrain.config.job import load_job
+    from hpctrain.plan.file import dump_plan
+    from tests.tilings import tilings
+
+    cases: list[dict] = []
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        jobs_in(Path(name))
+        models = {each: load_job(str(Path(name) / f"{each}.toml")).model for each in ARCHITECTURES}
+
+    @seeded(seed)
+    @settings(max_examples=TILINGS, deadline=None, database=None)
+    @given(st.data())
+    def draw(data) -> None:
+        ranks, architecture = data.draw(st.integers(2, 6)), data.draw(st.sampled_from(ARCHITECTURES))
+        plan = data.draw(tilings(models[architecture], ranks, 6, 2, exchanging=True))
+        keys = {"train.global_batch": 12, "train.dtype": data.draw(st.sampled_from(["fp32", "bf16"]))}
+        cases.append({"ranks": ranks, "architecture": architecture, "settings": keys, "plan": dump_plan(plan)})
+
+    draw()
     return cases
 
 
@@ -123,9 +169,13 @@ def jobs_in(folder: Path) -> None:
         (folder / f"{name}.toml").write_text(JOB.format(architecture=name, kv_heads=heads))
 
 
-def set_options(settings: dict) -> Iterator[str]:
-    for key, value in settings.items():
+def set_options(case: dict, folder: Path) -> Iterator[str]:
+    """List the options of a case, whose plan is written to the folder where it has one."""
+    for key, value in case["settings"].items():
         yield from ("--set", f"{key}={json.dumps(value)}")
+    if "plan" in case:
+        (folder / "given.toml").write_text(case["plan"])
+        yield from ("--set", 'plan.file="given.toml"')
 
 
 def trained(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
@@ -137,7 +187,7 @@ def trained(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
         for number, case in enumerate(cases):
             run_folder = folder / f"run{number}"
             words = ["train", f"{case['architecture']}.toml", "--run", run_folder.name, "--sample", "0"]
-            ended = run(folder, *words, *set_options(case["settings"]), ranks=case["ranks"])
+            ended = run(folder, *words, *set_options(case, folder), ranks=case["ranks"])
             if ended.returncode:
                 records[str(number)] = {"code": ended.returncode, "text": last_lines(ended, folder)}
             else:
@@ -161,10 +211,11 @@ def record_of(run_folder: Path) -> dict:
     }
 
 
-def launch_orders(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
-    """Return for each plan whether its launches fit together, by the words of the proof."""
-    from hpctrain.config.errors import PlanError
+def predicted(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return for each plan what `predict` says of it, and whether its launches fit together, by the proof's words."""
+    from hpctrain.config.errors import HpctrainError
     from hpctrain.config.job import load_job
+    from hpctrain.plan.file import dump_plan, load_plan
     from hpctrain.plan.launch_order import check_launch_order
     from hpctrain.plan.uniform import resolve_plan
 
@@ -173,14 +224,44 @@ def launch_orders(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
         folder = Path(name)
         jobs_in(folder)
         for number, case in enumerate(cases):
+            options = list(set_options(case, folder))
+            job, record = f"{case['architecture']}.toml", {}
+            (folder / "cluster.toml").write_text(SMALL_CLUSTER.format(ranks=case["ranks"]))
             try:
-                settings = [f"{key}={json.dumps(value)}" for key, value in case["settings"].items()]
-                job = load_job(str(folder / f"{case['architecture']}.toml"), settings)
-                check_launch_order(resolve_plan(job, case["ranks"]).plan)
-                records[str(number)] = "fits"
-            except PlanError as error:
-                records[str(number)] = str(error).replace(name, "FOLDER")
-    tell(f"{len(records)} launch orders")
+                if "plan" in case:
+                    plan = load_plan(folder / "given.toml")
+                else:
+                    plan = resolve_plan(load_job(str(folder / job), options[1::2]), case["ranks"]).plan
+                (folder / "plan.toml").write_text(dump_plan(plan))
+                keys = [f"--set={option}" for option in options[1::2] if not option.startswith("plan.")]
+                files = ["--cluster", "cluster.toml", "--plan", "plan.toml"]
+                ended = run(folder, "predict", job, *files, *keys, "--json")
+                record["predicted"] = last_lines(ended, folder) if ended.returncode else json.loads(ended.stdout)
+                check_launch_order(plan)
+            except HpctrainError as error:
+                record["refused"] = str(error).replace(name, "FOLDER")
+            records[str(number)] = record
+            tell(f"predicted {number + 1}/{len(cases)}")
+    return records
+
+
+def rehearsed(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
+    """Return the peak bytes of ranks in rehearsals of some plans, which are counted exactly."""
+    records = {}
+    with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:
+        folder = Path(name)
+        jobs_in(folder)
+        for number, case in list(enumerate(cases))[::FEW]:
+            (folder / "cluster.toml").write_text(SMALL_CLUSTER.format(ranks=case["ranks"]))
+            run_folder = folder / f"run{number}"
+            words = ["train", f"{case['architecture']}.toml", "--rehearse", "cluster.toml", "--run", run_folder.name]
+            ended = run(folder, *words, *set_options(case, folder), "--stop-after", "3", ranks=case["ranks"])
+            if ended.returncode:
+                records[str(number)] = last_lines(ended, folder)
+            else:
+                memory = json.loads((run_folder / "drift.json").read_text())["memory"]
+                records[str(number)] = sorted(json.dumps(each, sort_keys=True) for each in memory)
+            tell(f"rehearsed {number}: exit code {ended.returncode}")
     return records
 
 
@@ -230,7 +311,8 @@ def refused(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
 
 
 SECTIONS: dict[str, Callable[[Sequence[dict], Callable[[str], None]], dict]] = {
-    "launch_orders": launch_orders,
+    "predicted": predicted,
+    "rehearsed": rehearsed,
     "searched": searched,
     "refused": refused,
     "trained": trained,
