@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is made of. Parameters, torch modules, costs and Hugging Face files follow from it.
+"""The parts of a decoder-only transformer. Parameters, torch modules, costs and Hugging Face files follow from them.
 
 A family's module (`llama.py`, `gemma2.py`, …) returns a `Description` for the sizes of a job. Everything here is frozen
 and has a hash: layers with equal blocks are equal.
@@ -48,7 +48,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies of rotary positions change for sequences longer than those of pre-training."""
+    """A change of the frequencies of rotary positions for sequences longer than those of pre-training."""
 
     kind: Literal["linear", "llama3"]
     factor: float

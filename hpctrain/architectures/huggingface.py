@@ -1,4 +1,4 @@
-"""How Hugging Face files say what a `Description` says: names of parameters, keys of `config.json`. Pure.
+"""Translate a `Description` to and from Hugging Face files: names of parameters, keys of `config.json`. Pure.
 
 Each family has a `HuggingFace` table; what is common is here. A config says more than we can do: what would change the
 numbers and is not known here is refused, not ignored.

@@ -1,4 +1,4 @@
-"""Which ranks keep the same elements of the weights: who sums gradients with whom, and who updates what.
+"""The ranks that keep the same elements of the weights: they sum gradients together, and share the updates.
 
 The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
 whole units have the same holders, at the same (x, y, z) of every tile. What these exchange is one flat array.
@@ -58,7 +58,7 @@ class Region:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """What one exact set of ranks holds: whole units, or regions of them."""
+    """The weights that one exact set of ranks holds: whole units, or regions of them."""
 
     ranks: tuple[int, ...]
     """In the order of the plan's tiles, the same order for every y, so that the copies of a norm have like owners."""

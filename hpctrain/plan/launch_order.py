@@ -150,7 +150,7 @@ def check_launch_order(plan: Plan) -> None:
 
 
 class Bridge(NamedTuple):
-    """What devices do between which MPI moves memory."""
+    """The work of devices whose memory MPI moves to each other."""
 
     direct: frozenset[str]
     """Families whose memory MPI is given, for messages to other ones of them."""

@@ -1,4 +1,4 @@
-"""What one rank of a plan takes part in: its groups and its messages. Pure: needs neither MPI nor torch.
+"""The groups and the messages that one rank of a plan takes part in. Pure: needs neither MPI nor torch.
 
 Everything is listed in one plan-wide order (axes, holders by unit, channels by pair). So ranks that create their
 groups one after the other never wait in a circle.
@@ -31,7 +31,7 @@ MESSAGES = ("receive_activation", "send_activation", "receive_gradient", "send_g
 
 @dataclass(frozen=True)
 class ChannelNeed:
-    """What a channel to one peer must hold.
+    """The buffers that a channel to one peer needs.
 
     Two ranks have one for each two tiles of theirs that are neighbours: what several of these exchange need not be in
     one order.

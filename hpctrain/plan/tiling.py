@@ -49,7 +49,7 @@ class Tile:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this is a placeholder for a rank that the plan does not use."""
+        """Say whether this is a placeholder for a rank that the plan does not use."""
         return not self.items.size
 
     @property
@@ -99,7 +99,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what, and by which schedule."""
+    """The tiles of a microbatch, each with its ranks, and the schedule by which they compute."""
 
     tiles: tuple[Tile, ...]
     microbatches: int
@@ -139,7 +139,7 @@ class Plan:
 
     @cached_property
     def first_tiles(self) -> tuple[Tile, ...]:
-        """Of each tensor grid of ranks the first tile, which represents the ranks."""
+        """Return the first tile of each tensor grid of ranks, which represents the ranks."""
         return tuple(tile for tile in self.tiles if self.virtual_stages(tile)[0] is tile)
 
     @cached_property
@@ -163,7 +163,7 @@ class Plan:
 
     @cached_property
     def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
-        """For each tile those of the next items that share rows with it, without a look at all pairs of replicas."""
+        """Return for each tile those of the next items that share rows with it, without a look at all pairs of replicas."""
         starting: dict[int, list[tuple[int, int, Tile]]] = {}
         for number, tile in enumerate(self.tiles):
             starting.setdefault(tile.items.start, []).append((tile.rows.start, number, tile))

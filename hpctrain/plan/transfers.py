@@ -1,4 +1,4 @@
-"""Which part of an activation goes from which rank to which, by intersecting intervals.
+"""The parts of an activation that go from rank to rank between tiles, by intersecting intervals.
 
 The activation between two tiles is a rectangle tokens x features: the positions of one row follow those of the row
 before it. A rank at (x, y, z) of a tile holds the tokens of the z-th part of the tile's rows and the x-th part of the

@@ -1,1 +1,1 @@
-"""How a cluster and a job of real size become a miniature that local CPU ranks rehearse."""
+"""Turn a cluster and a job of real size into a miniature that local CPU ranks rehearse."""

@@ -152,7 +152,7 @@ class RehearsedAccelerator(CpuAccelerator):
 
     @property
     def busy_seconds(self) -> float:
-        """That the described device computed."""
+        """Return the seconds that the described device computed."""
         return self.clock.busy_seconds / self.time_scale
 
     def start_anew(self) -> None:

@@ -72,7 +72,7 @@ class Clock:
 
     @property
     def is_communicating(self) -> bool:
-        """Whether what this thread computes now is communication's, which the network is charged for."""
+        """Say whether this thread computes for communication now, which the network is charged for."""
         return getattr(self._here, "communicating", False)
 
     @is_communicating.setter

@@ -19,7 +19,7 @@ from hpctrain.config.links import nic_of
 
 
 class Path(NamedTuple):
-    """What a message from one rank to another passes."""
+    """The ports that a message passes from one rank to another, and its latency."""
 
     ports: tuple[int, ...]
     latency_seconds: float
@@ -69,7 +69,7 @@ class PretendedNetwork:
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
-        """By `source * num_ranks + target`."""
+        """List the paths of all pairs, by `source * num_ranks + target`."""
         return tuple(self._path(*pair) for pair in itertools.product(range(self.num_ranks), repeat=2))
 
     def _path(self, source: int, target: int) -> Path:
@@ -159,12 +159,12 @@ class Fluid:
 
     @property
     def next_end(self) -> float:
-        """When the next flow ends if none starts before; infinity without flows. May be past."""
+        """Return when the next flow ends if none starts before; infinity without flows. May be past."""
         return self._scalars[NEXT_END]
 
     @property
     def slowdown(self) -> float:
-        """How many times as long everything takes as by the bandwidths."""
+        """Return how many times as long everything takes as by the bandwidths."""
         return self._scalars[SLOWDOWN]
 
     def slow_down(self, times: float, now: float) -> None:

@@ -34,7 +34,7 @@ HALF_SPEED_ROWS = 256.0
 
 @dataclass(frozen=True)
 class Scale:
-    """What one of the cluster is in its rehearsal."""
+    """The scales between a cluster and its rehearsal."""
 
     width: int
     """By which widths and positions are divided."""
@@ -268,7 +268,7 @@ class Miniature:
 
     @property
     def is_job_scaled(self) -> bool:
-        """Whether the job is another one; its token file then does not fit its vocabulary."""
+        """Say whether the job is another one; its token file then does not fit its vocabulary."""
         return self.job.model != self.real_job.model
 
     def describe(self, name: str) -> str:

@@ -20,7 +20,7 @@ class TensorGrid(NamedTuple):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether products are of parts of weights, and their results are summed."""
+        """Say whether products are of parts of weights, and their results are summed."""
         return self.x > 1 or self.y > 1
 
     @property

@@ -1,4 +1,4 @@
-"""What the items of a model are: 0 the embedding, 2 i + 1 and 2 i + 2 attention and feed-forward part of block i, last
+"""The items of a model: 0 the embedding, 2 i + 1 and 2 i + 2 attention and feed-forward part of block i, last
 the head.
 
 A plan cuts between any two items. What a tile has of a block, both branches or one, is computed at once: a *layer*.

@@ -1,4 +1,4 @@
-"""What moves between a device and host memory, and in which buckets: rules that engine and planner share. Pure."""
+"""Buckets in which state moves between a device and host memory: rules that engine and planner share. Pure."""
 
 LARGEST_BUCKET = 1 << 22
 """Elements: 16 MiB of each kind of state, which an x16 link of PCIe 4 moves in less than a millisecond."""

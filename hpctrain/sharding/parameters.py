@@ -78,7 +78,7 @@ class Parameter:
 
     @property
     def is_whole_on_y(self) -> bool:
-        """Whether every y has all of it that its x has: norms, biases of outputs, learned positions.
+        """Say whether every y has all of it that its x has: norms, biases of outputs, learned positions.
 
         They act on hidden states. Where these are cut by positions, each y has the gradient of its positions alone.
         """
