@@ -163,7 +163,7 @@ class Plan:
 
     @cached_property
     def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
-        """Return for each tile those of the next items that share rows with it, without a look at all pairs of replicas."""
+        """Return for each tile those of the next items that share rows with it. Not all pairs are looked at."""
         starting: dict[int, list[tuple[int, int, Tile]]] = {}
         for number, tile in enumerate(self.tiles):
             starting.setdefault(tile.items.start, []).append((tile.rows.start, number, tile))
