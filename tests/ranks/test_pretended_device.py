@@ -9,13 +9,13 @@ import torch
 from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.channel import make_channel
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.routes import maker
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.peer_memory import _PeerMessage
 from hpctrain.comm.routes.staged_messages import PlainMessage

@@ -18,16 +18,21 @@ from hpctrain.comm.accelerators import bind
 from hpctrain.comm.accelerators.bind import choose_devices, native_ability
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
-from hpctrain.comm.accelerators.pinned import register_memory
-from hpctrain.comm.accelerators.torch_device import EXACT_BYTES, FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, Ability, may_be_there
+from hpctrain.comm.accelerators.torch_device import (
+    EXACT_BYTES,
+    FRAGMENTATION_SHARE,
+    LIBRARY_BYTES,
+    TorchAccelerator,
+    register_memory,
+)
 from hpctrain.comm.communicator import Communicator, as_tensor
 from hpctrain.comm.lanes import Progress, Work
-from hpctrain.comm.launches import DeviceLaunch, ErrorWatch
+from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.routes import cuda_aware
-from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_route
+from hpctrain.comm.routes.abilities import FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.routes.native import Connection, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
@@ -287,7 +292,7 @@ class Noticing:
 
 def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
     communicator = Noticing("remote process exited or there was a network error")
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     start = time.monotonic()
     with pytest.raises(CommError, match="NCCL reports: remote process exited"):
         while time.monotonic() < start + 20:
@@ -306,7 +311,7 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
     communicator = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(communicator)
     start = time.monotonic()
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     connection.abort()
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
     assert communicator.aborted == 1 and not communicator.destroyed
@@ -492,7 +497,7 @@ def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
             freed_under_look.append(self.destroyed)
 
     communicator = Slow()
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     assert looking.wait(20)
     connection.destroy()
     assert communicator.destroyed == 1
@@ -541,7 +546,7 @@ def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(mon
         def abort(self):
             seen.append(("abort", module.current_device()))
 
-    connection = Connection("NCCL", Seeing(), ErrorWatch(made.use))
+    connection = Connection("NCCL", Seeing(), made.launches)
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -607,6 +612,9 @@ def test_an_error_that_a_communicator_notices_ends_the_next_launch():
     device, error = Looking(), CommError("NCCL reports: a rank is gone")
 
     class Lost:
+        def look(self):
+            pass
+
         def check(self):
             raise error
 

@@ -9,10 +9,9 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.bind import native_ability
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS, Ability
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.launches import DeviceLaunch
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.torch_groups import TorchCollectives, load_library
 from tests.ranks.fake_devices import FakeAccelerator

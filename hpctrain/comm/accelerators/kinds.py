@@ -11,6 +11,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 
+class Ability(NamedTuple):
+    """An answer to whether something works, and how that is known."""
+
+    works: bool
+    reason: str
+
+
 class DeviceKind(NamedTuple):
     """What one maker's devices are called by torch, by drivers and by libraries."""
 

@@ -1,20 +1,12 @@
-"""Which route tensors of two families take, and why: what each family's devices can do is probed once at start."""
+"""The route of tensors between two families, and its reason: what each family's devices can do is probed at start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.topology import Topology
-
-if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator
-
-
-class Ability(NamedTuple):
-    """Whether something works, and how that is known."""
-
-    works: bool
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ UNPLANNED = Ability(
 class Devices:
     """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
 
-    accelerator: "Accelerator"
+    accelerator: Accelerator
     families: Mapping[str, FamilyAbilities]
     bridge: Ability = UNPLANNED
     """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""

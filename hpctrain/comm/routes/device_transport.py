@@ -10,8 +10,7 @@ from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.peer_memory import PeerMemory, PeerReceive, PeerSend
-from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend
-from hpctrain.comm.routes.staging import chunk_bytes
+from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend, chunk_bytes
 from hpctrain.comm.steps import Ready
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
-from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.kinds import KINDS, Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.routes.abilities import Ability, Devices, device_route, message_route
+from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.window import SharedWindow
 
 # Of each direction: enough that copies in and out overlap, and little of a device.
