@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
+from hpctrain.comm.instruments import Reading
 from hpctrain.comm.steps import Steps
 from hpctrain.comm.waiting import Patience, wait_until
 
@@ -78,14 +78,6 @@ class Moving(Protocol):
     def wait(self) -> None:
         """Return when it has ended."""
         ...
-
-
-@dataclass
-class LaunchTimes:
-    """When the device was given an operation, and when the host saw that it was done: seconds of `time.monotonic`."""
-
-    begun: float = 0.0
-    ended: float = 0.0
 
 
 class LaunchOrder:
@@ -189,17 +181,17 @@ class DeviceLaunch:
         self._order, self._steps, self._queued = order, steps, queued
         self._kept = tuple(tensors)
         self._place: Event | None = None
-        self._on_end: Callable[[], None] = _do_nothing
-        self.times = LaunchTimes()
+        self._reading: Reading | None = None
 
-    def start(self, patience: Patience, on_end: Callable[[], None]) -> None:
-        """Give it to the device; `on_end` is called when the host sees that it is done. Raises CommError."""
-        self._on_end = on_end
+    def start(self, patience: Patience, reading: Reading) -> None:
+        """Give it to the device. `reading` learns when that was, and when the host saw its end. Raises CommError."""
+        self._reading = reading
         self._order.launch(self, patience)
 
     def run_on(self, stream: Stream, accelerator: LaunchingDevice) -> None:
         """Queue it on a stream. For `LaunchOrder`."""
-        self.times.begun = time.monotonic()
+        assert self._reading is not None, "it was started"
+        self._reading.begun = time.monotonic()
         stream.wait_event(self._queued)
         with accelerator.on(stream):
             pending = next(self._steps, None)
@@ -217,14 +209,17 @@ class DeviceLaunch:
 
     def wait(self) -> None:
         """Let what this thread queues from now on start after it. The host continues."""
-        assert self._place is not None, "it was started"
+        assert self._place is not None and self._reading is not None, "it was started"
+        self._reading.begin_wait()
         self._order.accelerator.wait_for(self._place)
         self._kept = ()
+        self._reading.end_wait()
 
     def finish(self) -> None:
         """Take note that the device has done it. For `LaunchOrder`."""
-        self.times.ended = time.monotonic()
-        self._on_end()
+        assert self._reading is not None, "it was started"
+        self._reading.ended = time.monotonic()
+        self._reading.end()
 
 
 class Composite(NamedTuple):

@@ -27,6 +27,7 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.communicator import Communicator, as_tensor
+from hpctrain.comm.instruments import Instruments, Reading
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
@@ -111,7 +112,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
         yield Pending(looked, "the other thread")
         seen.extend(passed)
 
-    work = Work(progress, "test", steps(), SOON, lambda: None, lambda: None)
+    work = Work(progress, steps(), SOON, Instruments().start("test", 0))
     progress.submit(queue, work)
     deadline = time.monotonic() + 20
     while not work.ended and time.monotonic() < deadline:
@@ -572,6 +573,17 @@ class Looking(FakeAccelerator):
         self._stream.add(event.force)
 
 
+class Noted(Reading):
+    """A reading that says when the host sees the end of its operation."""
+
+    def __init__(self, name: str, ended: list[str]):
+        super().__init__(Instruments(), name, 0, None, True)
+        self._noted = ended
+
+    def end(self) -> None:
+        self._noted.append(self.operation)
+
+
 def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaunch:
     """An operation of which `done` has the name once the device has done it."""
 
@@ -583,11 +595,12 @@ def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaun
 
 
 def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
-    device, done, ended = Looking(), [], []
+    device, done, ended, readings = Looking(), [], [], []
     for name in ("first", "second"):
         device._stream.add(lambda name=name: done.append(f"computed for {name}"))
         launch = launch_of(device, done, name)
-        launch.start(SOON, lambda name=name: ended.append(name))
+        readings.append(Noted(name, ended))
+        launch.start(SOON, readings[-1])
     launch.wait()
     device._stream.add(lambda: done.append("computed with both"))
     assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
@@ -597,14 +610,14 @@ def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind
     assert done.index("computed for second") < done.index("second")
     assert not ended
     device.launches.look()
-    assert ended == ["first", "second"] and launch.times.ended >= launch.times.begun > 0
+    assert ended == ["first", "second"] and readings[-1].ended >= readings[-1].begun > 0
 
 
 def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):
     monkeypatch.setattr("hpctrain.comm.launches.MOST_IN_FLIGHT", 3)
     device, done = Looking(), []
     for number in range(5):
-        launch_of(device, done, str(number)).start(SOON, lambda: None)
+        launch_of(device, done, str(number)).start(SOON, Instruments().start("test", 0))
     assert done == ["0", "1"]
 
 
@@ -621,9 +634,9 @@ def test_an_error_that_a_communicator_notices_ends_the_next_launch():
     lost = Lost()
     device.launches.watch(lost)
     with pytest.raises(CommError, match="a rank is gone"):
-        launch_of(device, [], "never").start(SOON, lambda: None)
+        launch_of(device, [], "never").start(SOON, Instruments().start("test", 0))
     device.launches.forget(lost)
-    launch_of(device, [], "now").start(SOON, lambda: None)
+    launch_of(device, [], "now").start(SOON, Instruments().start("test", 0))
 
 
 def test_no_launch_comes_between_the_parts_of_a_composite_operation():
@@ -636,7 +649,7 @@ def test_no_launch_comes_between_the_parts_of_a_composite_operation():
     device.launches.settle()
     device.launches.start_composite(Moving())
     for name in ("one", "two"):
-        launch_of(device, done, name).start(SOON, lambda: None)
+        launch_of(device, done, name).start(SOON, Instruments().start("test", 0))
         done.append(f"{name} was launched")
     assert done == ["the last part", "one was launched", "two was launched"]
 
@@ -648,7 +661,7 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
         yield Pending(lambda: True, "a message")
 
     with pytest.raises(AssertionError, match="waits for a message is no launch"):
-        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, lambda: None)
+        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, Instruments().start("test", 0))
 
 
 def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():

@@ -8,6 +8,7 @@ from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
+from hpctrain.comm.instruments import Pace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
@@ -16,7 +17,7 @@ from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.routes.transport import HostTransport, Transport
-from hpctrain.comm.settings import Pace, Settings
+from hpctrain.comm.settings import Settings
 
 
 def sub_communicator(mpi, parent, ranks: Sequence[int]):
@@ -52,9 +53,10 @@ class RouteMaker:
         equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
-    def backend(self, ranks: Sequence[int], for_host: bool = False) -> Backend | None:
+    def backend(self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None) -> Backend | None:
         """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
-        alone, as if no rank had a device: nothing is connected that takes memory of devices."""
+        alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
+        rehearsed group."""
         if len(ranks) == 1:
             return None
         on_host = self._topology.ranks_on_host(self.rank)
@@ -64,14 +66,13 @@ class RouteMaker:
             inner = self._device_collectives(ranks, transport)
             collectives = StreamedCollectives(inner, self._devices.accelerator, transport, self._natives)
             return Backend(collectives, transport, self._device_reason(ranks), on_host)
-        route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
+        route = self._topology.route(ranks, self._preferences.route)
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, self._preferences.route, pace)
-        return Backend(collectives, transport, route.reason, on_host, pace)
+        return Backend(collectives, transport, route.reason, on_host)
 
-    def message_backend(self, ranks: Sequence[int]) -> Backend:
+    def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        pace = self._pace()
         if not self._has_devices(ranks):
             transport, reason = self.transport(ranks, pace), self._topology.route(ranks, self._preferences.route).reason
         else:
@@ -80,7 +81,7 @@ class RouteMaker:
             reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
         flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank), pace)
+        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank))
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
         """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
@@ -92,9 +93,6 @@ class RouteMaker:
         if message_route(one, other, self._devices.bridge)[0] == "direct":
             return None
         return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
-
-    def _pace(self) -> Pace | None:
-        return self._rehearsal.pace() if self._rehearsal else None
 
     def transport(self, ranks: Sequence[int], pace: Pace | None = None) -> Transport:
         comm = self.sub_communicator(ranks)
