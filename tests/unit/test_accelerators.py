@@ -24,8 +24,8 @@ from hpctrain.comm.routes.abilities import (
     message_route,
 )
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
+from hpctrain.comm.routes.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
 from hpctrain.comm.routes.nccl import load_nccl
-from hpctrain.comm.routes.staged_messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.config.errors import TopologyError

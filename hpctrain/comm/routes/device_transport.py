@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 
@@ -9,8 +10,8 @@ from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
-from hpctrain.comm.routes.peer_memory import PeerMemory, PeerReceive, PeerSend
-from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend, chunk_bytes
+from hpctrain.comm.routes.messages import Message, Request, chunk_bytes, plain_message, staged_message
+from hpctrain.comm.routes.peer_memory import PeerMemory
 from hpctrain.comm.steps import Ready
 
 
@@ -47,7 +48,7 @@ class DeviceTransport:
         self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
         self.is_direct = bool(self._direct)
         """Whether any message is of device memory."""
-        self._moving: dict[tuple[str, int], deque[Message]] = {}
+        self._moving: dict[tuple[int, bool], deque[Message]] = {}
         self._open = True
         others = self.size - 1
         through_host = "MPI through pinned host buffers"
@@ -63,38 +64,31 @@ class DeviceTransport:
     def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         data = as_bytes(tensor)
         self.bytes_sent[peer] += data.numel()
-
-        def post(part: torch.Tensor):
-            return self.comm.Isend(self._pointer(part), dest=peer)
-
-        return self._enter(("send", peer), self._message(data, peer, after, post, StagedSend, PeerSend))
+        return self._enter(peer, True, data, after)
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
-        def post(part: torch.Tensor):
-            return self.comm.Irecv(self._pointer(part), source=peer)
+        return self._enter(peer, False, as_bytes(tensor), after)
 
-        message = self._message(as_bytes(tensor), peer, after, post, StagedReceive, PeerReceive)
-        return self._enter(("receive", peer), message)
+    def _post(self, peer: int, is_sent: bool, part: torch.Tensor) -> Request:
+        pointer = mpi_buffer(self._mpi, self._accelerator, part)
+        return self.comm.Isend(pointer, dest=peer) if is_sent else self.comm.Irecv(pointer, source=peer)
 
-    def _pointer(self, part: torch.Tensor):
-        return mpi_buffer(self._mpi, self._accelerator, part)
-
-    def _message(
-        self, data: torch.Tensor, peer: int, after: Event | None, post: Post, staged: type, copied: type
-    ) -> Message:
+    def _message(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Message:
         queued = self.queued(data) if after is None else after
         if self._peers is not None:
-            return copied(self._peers, data.split(self._peers.slot_bytes) or [data], queued)
+            make = self._peers.send if is_sent else self._peers.receive
+            return make(data.split(self._peers.slot_bytes), queued)
+        post = partial(self._post, peer, is_sent)
         if peer in self._direct:
-            return PlainMessage(post, [data], queued)
-        size = self._part_bytes(data.numel())
-        parts = [data[start : start + size] for start in range(0, data.numel(), size)] or [data]
+            return plain_message(post, [data], queued)
+        parts = data.split(self._part_bytes(data.numel()))
         if self._accelerator.is_on_device(data):
-            return staged(post, parts, queued, self._accelerator)
-        return PlainMessage(post, parts, queued)
+            return staged_message(post, parts, queued, self._accelerator, is_sent)
+        return plain_message(post, parts, queued)
 
-    def _enter(self, direction: tuple[str, int], message: Message) -> Ready:
-        self._moving.setdefault(direction, deque()).append(message)
+    def _enter(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Ready:
+        message = self._message(peer, is_sent, data, after)
+        self._moving.setdefault((peer, is_sent), deque()).append(message)
         self.poll()
 
         def ready() -> bool:
