@@ -10,6 +10,7 @@ for it means that the device waits: the host continues, and must not look at the
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -63,22 +64,18 @@ KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
+@dataclass
 class Backend:
-    """What a group communicates by: its collectives and its messages, and why these."""
+    """The means by which a group communicates: its collectives, its messages, and why these."""
 
-    def __init__(
-        self,
-        collectives: "Collectives | StreamedCollectives",
-        transport: Transport,
-        reason: str,
-        ranks_on_host: int,
-    ):
-        self.collectives, self.transport = collectives, transport
-        self.reason, self.ranks_on_host = reason, ranks_on_host
+    collectives: "Collectives | StreamedCollectives"
+    transport: Transport
+    reason: str
+    ranks_on_host: int
 
     @property
     def is_launched(self) -> bool:
-        """Whether all that is asked for tensors of devices is launched at once, in the order in which it is asked."""
+        """Say whether operations on tensors of devices are launched at once, in the order in which they are asked for."""
         return getattr(self.collectives, "is_launched", False)
 
     def abandon(self) -> None:

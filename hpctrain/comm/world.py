@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.channel import Channel
     from hpctrain.comm.communicator import Backend, Communicator, Lane
     from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.pending import PendingNumbers
     from hpctrain.comm.solo import Solo
+    from hpctrain.comm.waiting import PendingNumbers
 
 
 T = TypeVar("T")
@@ -324,7 +324,7 @@ class World:
 
         The first call also makes a communicator, for which all ranks wait.
         """
-        from hpctrain.comm.pending import PendingNumbers
+        from hpctrain.comm.waiting import PendingNumbers
 
         if self._gathering is None:
             with self._together("gather_numbers"):
