@@ -75,7 +75,7 @@ class Backend:
 
     @property
     def is_launched(self) -> bool:
-        """Say whether operations on tensors of devices are launched at once, in the order in which they are asked for."""
+        """Say whether operations on tensors of devices are launched at once, in the order in which they are asked."""
         return getattr(self.collectives, "is_launched", False)
 
     def abandon(self) -> None:
