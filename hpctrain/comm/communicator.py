@@ -109,7 +109,7 @@ class Operations(ABC, Generic[Result]):
 
     @property
     def bytes_sent(self) -> Sequence[int]:
-        """To each rank by position, since the start, as messages of the whole group; not those inside its domains."""
+        """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
         return self._backend.transport.bytes_sent if self._backend else (0,)
 
     @property
@@ -250,7 +250,7 @@ class Communicator(Operations[torch.Tensor]):
 
     @property
     def bytes_sent(self) -> Sequence[int]:
-        """As without a lane: what was started is counted with the rest."""
+        """The bytes sent to each rank by position; what was started is counted with the rest."""
         own = super().bytes_sent
         if self._lane is None or self._lane.uses(self._backend):
             return own
@@ -258,7 +258,7 @@ class Communicator(Operations[torch.Tensor]):
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether what is started continues while the rank computes."""
+        """Say whether what is started continues while the rank computes."""
         return self._lane is not None
 
     def await_ready(self, ready: Ready, awaited: str) -> None:
@@ -275,14 +275,14 @@ class Communicator(Operations[torch.Tensor]):
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
     ) -> Started:
-        """As `reduce_scatter`; leave both tensors alone until the work is done."""
+        """Start a `reduce_scatter` of sums; leave both tensors alone until the work is done."""
         if self._lane is not None:
             return self._lane.reduce_scatter(tensor, out, cuts)
         self.reduce_scatter(tensor, out, cuts)
         return ENDED
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Started:
-        """As `all_gather`; leave the tensor alone until the work is done."""
+        """Start an `all_gather`; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_gather(tensor, cuts)
         self.all_gather(tensor, cuts)

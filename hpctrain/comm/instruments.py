@@ -1,4 +1,4 @@
-"""What follows every operation of a group: the flight record, the trace of the run, and the pace of a pretended device.
+"""Instruments follow every operation of a group: flight record, trace of the run, and pace of a pretended device.
 
 Times are seconds of `time.monotonic`; a rehearsal's are pretended ones.
 """

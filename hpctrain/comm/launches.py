@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hpctrain.comm.instruments import Reading
+from hpctrain.comm.lanes import Work
 from hpctrain.comm.steps import Steps
 from hpctrain.comm.waiting import Patience, wait_until
 
@@ -72,14 +73,6 @@ class Watched(Protocol):
         ...
 
 
-class Moving(Protocol):
-    """An operation in flight on a lane."""
-
-    def wait(self) -> None:
-        """Return when it has ended."""
-        ...
-
-
 class LaunchOrder:
     """One rank's launches. Its methods are for the rank's main thread."""
 
@@ -88,7 +81,7 @@ class LaunchOrder:
         self._watched: list[Watched] = []
         self._nothing_watched = threading.Event()
         self._in_flight: deque[DeviceLaunch] = deque()
-        self._composite: Moving | None = None
+        self._composite: Work | None = None
         self.blocks = False
         """Whether the host waits for the end of each operation before it continues, as in the first step of a process.
 
@@ -147,7 +140,7 @@ class LaunchOrder:
         if composite is not None:
             composite.wait()
 
-    def start_composite(self, composite: Moving) -> None:
+    def start_composite(self, composite: Work) -> None:
         """Take note of a composite operation that was started after `settle`."""
         self._composite = composite
 

@@ -65,7 +65,7 @@ class Solo:
     tracer = UNTRACED
 
     def __init__(self, rank: int, size: int, rehearsal: Rehearsal | None = None):
-        """In a `rehearsal` the pretended device is not charged for what collectives move."""
+        """A `rehearsal` paces operations; the pretended device is not charged for what collectives move."""
         self.rank, self.size = rank, size
         self._rehearsal = rehearsal
 

@@ -271,7 +271,7 @@ class World:
 
     @property
     def has_threads(self) -> bool:
-        """Whether MPI may be called by several threads at once."""
+        """Say whether MPI may be called by several threads at once."""
         return self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
 
     def agree(self, error: Exception | None) -> None:

@@ -16,9 +16,9 @@ from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.routes import maker
-from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.peer_memory import PeerMemory
 from hpctrain.comm.routes.streamed import StreamedCollectives
+from hpctrain.comm.routes.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.bridge import message_refusal

@@ -1,4 +1,4 @@
-"""Which device each rank takes, and what all of them compute well in."""
+"""Ranks take their devices, and learn what those of all families can do."""
 
 import itertools
 import os

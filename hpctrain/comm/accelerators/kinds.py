@@ -19,7 +19,7 @@ class Ability(NamedTuple):
 
 
 class DeviceKind(NamedTuple):
-    """What one maker's devices are called by torch, by drivers and by libraries."""
+    """A maker's devices, as torch, drivers and libraries call them."""
 
     name: str
     maker: str
@@ -128,7 +128,7 @@ def may_be_there(kind: DeviceKind) -> bool:
 
 
 class DriverFile(NamedTuple):
-    """What a driver leaves on a host that has a device of its maker."""
+    """A file that a driver leaves on a host which has a device of its maker."""
 
     kind: DeviceKind
     path: str

@@ -11,7 +11,7 @@ from hpctrain.comm.topology import Topology
 
 @dataclass(frozen=True)
 class FamilyAbilities:
-    """What the ranks of a family can do, all of them."""
+    """The abilities that all ranks of a family have."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ UNPLANNED = Ability(
 
 @dataclass(frozen=True)
 class Devices:
-    """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
+    """This rank's device and facts that are the same on all ranks: groups with devices in them are made with both."""
 
     accelerator: Accelerator
     families: Mapping[str, FamilyAbilities]
@@ -40,7 +40,7 @@ class Devices:
 
 
 class DescribedRoute(NamedTuple):
-    """How the ranks of two families reach each other."""
+    """The route between the ranks of two families, and its reason."""
 
     family: str
     other: str

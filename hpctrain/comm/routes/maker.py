@@ -11,13 +11,12 @@ from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.instruments import Pace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
-from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.torch_groups import load_library
-from hpctrain.comm.routes.transport import HostTransport, Transport
+from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Transport
 from hpctrain.comm.settings import Settings
 
 

@@ -29,7 +29,7 @@ SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torc
 
 
 class Library(NamedTuple):
-    """How groups of a kind of device get their library, and whether that works."""
+    """A kind of device's library: how groups get it, and whether that works."""
 
     make: Callable[[Any, Accelerator], NativeCollectives]
     ability: Ability
