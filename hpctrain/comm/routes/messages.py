@@ -45,7 +45,7 @@ Post = Callable[[torch.Tensor], Request]
 """Gives bytes to MPI, to send or to fill."""
 
 
-class Part:
+class MessagePart:
     """A part of a message, in one of its stages."""
 
     __slots__ = ("buffer", "data", "ready")
@@ -57,10 +57,10 @@ class Part:
         """Says whether it is through with its stage."""
 
 
-class Stage(NamedTuple):
+class MessageStage(NamedTuple):
     """A copy, or a message of MPI, that each part of a message is."""
 
-    begin: Callable[[Part], Ready]
+    begin: Callable[[MessagePart], Ready]
     may_begin: Ready = lambda: True
 
 
@@ -70,9 +70,9 @@ class Message:
     def __init__(
         self,
         parts: Sequence[torch.Tensor],
-        stages: Sequence[Stage],
+        stages: Sequence[MessageStage],
         num_ordered: int,
-        end: Callable[[Part], None] = lambda part: None,
+        end: Callable[[MessagePart], None] = lambda part: None,
         most_in_flight: float = math.inf,
     ):
         """Parts of the next message may begin when those of this one are through with `num_ordered - 1` stages.
@@ -80,7 +80,7 @@ class Message:
         `end` is called of each part that has passed all of them.
         """
         self._stages, self._end, self._num_ordered, self._most = stages, end, num_ordered, most_in_flight
-        self._queues = [deque(map(Part, parts)), *(deque[Part]() for _ in stages)]
+        self._queues = [deque(map(MessagePart, parts)), *(deque[MessagePart]() for _ in stages)]
         """Parts that have begun no stage, the first one, and so on."""
         self._num_in_flight = 0
 
@@ -121,7 +121,7 @@ def _at_once() -> bool:
 
 def plain_message(post: Post, parts: Sequence[torch.Tensor], queued: Event) -> Message:
     """Return a message in memory that MPI itself reads and writes, once what was `queued` before it is done."""
-    return Message(parts, [Stage(lambda part: post(part.data).Test, queued.query)], num_ordered=1)
+    return Message(parts, [MessageStage(lambda part: post(part.data).Test, queued.query)], num_ordered=1)
 
 
 def staged_message(
@@ -134,19 +134,22 @@ def staged_message(
     """
     pool = accelerator.staging
 
-    def through(part: Part) -> torch.Tensor:
+    def through(part: MessagePart) -> torch.Tensor:
         return part.buffer[: part.data.numel()]
 
-    def copy_in(part: Part) -> Ready:
+    def copy_in(part: MessagePart) -> Ready:
         part.buffer = pool.take(part.data.numel())
         return accelerator.copy(through(part), part.data).query
 
-    def post_taken(part: Part) -> Ready:
+    def post_taken(part: MessagePart) -> Ready:
         part.buffer = pool.take(part.data.numel())
         return post(through(part)).Test
 
     if is_sent:
-        stages = [Stage(copy_in, queued.query), Stage(lambda part: post(through(part)).Test)]
+        stages = [MessageStage(copy_in, queued.query), MessageStage(lambda part: post(through(part)).Test)]
     else:
-        stages = [Stage(post_taken), Stage(lambda part: accelerator.copy(part.data, through(part)).query, queued.query)]
+        stages = [
+            MessageStage(post_taken),
+            MessageStage(lambda part: accelerator.copy(part.data, through(part)).query, queued.query),
+        ]
     return Message(parts, stages, 1 + is_sent, lambda part: pool.release(part.buffer), BUFFERS_PER_MESSAGE)

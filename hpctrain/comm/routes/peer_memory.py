@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.routes.messages import Message, Part, Stage
+from hpctrain.comm.routes.messages import Message, MessagePart, MessageStage
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.window import SharedWindow
 
@@ -57,23 +57,23 @@ class PeerMemory:
     def send(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
         """Return a message whose parts fill slots of this rank's device, once what was `queued` before is done."""
 
-        def fill(part: Part) -> Ready:
+        def fill(part: MessagePart) -> Ready:
             slot = self.own[self.sent % SLOTS]
             self.sent += 1
             return self._copy(slot[: part.data.numel()], part.data)
 
-        stage = Stage(fill, lambda: self.has_free_slot() and queued.query())
+        stage = MessageStage(fill, lambda: self.has_free_slot() and queued.query())
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(FILLED))
 
     def receive(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
         """Return a message whose parts empty slots of the other rank's device, as `send` fills them."""
 
-        def empty(part: Part) -> Ready:
+        def empty(part: MessagePart) -> Ready:
             slot = self.other[self.received % SLOTS]
             self.received += 1
             return self._copy(part.data, slot[: part.data.numel()])
 
-        stage = Stage(empty, lambda: self.has_arrived() and queued.query())
+        stage = MessageStage(empty, lambda: self.has_arrived() and queued.query())
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
     def abandon(self) -> None:
