@@ -145,11 +145,11 @@ def staged_message(
         part.buffer = pool.take(part.data.numel())
         return post(through(part)).Test
 
+    def copy_out(part: MessagePart) -> Ready:
+        return accelerator.copy(part.data, through(part)).query
+
     if is_sent:
         stages = [MessageStage(copy_in, queued.query), MessageStage(lambda part: post(through(part)).Test)]
     else:
-        stages = [
-            MessageStage(post_taken),
-            MessageStage(lambda part: accelerator.copy(part.data, through(part)).query, queued.query),
-        ]
+        stages = [MessageStage(post_taken), MessageStage(copy_out, queued.query)]
     return Message(parts, stages, 1 + is_sent, lambda part: pool.release(part.buffer), BUFFERS_PER_MESSAGE)
