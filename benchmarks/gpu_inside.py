@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu import PARTIAL_VARIABLE
 from hpctrain.cli import main
-from hpctrain.comm.launches import ErrorWatch
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.routes import nccl as library_of_collectives
 from hpctrain.comm.routes.native import Connection
 from hpctrain.config.device_catalogue import ACCELERATORS, lookup_accelerator
@@ -455,7 +455,7 @@ def native():
         expected, stream = data.clone(), torch.cuda.current_stream().cuda_stream if DEVICE.type == "cuda" else 0
         for end in ("destroy", "abort"):
             made = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-            connection = Connection("NCCL", made, ErrorWatch())
+            connection = Connection("NCCL", made, CpuAccelerator().launches)
             at, key = data.data_ptr(), (data.numel(), nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
             connection.communicator.allReduce(at, at, *key, stream)
             synchronize()

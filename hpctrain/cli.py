@@ -6,8 +6,7 @@ import sys
 import click
 
 from hpctrain import __version__
-from hpctrain.comm.output import keep_output
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.process import StopSignals, keep_output
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.terminal import use_plain_streams
 

@@ -14,9 +14,9 @@ import sys
 from mpi4py import MPI
 
 from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.routes import torch_groups
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives

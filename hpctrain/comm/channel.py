@@ -1,20 +1,66 @@
 """Channels: what neighbouring stages of a pipeline send each other, copied when it is sent."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
 
-from hpctrain.comm.communicator import Journal, Lane, Started
+from hpctrain.comm.communicator import Lane, Started
+from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.maker import RouteMaker
-from hpctrain.comm.traced import GroupTrace
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.comm.window import SharedWindow
 from hpctrain.config.errors import CommError
 
 
-class SharedChannel:
+class Channel(ABC):
+    """A two-way channel between this rank and a peer. What is sent is copied, and may be changed at once."""
+
+    route: str
+    reason: str
+
+    def __init__(self, instruments: Instruments):
+        self._instruments = instruments
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor and return; waits only if as many messages are in flight as the channel is deep."""
+        reading = self._instruments.start("send", tensor.nbytes)
+        self._send(tensor)
+        reading.end()
+        reading.end_wait()
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the next message, which must have its size."""
+        # Overlapped for the trace: what the sender did until it sent is no communication.
+        reading = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
+        self._receive(tensor)
+        reading.end()
+        reading.end_wait()
+
+    def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
+
+        `receive` must be called with what was expected, in that order. Messages that wait in slots need it not.
+        """
+
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _receive(self, tensor: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave without the other end: `close` will do nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it uses. Both ends must call; a second call does nothing."""
+
+
+class SharedChannel(Channel):
     """A two-way channel between two ranks of one host: per direction a ring of slots in the sender's memory.
 
     A send copies and returns; it waits only if `depth` messages are in flight. The receiver needs nothing from the
@@ -23,7 +69,8 @@ class SharedChannel:
 
     route, reason = "shared memory", "of one host"
 
-    def __init__(self, mpi, comm, num_bytes: int, depth: int, patience: Patience):
+    def __init__(self, mpi, comm, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
+        super().__init__(instruments)
         self._slot_bytes = -(-num_bytes // 64) * 64
         self._depth, self._patience = depth, patience
         self._window = SharedWindow(mpi, comm, self._slot_bytes * depth)
@@ -36,8 +83,7 @@ class SharedChannel:
             wait_until(lambda: counter[index] >= value, lambda: what, self._patience)
         self._window.fence()
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Copy a contiguous host tensor into the channel."""
+    def _send(self, tensor: torch.Tensor) -> None:
         window, data = self._window, as_bytes(tensor)
         if data.numel() > self._slot_bytes:
             raise CommError(f"a message of {data.numel()} bytes on a channel made for {self._slot_bytes}")
@@ -47,11 +93,7 @@ class SharedChannel:
         self._sent += 1
         window.publish(0, self._sent)
 
-    def expect(self, tensor: torch.Tensor) -> None:
-        """Do nothing: messages wait in slots, whose memory is there."""
-
-    def receive(self, tensor: torch.Tensor) -> None:
-        """Fill a contiguous host tensor with the next message, which must have its size."""
+    def _receive(self, tensor: torch.Tensor) -> None:
         window, data = self._window, as_bytes(tensor)
         self._await(0, self._received + 1, "a message from the other end of a channel")
         start = self._received % self._depth * self._slot_bytes
@@ -66,11 +108,12 @@ class SharedChannel:
         self._window.close()
 
 
-class LaneChannel:
+class LaneChannel(Channel):
     """A two-way channel by messages, over a lane per direction; they move while the rank computes."""
 
-    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool):
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool, instruments: Instruments):
         """`posts_early` says whether receives are posted when they are expected."""
+        super().__init__(instruments)
         self.route, self.reason = outgoing.route, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = posts_early
@@ -79,23 +122,17 @@ class LaneChannel:
         self._expected: deque[tuple[torch.Tensor, Started]] = deque()
         self._open = True
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Copy a contiguous tensor and return; waits only if `depth` messages are in flight."""
+    def _send(self, tensor: torch.Tensor) -> None:
         if len(self._in_flight) >= self._depth:
             self._in_flight.popleft().wait()
         self._in_flight.append(self._outgoing.send(tensor.clone(), self._peer))
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
-
-        It moves when those that were expected before it are there, or when it is received. `receive` must be called
-        with what was expected, in that order.
-        """
+        """Let a message move when those that were expected before it are there, where receives are posted early."""
         if self._posts_early:
             self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
 
-    def receive(self, tensor: torch.Tensor) -> None:
-        """Fill a contiguous tensor with the next message, which must have its size."""
+    def _receive(self, tensor: torch.Tensor) -> None:
         if not self._expected:
             self._incoming.receive(tensor, self._peer).wait()
             return
@@ -108,49 +145,12 @@ class LaneChannel:
         self._outgoing.abandon()
 
     def close(self) -> None:
-        """Both ends must call; a second call does nothing."""
         if not self._open:
             return
         self._open = False
         for work in self._in_flight:
             work.wait()
         self._outgoing.close()  # and with it the incoming one's: they have the same communicator
-
-
-class RecordedChannel:
-    """A channel whose messages are in the rank's flight record, and in its trace if there is one."""
-
-    def __init__(self, inner: SharedChannel | LaneChannel, journal: Journal, trace: GroupTrace | None = None):
-        self.route, self.reason = inner.route, inner.reason
-        self._inner, self._journal, self._trace = inner, journal, trace
-
-    def send(self, tensor: torch.Tensor) -> None:
-        since, num_bytes = self._trace.now() if self._trace else 0.0, tensor.numel() * tensor.element_size()
-        handle = self._journal.start("send", num_bytes, None)
-        self._inner.send(tensor)
-        self._journal.finish(handle)
-        if self._trace:
-            self._trace.exposed("send", num_bytes, since)
-
-    def expect(self, tensor: torch.Tensor) -> None:
-        self._inner.expect(tensor)
-
-    def receive(self, tensor: torch.Tensor) -> None:
-        since = self._trace.now() if self._trace else 0.0
-        handle = self._journal.start("receive", tensor.numel() * tensor.element_size(), None)
-        self._inner.receive(tensor)
-        self._journal.finish(handle)
-        if self._trace:  # for the sender, too: what it did until then is no communication
-            self._trace.waited("receive", since)
-
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-Channel = SharedChannel | LaneChannel | RecordedChannel
 
 
 def make_channel(
@@ -160,16 +160,14 @@ def make_channel(
     num_bytes: int,
     depth: int,
     patience: Patience,
-    trace: GroupTrace | None = None,
-) -> SharedChannel | LaneChannel:
-    """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call.
-
-    `trace` records messages that go out while the rank computes.
-    """
-    ranks = sorted((routes.rank, peer))
+    instruments: Instruments | None = None,
+) -> Channel:
+    """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
+    ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
     if routes.shares_memory(ranks):
-        return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience)
-    backend = routes.message_backend(ranks)
-    outgoing = Lane(ranks, backend, progress, patience, trace=trace)
-    incoming = Lane(ranks, backend, progress, patience)
-    return LaneChannel(outgoing, incoming, depth, posts_early=backend.transport.polls_freely)
+        return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience, instruments)
+    backend = routes.message_backend(ranks, instruments.pace)
+    # The channel records messages; the trace also shows those that go out while the rank computes.
+    outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())
+    incoming = Lane(ranks, backend, progress, patience, Instruments(pace=instruments.pace))
+    return LaneChannel(outgoing, incoming, depth, backend.transport.polls_freely, instruments)

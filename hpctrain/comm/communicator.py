@@ -9,7 +9,8 @@ for it means that the device waits: the host continues, and must not look at the
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -17,23 +18,21 @@ import torch
 
 from hpctrain.comm.collectives.hierarchical import Collectives
 from hpctrain.comm.collectives.shared import SharedCollectives
+from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.lanes import ENDED, Ended, Progress, Work
 from hpctrain.comm.launches import Asked, Composite, DeviceLaunch
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import Transport
 from hpctrain.comm.steps import Ready, Steps, complete, until_all
-from hpctrain.comm.traced import GroupTrace, StopwatchSteps, TracedWork
 from hpctrain.comm.waiting import Patience, Phase, wait_until
-from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Event
     from hpctrain.comm.routes.streamed import StreamedCollectives
-    from hpctrain.comm.settings import Pace
 
-Started = Work | DeviceLaunch | TracedWork | Ended
+Started = Work | DeviceLaunch | Ended
 
 
 class ArrayLike(Protocol):
@@ -65,25 +64,18 @@ KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
+@dataclass
 class Backend:
-    """What a group communicates by: its collectives and its messages, and why these."""
+    """The means by which a group communicates: its collectives, its messages, and why these."""
 
-    def __init__(
-        self,
-        collectives: "Collectives | StreamedCollectives",
-        transport: Transport,
-        reason: str,
-        ranks_on_host: int,
-        pace: "Pace | None" = None,
-    ):
-        self.collectives, self.transport = collectives, transport
-        self.reason, self.ranks_on_host = reason, ranks_on_host
-        self.pace = pace
-        """For groups of pretended devices."""
+    collectives: "Collectives | StreamedCollectives"
+    transport: Transport
+    reason: str
+    ranks_on_host: int
 
     @property
     def is_launched(self) -> bool:
-        """Whether all that is asked for tensors of devices is launched at once, in the order in which it is asked."""
+        """Say whether operations on tensors of devices are launched at once, in the order in which they are asked."""
         return getattr(self.collectives, "is_launched", False)
 
     def abandon(self) -> None:
@@ -98,37 +90,12 @@ class Backend:
 Result = TypeVar("Result")
 
 
-class Journal:
-    """Writes the operations of one group into the rank's flight recorder."""
-
-    def __init__(self, recorder: Recorder, name: str, ranks: Sequence[int]):
-        self._recorder, self._ranks = recorder, tuple(ranks)
-        self._group = recorder.add_group(name, ranks)
-
-    def start(self, operation: str, num_bytes: int, peer: int | None) -> int:
-        """`peer` is a position in the group; return what `finish` wants."""
-        return self._recorder.start(self._group, operation, num_bytes, -1 if peer is None else self._ranks[peer])
-
-    def finish(self, handle: int) -> None:
-        self._recorder.finish(handle)
-
-    def recorded(self, operation: str):
-        """Record what the group does in this block."""
-        return self._recorder.recorded(self._group, operation)
-
-
 class Operations(ABC, Generic[Result]):
     """The operations of a group, on its ranks by position; what they return is up to who carries them out."""
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        backend: Backend | None,
-        journal: Journal | None,
-        trace: GroupTrace | None = None,
-    ):
+    def __init__(self, ranks: Sequence[int], backend: Backend | None, instruments: Instruments | None):
         """`backend` is None for a group of one."""
-        self._journal, self._trace = journal, trace
+        self._instruments = instruments or Instruments()
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = backend.collectives.rank if backend else 0
@@ -140,23 +107,9 @@ class Operations(ABC, Generic[Result]):
     @abstractmethod
     def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Result: ...
 
-    def _start(self, operation: str, tensor: torch.Tensor, peer: int | None) -> int:
-        return self._journal.start(operation, _num_bytes(tensor), peer) if self._journal else 0
-
-    def _finish(self, handle: int) -> None:
-        if self._journal:
-            self._journal.finish(handle)
-
-    def _paced(self, operation: str, tensor: torch.Tensor, steps: Steps) -> tuple[Steps, Callable[[], None]]:
-        """Return the steps, and what is to be called by who has waited for them."""
-        if not (self._backend and self._backend.pace):
-            return steps, _do_nothing
-        paced = self._backend.pace.steps(steps, operation, _num_bytes(tensor))
-        return paced, paced.meet
-
     @property
     def bytes_sent(self) -> Sequence[int]:
-        """To each rank by position, since the start, as messages of the whole group; not those inside its domains."""
+        """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
         return self._backend.transport.bytes_sent if self._backend else (0,)
 
     @property
@@ -277,32 +230,27 @@ class Communicator(Operations[torch.Tensor]):
         ranks: Sequence[int],
         backend: Backend | None = None,
         patience: Patience = ENDLESS,
-        journal: Journal | None = None,
+        instruments: Instruments | None = None,
         lane: "Lane | None" = None,
-        trace: GroupTrace | None = None,
     ):
         """`lane` is over the same ranks in the same order; it is closed by who made it."""
-        super().__init__(ranks, backend, journal, trace)
+        super().__init__(ranks, backend, instruments)
         self._patience, self._lane = patience, lane
 
     def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> torch.Tensor:
-        since = self._trace.now() if self._trace else 0.0
-        handle = self._start(operation, tensor, peer)
+        reading = self._instruments.start(operation, tensor.nbytes, peer)
         if isinstance(asked, DeviceLaunch):
-            asked.start(self._patience, partial(self._finish, handle))
+            asked.start(self._patience, reading)
             asked.wait()
         else:
-            steps, meet = self._paced(operation, tensor, _settled(asked))
-            complete(steps, operation, self._patience)
-            meet()
-            self._finish(handle)
-        if self._trace:
-            self._trace.exposed(operation, _num_bytes(tensor), since)
+            complete(reading.steps(_settled(asked)), operation, self._patience)
+            reading.end()
+            reading.end_wait()
         return tensor
 
     @property
     def bytes_sent(self) -> Sequence[int]:
-        """As without a lane: what was started is counted with the rest."""
+        """The bytes sent to each rank by position; what was started is counted with the rest."""
         own = super().bytes_sent
         if self._lane is None or self._lane.uses(self._backend):
             return own
@@ -310,7 +258,7 @@ class Communicator(Operations[torch.Tensor]):
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether what is started continues while the rank computes."""
+        """Say whether what is started continues while the rank computes."""
         return self._lane is not None
 
     def await_ready(self, ready: Ready, awaited: str) -> None:
@@ -327,14 +275,14 @@ class Communicator(Operations[torch.Tensor]):
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
     ) -> Started:
-        """As `reduce_scatter`; leave both tensors alone until the work is done."""
+        """Start a `reduce_scatter` of sums; leave both tensors alone until the work is done."""
         if self._lane is not None:
             return self._lane.reduce_scatter(tensor, out, cuts)
         self.reduce_scatter(tensor, out, cuts)
         return ENDED
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Started:
-        """As `all_gather`; leave the tensor alone until the work is done."""
+        """Start an `all_gather`; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_gather(tensor, cuts)
         self.all_gather(tensor, cuts)
@@ -380,10 +328,9 @@ class Lane(Operations[Started]):
         backend: Backend | None,
         progress: Progress,
         patience: Patience,
-        journal: Journal | None = None,
-        trace: GroupTrace | None = None,
+        instruments: Instruments | None = None,
     ):
-        super().__init__(ranks, backend, journal, trace)
+        super().__init__(ranks, backend, instruments)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
         self._is_abandoned = False
@@ -393,26 +340,17 @@ class Lane(Operations[Started]):
         return self._backend is not None and self._backend is backend
 
     def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Started:
-        handle = self._start(operation, tensor, peer)
-        finish = partial(self._finish, handle)
+        reading = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
         if isinstance(asked, DeviceLaunch):
-            if self._trace:
-                finish = self._trace.telling(operation, _num_bytes(tensor), asked.times, finish)
-            asked.start(self._patience, finish)
-            return TracedWork(asked, operation, self._trace) if self._trace else asked
-        steps, meet = self._paced(operation, tensor, _settled(asked))
-        if self._trace:
-            if self._backend is None or self._backend.pace is None:
-                steps = StopwatchSteps(steps)
-            what = operation, _num_bytes(tensor), steps, finish
-            finish = self._trace.telling(*what)  # pyright: ignore[reportArgumentType] - paced steps are timed, too
-        work = Work(self._progress, operation, steps, self._patience, finish, meet)
+            asked.start(self._patience, reading)
+            return asked
+        work = Work(self._progress, reading.steps(_settled(asked)), self._patience, reading)
         self._progress.submit(self._queue, work)
         if isinstance(asked, Composite):
             asked.order.start_composite(work)
             if asked.order.blocks:
                 work.wait()
-        return TracedWork(work, operation, self._trace) if self._trace else work
+        return work
 
     def settle(self) -> None:
         """Wait for what is in flight, unless it was abandoned. All ranks must call."""
@@ -430,14 +368,6 @@ def _settled(asked: Steps | Composite) -> Steps:
         asked.order.settle()
         return asked.steps
     return asked
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from hpctrain.comm.instruments import Reading
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.waiting import (
     FIRST_SLEEP_SECONDS,
@@ -25,22 +26,13 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation in flight on a lane."""
 
-    __slots__ = ("_error", "_on_end", "_on_wait", "_patience", "_progress", "ended", "operation", "pending", "steps")
+    __slots__ = ("_error", "_patience", "_progress", "_reading", "ended", "pending", "steps")
 
-    def __init__(
-        self,
-        progress: "Progress",
-        operation: str,
-        steps: Steps,
-        patience: Patience,
-        on_end: Callable[[], None],
-        on_wait: Callable[[], None],
-    ):
-        """`on_end` is called by who takes its last step, `on_wait` by who has waited for it."""
-        self.operation, self.steps = operation, steps
+    def __init__(self, progress: "Progress", steps: Steps, patience: Patience, reading: Reading):
+        """`reading` learns of the last step from who takes it, and of the end of the wait from who has waited."""
+        self.steps, self._reading = steps, reading
         self.pending: Pending | None = None
         self._progress, self._patience = progress, patience
-        self._on_end, self._on_wait = on_end, on_wait
         self.ended = False
         self._error: Exception | None = None
 
@@ -52,9 +44,10 @@ class Work:
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
+        self._reading.begin_wait()
         if not self.done():
             wait_until(self.done, self._awaited, self._patience, self.not_before)
-        self._on_wait()
+        self._reading.end_wait()
         if self._error is not None:
             raise self._error
 
@@ -64,7 +57,7 @@ class Work:
         return hint() if hint else 0.0
 
     def _awaited(self) -> str:
-        return f"{self.pending.awaited if self.pending else 'its turn'} in {self.operation}"
+        return f"{self.pending.awaited if self.pending else 'its turn'} in {self._reading.operation}"
 
     def advance(self) -> bool:
         """Take steps until it waits or ends; return whether it has ended. For `Progress`."""
@@ -77,7 +70,7 @@ class Work:
                     return False
         except Exception as error:
             self._error = error
-        self._on_end()
+        self._reading.end()
         self.ended = True
         return True
 

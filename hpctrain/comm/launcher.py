@@ -1,4 +1,4 @@
-"""What can be known before MPI is started: the launcher's promise, by the environment it left, and this host."""
+"""Facts that are there before MPI is started: the launcher's promise, by the environment it left, and this host."""
 
 import math
 import os

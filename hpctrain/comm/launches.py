@@ -12,17 +12,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from hpctrain.comm.instruments import Reading
+from hpctrain.comm.lanes import Work
 from hpctrain.comm.steps import Steps
 from hpctrain.comm.waiting import Patience, wait_until
-
-if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator, Event, Stream
 
 LOOK_SECONDS = 0.5
 """Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
@@ -30,112 +29,99 @@ MOST_IN_FLIGHT = 128
 """How many operations may wait on a device: fewer than a flight record has slots."""
 
 
-class Watched(Protocol):
-    """What notices by itself that a peer or a network is gone."""
+class Event(Protocol):
+    """A place in a stream."""
 
-    def check(self) -> None:
-        """Raise CommError where it has noticed that."""
+    def query(self) -> bool:
+        """Say whether everything before it is done; never waits."""
         ...
 
 
-class Noticing(Protocol):
-    """A communicator that can be asked for an error."""
+class Stream(Protocol):
+    """A queue of work for the device."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on start after the event. The host does not wait."""
+        ...
+
+    def record_event(self) -> Event:
+        """Return the place after everything that is queued now."""
+        ...
+
+
+class LaunchingDevice(Protocol):
+    """A device as far as launches need it; see `Accelerator`."""
+
+    def use(self) -> None: ...
+
+    def launch_stream(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager: ...
+
+    def wait_for(self, event: Event) -> None: ...
+
+
+class Watched(Protocol):
+    """A communicator that notices by itself that a peer or a network is gone."""
 
     def look(self) -> None:
         """Take note of an error, and abort."""
         ...
 
-
-class Moving(Protocol):
-    """An operation in flight on a lane."""
-
-    def wait(self) -> None:
-        """Return when it has ended."""
+    def check(self) -> None:
+        """Raise CommError where an error was noted."""
         ...
-
-
-@dataclass
-class LaunchTimes:
-    """When the device was given an operation, and when the host saw that it was done: seconds of `time.monotonic`."""
-
-    begun: float = 0.0
-    ended: float = 0.0
-
-
-class ErrorWatch:
-    """A thread that looks for errors of all connections of a rank while there are any.
-
-    One for all: a thread that wakes takes the interpreter's lock from the main thread, which then waits for a core.
-    """
-
-    def __init__(self, enter: Callable[[], None] | None = None):
-        """`enter` makes the rank's device the current one of each thread that uses the library: otherwise each rank
-        would open a context on device 0."""
-        self.enter = enter or _nothing
-        self._connections: list[Noticing] = []
-        self._lock, self._over = threading.Lock(), threading.Event()
-
-    def add(self, connection: Noticing) -> None:
-        with self._lock:
-            self._connections.append(connection)
-            if len(self._connections) == 1:
-                self._over = threading.Event()
-                threading.Thread(target=self._run, args=(self._over,), name="errors", daemon=True).start()
-
-    def remove(self, connection: Noticing) -> None:
-        with self._lock:
-            if connection in self._connections:
-                self._connections.remove(connection)
-                if not self._connections:
-                    self._over.set()
-
-    def _run(self, over: threading.Event) -> None:
-        self.enter()
-        while not over.wait(LOOK_SECONDS):
-            with self._lock:
-                connections = list(self._connections)
-            for connection in connections:
-                connection.look()
-
-
-def _nothing() -> None:
-    pass
 
 
 class LaunchOrder:
     """One rank's launches. Its methods are for the rank's main thread."""
 
-    def __init__(self, accelerator: "Accelerator"):
+    def __init__(self, accelerator: LaunchingDevice):
         self.accelerator = accelerator
-        self.errors = ErrorWatch(accelerator.use)
         self._watched: list[Watched] = []
+        self._nothing_watched = threading.Event()
         self._in_flight: deque[DeviceLaunch] = deque()
-        self._composite: Moving | None = None
+        self._composite: Work | None = None
         self.blocks = False
         """Whether the host waits for the end of each operation before it continues, as in the first step of a process.
 
         Kernels are loaded at their first launch, which may wait until the device is idle: for an operation, and so for
         other ranks."""
-        self.meanwhile: Callable[[], object] = _nothing
+        self.meanwhile: Callable[[], object] = _do_nothing
         """Moves lanes while the host waits so: other ranks may wait for their messages."""
 
     @cached_property
-    def stream(self) -> "Stream":
-        """Where the device does all of them."""
+    def stream(self) -> Stream:
+        """The stream on which the device does all of them."""
         return self.accelerator.launch_stream()
 
     def watch(self, watched: Watched) -> None:
-        """Have errors of a communicator end every wait of this rank."""
+        """Have errors of a communicator end every wait of this rank.
+
+        One thread looks at all of them: a thread that wakes takes the interpreter's lock from the main thread, which
+        then waits for a core.
+        """
         self._watched.append(watched)
+        if len(self._watched) == 1:
+            self._nothing_watched = threading.Event()
+            threading.Thread(target=self._watch, args=(self._nothing_watched,), name="errors", daemon=True).start()
+
+    def _watch(self, over: threading.Event) -> None:
+        self.accelerator.use()  # else each rank would open a context on device 0
+        while not over.wait(LOOK_SECONDS):
+            for watched in list(self._watched):
+                watched.look()
 
     @property
     def has_library(self) -> bool:
-        """Whether any group of this rank has communicators of a library."""
+        """Say whether any group of this rank has communicators of a library."""
         return bool(self._watched)
 
     def forget(self, watched: Watched) -> None:
         if watched in self._watched:
             self._watched.remove(watched)
+            if not self._watched:
+                self._nothing_watched.set()
 
     def look(self) -> None:
         """Take note of what the device has done. Raises CommError where a communicator has noticed an error."""
@@ -154,7 +140,7 @@ class LaunchOrder:
         if composite is not None:
             composite.wait()
 
-    def start_composite(self, composite: Moving) -> None:
+    def start_composite(self, composite: Work) -> None:
         """Take note of a composite operation that was started after `settle`."""
         self._composite = composite
 
@@ -183,22 +169,22 @@ class DeviceLaunch:
     Who waits for it lets the device wait, while the host continues: what is queued after that finds the result.
     """
 
-    def __init__(self, order: LaunchOrder, steps: Steps, queued: "Event", tensors: Sequence[torch.Tensor]):
+    def __init__(self, order: LaunchOrder, steps: Steps, queued: Event, tensors: Sequence[torch.Tensor]):
         """`steps` wait for nothing; the device does them after the event `queued`. `tensors` are what it uses."""
         self._order, self._steps, self._queued = order, steps, queued
         self._kept = tuple(tensors)
         self._place: Event | None = None
-        self._on_end: Callable[[], None] = _do_nothing
-        self.times = LaunchTimes()
+        self._reading: Reading | None = None
 
-    def start(self, patience: Patience, on_end: Callable[[], None]) -> None:
-        """Give it to the device; `on_end` is called when the host sees that it is done. Raises CommError."""
-        self._on_end = on_end
+    def start(self, patience: Patience, reading: Reading) -> None:
+        """Give it to the device. `reading` learns when that was, and when the host saw its end. Raises CommError."""
+        self._reading = reading
         self._order.launch(self, patience)
 
-    def run_on(self, stream: "Stream", accelerator: "Accelerator") -> None:
+    def run_on(self, stream: Stream, accelerator: LaunchingDevice) -> None:
         """Queue it on a stream. For `LaunchOrder`."""
-        self.times.begun = time.monotonic()
+        assert self._reading is not None, "it was started"
+        self._reading.begun = time.monotonic()
         stream.wait_event(self._queued)
         with accelerator.on(stream):
             pending = next(self._steps, None)
@@ -207,23 +193,26 @@ class DeviceLaunch:
 
     @property
     def ended(self) -> bool:
-        """Whether the device has done it."""
+        """Say whether the device has done it."""
         return self._place is not None and self._place.query()
 
     def done(self) -> bool:
-        """As `ended`: nobody has to poll for it."""
+        """Return what `ended` says: nobody has to poll for it."""
         return self.ended
 
     def wait(self) -> None:
         """Let what this thread queues from now on start after it. The host continues."""
-        assert self._place is not None, "it was started"
+        assert self._place is not None and self._reading is not None, "it was started"
+        self._reading.begin_wait()
         self._order.accelerator.wait_for(self._place)
         self._kept = ()
+        self._reading.end_wait()
 
     def finish(self) -> None:
         """Take note that the device has done it. For `LaunchOrder`."""
-        self.times.ended = time.monotonic()
-        self._on_end()
+        assert self._reading is not None, "it was started"
+        self._reading.ended = time.monotonic()
+        self._reading.end()
 
 
 class Composite(NamedTuple):

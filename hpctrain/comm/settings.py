@@ -4,34 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from hpctrain.comm.steps import Pending, Steps
+from hpctrain.comm.instruments import UNTRACED, Pace, Tracer
 from hpctrain.comm.topology import Preferences, Topology
-from hpctrain.comm.tracing import UNTRACED, Tracer
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.routes.abilities import Devices
     from hpctrain.comm.routes.transport import Transport
-
-
-class PacedSteps(Protocol):
-    """The steps of one operation on pretended devices."""
-
-    def __iter__(self) -> Steps: ...
-
-    def __next__(self) -> Pending: ...
-
-    def meet(self) -> None:
-        """Let the device wait for the operation. The rank that has waited for it calls."""
-        ...
-
-
-class Pace(Protocol):
-    """Lets the operations of one group begin and end when they would on pretended devices."""
-
-    group: str
-
-    def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> PacedSteps: ...
 
 
 class Rehearsal(Protocol):

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.comm.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.instruments import UNTRACED, Instruments
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.settings import Rehearsal
 from hpctrain.comm.steps import Steps
-from hpctrain.comm.tracing import UNTRACED
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval
 
@@ -65,7 +65,7 @@ class Solo:
     tracer = UNTRACED
 
     def __init__(self, rank: int, size: int, rehearsal: Rehearsal | None = None):
-        """In a `rehearsal` the pretended device is not charged for what collectives move."""
+        """A `rehearsal` paces operations; the pretended device is not charged for what collectives move."""
         self.rank, self.size = rank, size
         self._rehearsal = rehearsal
 
@@ -81,13 +81,15 @@ class Solo:
         """
         if len(ranks) == 1:
             return Communicator(ranks)
-        lane = Lane(ranks, self._silent(ranks, name), Progress(threaded=False), ENDLESS) if overlapped else None
-        return Communicator(ranks, self._silent(ranks, name), lane=lane)
-
-    def _silent(self, ranks: Sequence[int], name: str) -> Backend:
-        pace = self._rehearsal.pace(name) if self._rehearsal else None
         silent = SilentCollectives(tuple(ranks).index(self.rank), len(ranks))
-        return Backend(silent, None, "alone", 1, pace)  # pyright: ignore[reportArgumentType] - nothing is sent
+        backend = Backend(silent, None, "alone", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
+        lane = None
+        if overlapped:
+            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments(name))
+        return Communicator(ranks, backend, instruments=self._instruments(name), lane=lane)
+
+    def _instruments(self, name: str) -> Instruments:
+        return Instruments(pace=self._rehearsal.pace(name) if self._rehearsal else None)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""

@@ -1,9 +1,11 @@
-"""How a rank waits for another one: politely, and not for ever."""
+"""Ranks wait for each other politely, and not for ever."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from hpctrain.config.errors import CommError
 
@@ -34,7 +36,7 @@ class Phase:
 
 
 class Patience:
-    """How long a rank waits for others before it gives up; what is waited for now follows changes of the phase."""
+    """The time that a rank waits for others before it gives up; it follows changes of the phase."""
 
     def __init__(self, phase: Phase):
         self.phase = phase
@@ -68,3 +70,25 @@ def wait_until(
         if waited > patience.phase.seconds + patience.grace_seconds:
             raise CommError(f"waited {waited:.0f} s for {what()}; it is gone or far behind: {patience.phase}")
         pause = min(max(pause, waited / 50), LONGEST_SLEEP_SECONDS)
+
+
+class PendingNumbers:
+    """A gather that is in flight. Made by `World.gather_numbers`; every rank must wait for its own sooner or later."""
+
+    def __init__(self, comm, numbers: Sequence[float], patience: Patience):
+        """Start it on a communicator of MPI that nothing else uses. All ranks must call, with equally many numbers."""
+        self._sent = np.array(numbers, dtype=np.float64)  # MPI reads and writes both until it is done
+        self._received = np.empty((comm.size if comm.rank == 0 else 0, len(self._sent)))
+        self._request = comm.Igather(self._sent, self._received if comm.rank == 0 else None)
+        self._patience = patience
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Say whether this rank's part of it is over; never waits."""
+        self._is_done = self._is_done or self._request.Test()
+        return self._is_done
+
+    def wait(self) -> np.ndarray:
+        """Return [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it is done."""
+        wait_until(self.done, lambda: "all ranks in gather numbers", self._patience)
+        return self._received

@@ -16,24 +16,22 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm import pmi
 from hpctrain.comm.accelerators.detect import detect_device, use_device_early
+from hpctrain.comm.instruments import Instruments, Tracer
 from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import DOMAIN, Place, Preferences, Topology, split_families
-from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.waiting import Patience, Phase, wait_until
-from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
 from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
-    from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
+    from hpctrain.comm.communicator import Backend, Communicator, Lane
     from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.pending import PendingNumbers
     from hpctrain.comm.solo import Solo
-    from hpctrain.comm.traced import GroupTrace
+    from hpctrain.comm.waiting import PendingNumbers
 
 
 T = TypeVar("T")
@@ -157,22 +155,20 @@ class World:
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been reported
 
         lane = None
-        backend, journal = self._connect(ranks, name, on_host)
+        backend, instruments = self._connect(ranks, name, on_host)
         if overlapped and len(ranks) > 1:
             is_shared = backend is not None and backend.is_launched
-            lane = self._lane_over(ranks, name, backend, journal) if is_shared else self.lane(ranks, name)
-        return self._keep(Communicator(ranks, backend, self.patience, journal, lane, self._trace(name, ranks)))
+            lane = self._lane_over(ranks, backend, instruments) if is_shared else self.lane(ranks, name)
+        return self._keep(Communicator(ranks, backend, self.patience, instruments, lane))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
-        return self._lane_over(ranks, name, *self._connect(ranks, name))
+        return self._lane_over(ranks, *self._connect(ranks, name))
 
-    def _lane_over(
-        self, ranks: Sequence[int], name: str, backend: "Backend | None", journal: "Journal | None"
-    ) -> "Lane":
+    def _lane_over(self, ranks: Sequence[int], backend: "Backend | None", instruments: Instruments) -> "Lane":
         from hpctrain.comm.communicator import Lane
 
-        made = Lane(ranks, backend, self._moving(), self.patience, journal, self._trace(name, ranks))
+        made = Lane(ranks, backend, self._moving(), self.patience, instruments)
         self._lanes.append(made)
         return self._keep(made)
 
@@ -180,25 +176,22 @@ class World:
         """Return a communicator of two ranks by the route of messages between stages. Both must call."""
         from hpctrain.comm.communicator import Communicator
 
-        journal = self._journal(name, ranks)
-        assert journal is not None, "there are two ranks"
-        with journal.recorded("connect"):
-            backend = self._routes().message_backend(ranks)
-        return self._keep(Communicator(ranks, backend, self.patience, journal))
+        instruments = self._instruments(name, ranks)
+        with instruments.recorded("connect"):
+            backend = self._routes().message_backend(ranks, instruments.pace)
+        return self._keep(Communicator(ranks, backend, self.patience, instruments))
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = "") -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call.
 
         Of several to the same peer each has a `name` of its own.
         """
-        from hpctrain.comm.channel import RecordedChannel, make_channel
+        from hpctrain.comm.channel import make_channel
 
-        ranks = sorted((self.rank, peer))
-        journal, trace = self._journal("pipeline", ranks), self._trace("pipeline", ranks, name)
-        assert journal is not None, "there are two ranks"
-        with journal.recorded("connect"):
-            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, trace)
-        return self._keep(RecordedChannel(made, journal, trace))
+        instruments = self._instruments("pipeline", sorted((self.rank, peer)), name)
+        with instruments.recorded("connect"):
+            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, instruments)
+        return self._keep(made)
 
     def solo(self) -> "Solo":
         """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""
@@ -231,18 +224,13 @@ class World:
             self.oversight.recorder.move_to(folder)
         self.oversight.announce_folder(folder)
 
-    def _connect(
-        self, ranks: Sequence[int], name: str, on_host: bool = False
-    ) -> "tuple[Backend | None, Journal | None]":
-        """Return what a group communicates by, and what records its operations, of which this is the first."""
-        journal = self._journal(name, ranks)
-        if journal is None:
-            return None, None
-        with journal.recorded("connect"):
-            backend = self._routes().backend(ranks, on_host)
-        if backend is not None and backend.pace is not None:
-            backend.pace.group = name
-        return backend, journal
+    def _connect(self, ranks: Sequence[int], name: str, on_host: bool = False) -> "tuple[Backend | None, Instruments]":
+        """Return what a group communicates by, and what follows its operations, of which this is the first."""
+        if len(ranks) == 1:
+            return None, Instruments()
+        instruments = self._instruments(name, ranks)
+        with instruments.recorded("connect"):
+            return self._routes().backend(ranks, on_host, instruments.pace), instruments
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:
@@ -256,19 +244,10 @@ class World:
             self._waits_for_all = False
             yield
 
-    def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
-        from hpctrain.comm.communicator import Journal
-
-        return Journal(self.oversight.recorder, name or "group", ranks) if len(ranks) > 1 else None
-
-    def _trace(self, name: str, ranks: Sequence[int], which: str = "") -> "GroupTrace | None":
-        if self.tracer is UNTRACED or len(ranks) == 1:
-            return None
-        from hpctrain.comm.traced import GroupTrace
-
-        return GroupTrace(
-            self.tracer, name or "group", f"{name or 'group'} {write_ranks(ranks)}{which and f' {which}'}"
-        )
+    def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
+        rehearsal = self.settings.rehearsal
+        pace = rehearsal.pace(name) if rehearsal else None
+        return Instruments(self.oversight.recorder, name or "group", ranks, self.tracer, pace, which)
 
     def _routes(self):
         from hpctrain.comm.routes.maker import RouteMaker
@@ -292,7 +271,7 @@ class World:
 
     @property
     def has_threads(self) -> bool:
-        """Whether MPI may be called by several threads at once."""
+        """Say whether MPI may be called by several threads at once."""
         return self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
 
     def agree(self, error: Exception | None) -> None:
@@ -345,7 +324,7 @@ class World:
 
         The first call also makes a communicator, for which all ranks wait.
         """
-        from hpctrain.comm.pending import PendingNumbers
+        from hpctrain.comm.waiting import PendingNumbers
 
         if self._gathering is None:
             with self._together("gather_numbers"):

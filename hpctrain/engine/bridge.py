@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from hpctrain.comm.accelerators.bind import bind_accelerator
-from hpctrain.comm.routes.abilities import Ability, bridged, message_route
+from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.routes.abilities import bridged, message_route
 from hpctrain.comm.routes.cuda_aware import DIRECT_VARIABLE, asked_direct
 from hpctrain.comm.world import World
 from hpctrain.config.errors import PlanError

@@ -81,7 +81,7 @@ def describe_changes(job: Job, theirs: Job) -> str:
 def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:
     """Say whether a description was given that is not that of the run which is continued, or whether one of its devices
     ran out of memory since."""
-    from hpctrain.comm.probe.overflows import with_overflows
+    from hpctrain.comm.probe.machine import with_overflows
 
     if facts.world.on_first_rank(lambda: with_overflows(cluster)) != cluster:
         return True

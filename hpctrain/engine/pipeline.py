@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.channel import Channel
-from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.comm.instruments import UNTRACED, Tracer
 from hpctrain.config.errors import CorruptionError
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.loss_scale import LossScale

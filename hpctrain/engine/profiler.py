@@ -20,9 +20,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.bind import DTYPES
-from hpctrain.comm.accelerators.overflow import describe_overflow
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError

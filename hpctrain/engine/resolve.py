@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.process import StopSignals
 from hpctrain.comm.topology import Place, Preferences
 from hpctrain.config.cluster import part_of
 from hpctrain.config.cluster_file import parse_cluster
@@ -165,7 +165,7 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
             facts = replace(facts, described_or_none=replace(described, cluster=part))
     with world.all_or_none():
         check_ranks_are_devices(facts.described, world.topology.places)
-    from hpctrain.comm.probe.overflows import describe_overflows, with_overflows
+    from hpctrain.comm.probe.machine import describe_overflows, with_overflows
 
     described = facts.described
     cluster = world.on_first_rank(lambda: with_overflows(described.cluster))

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice

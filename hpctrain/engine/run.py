@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.launcher import end_of_batch_job
-from hpctrain.comm.output import take_losses
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.process import StopSignals, take_losses
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
@@ -256,7 +255,7 @@ class TrainingRun:
 
     def _note_overflow(self, needed_bytes: int) -> str:
         """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
-        from hpctrain.comm.probe.overflows import note_overflow
+        from hpctrain.comm.probe.machine import note_overflow
         from hpctrain.config.cluster import MemoryOverflow
         from hpctrain.planner.cost import Setup
         from hpctrain.planner.predictor import Predictor

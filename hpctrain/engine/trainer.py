@@ -13,8 +13,7 @@ from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.saving import Saver
 from hpctrain.checkpoint.state import load, load_weights
-from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.overflow import describe_overflow
+from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, MemoryOverflowError, TrainingError
 from hpctrain.config.job import Job

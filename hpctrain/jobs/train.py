@@ -6,7 +6,7 @@ import sys
 import click
 
 from hpctrain.comm.launcher import record_exit
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.process import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.comm.instruments import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.documents import Documents

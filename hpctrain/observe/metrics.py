@@ -18,7 +18,7 @@ from hpctrain.planner.simulate import EXPOSED
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
-    from hpctrain.comm.pending import PendingNumbers
+    from hpctrain.comm.waiting import PendingNumbers
     from hpctrain.comm.world import World
     from hpctrain.observe.recorder import StepRecorder
 

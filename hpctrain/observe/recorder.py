@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.comm.tracing import Tracer
+from hpctrain.comm.instruments import Tracer
 from hpctrain.plan.schedule import COMPUTING, Instruction, Op
 from hpctrain.planner.simulate import EXPOSED as PARTS
 

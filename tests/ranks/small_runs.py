@@ -13,7 +13,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.tracing import UNTRACED
+from hpctrain.comm.instruments import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.job import Job, Train, load_job

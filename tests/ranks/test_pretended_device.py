@@ -9,17 +9,16 @@ import torch
 from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.channel import make_channel
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.routes import maker
-from hpctrain.comm.routes.abilities import Ability
-from hpctrain.comm.routes.device_transport import DeviceTransport
-from hpctrain.comm.routes.peer_memory import _PeerMessage
-from hpctrain.comm.routes.staged_messages import PlainMessage
+from hpctrain.comm.routes.peer_memory import PeerMemory
 from hpctrain.comm.routes.streamed import StreamedCollectives
+from hpctrain.comm.routes.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.bridge import message_refusal
@@ -170,9 +169,9 @@ def test_the_second_message_of_a_channel_waits_for_no_later_work(world, route):
         channel = make_channel(pretended.routes, progress, 1 - world.rank, 4000, 2, world.patience)
         places = []
 
-        def message(transport, data, peer, after, *rest):
+        def message(transport, peer, is_sent, data, after):
             places.append((after or transport.queued(data)).clock)
-            return MESSAGE(transport, data, peer, after, *rest)
+            return MESSAGE(transport, peer, is_sent, data, after)
 
         with patch.object(DeviceTransport, "_message", message):
             sent = [torch.full((1000,), 2.0 * world.rank + i, device=pretended.device.device) for i in range(2)]
@@ -235,22 +234,20 @@ def copy_and_forget(device, target, source):
     return DONE
 
 
-def message_at_once(transport, data, peer, after, post, staged, copied):
-    return PlainMessage(post, [data], DONE)
+def message_at_once(transport, peer, is_sent, data, after):
+    return MESSAGE(transport, peer, is_sent, data, DONE)
 
 
 def always_direct(one, other, bridge=None):
     return "direct", "a mistake"
 
 
-def count_at_once(message, counter: int) -> None:
-    for _ in message._copying:
-        message._shared.note(counter)
-    message._copying.clear()
-    COUNT(message, counter)
+def copy_and_count(memory, target, source):
+    memory.accelerator.copy(target, source)
+    return lambda: True
 
 
-COUNT, MESSAGE = _PeerMessage._count, DeviceTransport._message
+MESSAGE = DeviceTransport._message
 VIEW = PretendedDevice.view_for_mpi
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
 NCCL, STAGED, DIRECT = ROUTES
@@ -262,7 +259,7 @@ MISTAKES = {
     "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),
     "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, STAGED, "other losses"),
     "MPI is used beside a library": (maker, "message_route", always_direct, BESIDE, "on which a library works"),
-    "a slot is counted too early": (_PeerMessage, "_count", count_at_once, NCCL, "other losses"),
+    "a slot is counted too early": (PeerMemory, "_copy", copy_and_count, NCCL, "other losses"),
 }
 """What is replaced by what, on which route, and what is complained of then."""
 
@@ -273,7 +270,7 @@ MISTAKES = {
 def test_a_mistake_is_found(world, tokens, mistake):
     of, name, replacement, route, complaint = MISTAKES[mistake]
     alone = losses_of_one_rank(world, tokens, "gpt2", STEPS)
-    plan = {"pipeline": 2} if of in (_PeerMessage, maker) else {"tensor": {"y": 2}, "sequence_parallel": True}
+    plan = {"pipeline": 2} if of in (PeerMemory, maker) else {"tensor": {"y": 2}, "sequence_parallel": True}
     with watched() as device, patch.object(of, name, replacement):
         try:
             result = trained(world, "aa", job_of(tokens, plan, True), route)

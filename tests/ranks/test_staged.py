@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.channel import make_channel
 from hpctrain.comm.communicator import Backend, Communicator, Lane
 from hpctrain.comm.lanes import Progress
-from hpctrain.comm.routes import staging
-from hpctrain.comm.routes.abilities import UNPLANNED, Ability, Devices, FamilyAbilities
+from hpctrain.comm.routes import messages
+from hpctrain.comm.routes.abilities import UNPLANNED, Devices, FamilyAbilities
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
@@ -33,7 +34,7 @@ SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129
 
 @contextmanager
 def small_chunks():
-    with patch.multiple(staging, SMALLEST_CHUNK_BYTES=64, LARGEST_CHUNK_BYTES=CHUNK_BYTES):
+    with patch.multiple(messages, SMALLEST_CHUNK_BYTES=64, LARGEST_CHUNK_BYTES=CHUNK_BYTES):
         yield
 
 

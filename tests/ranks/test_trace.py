@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.instruments import UNTRACED
 from hpctrain.comm.topology import Preferences
-from hpctrain.comm.tracing import UNTRACED
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators import bind, detect, kinds
+from hpctrain.comm.accelerators.base import BufferPool
 from hpctrain.comm.accelerators.bind import DTYPES, choose_devices
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import detect_device, family_of, local_rank
-from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.kinds import KINDS, Ability
 from hpctrain.comm.routes.abilities import (
     UNPLANNED,
-    Ability,
     DescribedRoute,
     FamilyAbilities,
     bridged,
@@ -24,8 +24,8 @@ from hpctrain.comm.routes.abilities import (
     message_route,
 )
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
+from hpctrain.comm.routes.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
 from hpctrain.comm.routes.nccl import load_nccl
-from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
 from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.config.errors import TopologyError

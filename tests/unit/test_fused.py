@@ -9,10 +9,9 @@ from torch._inductor import config as inductor
 
 from hpctrain.architectures.registry import presets
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.kinds import CUDA
+from hpctrain.comm.accelerators.kinds import CUDA, Ability
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.topology import Place
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Data, Job, Model

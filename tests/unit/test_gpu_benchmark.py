@@ -14,8 +14,8 @@ from torch.autograd import DeviceType
 
 from benchmarks import gpu, gpu_inside
 from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, SectionError, Setting, is_done, run, run_section
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.routes import nccl as library_of_collectives
-from hpctrain.comm.routes.abilities import Ability
 
 MOST_SECONDS = 30 * 60
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.waiting import Patience, Phase
@@ -14,7 +15,7 @@ def work(progress: Progress, looks) -> Work:
     def steps():
         yield Pending(lambda: next(looks)(), "a look")
 
-    return Work(progress, "test", steps(), Patience(Phase("a test", 5, "a key")), lambda: None, lambda: None)
+    return Work(progress, steps(), Patience(Phase("a test", 5, "a key")), Instruments().start("test", 0))
 
 
 def fail():

@@ -9,7 +9,7 @@ from hpctrain.config.errors import HpctrainError
 
 CODE = """
 import os, sys
-from hpctrain.comm.output import keep_output, take_losses
+from hpctrain.comm.process import keep_output, take_losses
 keep_output(True)
 for _ in range(3):
     print("x" * 100_000, flush=True)

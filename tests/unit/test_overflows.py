@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.comm.probe import overflows
+from hpctrain.comm.probe import machine
 from hpctrain.config.cluster import MemoryOverflow
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.engine.trainer import requested_bytes
@@ -29,30 +29,30 @@ def test_a_plan_that_overflowed_does_not_fit_again():
 
 
 def test_overflows_are_kept_for_these_devices_and_read_again(cache):
-    assert overflows.with_overflows(CLUSTER) == CLUSTER and not overflows.describe_overflows(CLUSTER)
+    assert machine.with_overflows(CLUSTER) == CLUSTER and not machine.describe_overflows(CLUSTER)
     first, second = overflow(60_000_000, 40_000_000), overflow(50_000_000, 45_000_000)
-    assert "the same command plans with it" in overflows.note_overflow(CLUSTER, "fast", first)
-    overflows.note_overflow(CLUSTER, "slow", second)
-    noted = overflows.with_overflows(CLUSTER)
+    assert "the same command plans with it" in machine.note_overflow(CLUSTER, "fast", first)
+    machine.note_overflow(CLUSTER, "slow", second)
+    noted = machine.with_overflows(CLUSTER)
     assert (noted.families["fast"].overflows, noted.families["slow"].overflows) == ((first,), (second,))
-    assert overflows.with_overflows(noted) == noted, "each once"
+    assert machine.with_overflows(noted) == noted, "each once"
     assert parse_cluster(dump_cluster(noted), "a test") == noted, "and a cluster file has them"
-    said = overflows.describe_overflows(noted)
+    said = machine.describe_overflows(noted)
     assert "of fast: one with items [0, 4] and 8 rows ran out of memory at 57.2 MiB, where 38.1 were" in said
     faster = {"peak_flops_per_second": {"fp32": 5e9}}
     measured = {name: family.model_copy(update=faster) for name, family in CLUSTER.families.items()}
-    assert overflows.with_overflows(CLUSTER.model_copy(update={"families": measured})).families["fast"].overflows
+    assert machine.with_overflows(CLUSTER.model_copy(update={"families": measured})).families["fast"].overflows
     smaller = {name: family.model_copy(update={"memory_bytes": 10**7}) for name, family in CLUSTER.families.items()}
     other = CLUSTER.model_copy(update={"families": smaller})
-    assert overflows.with_overflows(other) == other, "other devices"
-    overflows.path_of(CLUSTER).write_text('{"fast": [{"rows": "many"}]}')
-    assert overflows.with_overflows(CLUSTER) == CLUSTER, "what is damaged is none"
+    assert machine.with_overflows(other) == other, "other devices"
+    machine.overflows_path(CLUSTER).write_text('{"fast": [{"rows": "many"}]}')
+    assert machine.with_overflows(CLUSTER) == CLUSTER, "what is damaged is none"
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
-    assert "this could not be noted" in overflows.note_overflow(CLUSTER, "fast", overflow(2, 1))
+    assert "this could not be noted" in machine.note_overflow(CLUSTER, "fast", overflow(2, 1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.comm.routes import peer_memory
-from hpctrain.comm.routes.peer_memory import EMPTIED, FILLED, SLOTS, PeerMemory, PeerReceive, PeerSend
+from hpctrain.comm.routes.peer_memory import EMPTIED, FILLED, SLOTS, PeerMemory
 from tests.ranks.fake_devices import FakeAccelerator
 
 SLOT_BYTES = 64
@@ -55,8 +55,8 @@ def test_bytes_arrive_in_order_whoever_looks(both, seed):
     queues = []
     for i, memory in enumerate(both):
         device = memory.accelerator
-        queues.append(deque(PeerSend(memory, parts(device.later(each)), device.queued()) for each in sent[i]))
-        queues.append(deque(PeerReceive(memory, parts(each), device.queued()) for each in received[1 - i]))
+        queues.append(deque(memory.send(parts(device.later(each)), device.queued()) for each in sent[i]))
+        queues.append(deque(memory.receive(parts(each), device.queued()) for each in received[1 - i]))
     for _ in range(20_000):
         queue = draw.choice([queue for queue in queues if queue])
         for message in queue:
@@ -80,7 +80,7 @@ def test_a_message_is_not_copied_before_it_is_computed(both):
     memory, other = both
     device = memory.accelerator
     late = device.later(torch.full((9,), 7, dtype=torch.uint8))
-    message = PeerSend(memory, [late], device.queued())
+    message = memory.send([late], device.queued())
     message.move()  # the first look at a device finds that it is not yet there
     assert memory.sent == 0 and not message.done
     while not message.done:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.process import StopSignals
 from hpctrain.comm.watchdog.flight import PHASE_BYTES
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Observe, load_job

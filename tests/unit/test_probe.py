@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.probe.device_timing import (
     SHAPES,
@@ -23,7 +24,7 @@ from hpctrain.comm.probe.device_timing import (
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
 from hpctrain.comm.probe.machine import fingerprint
 from hpctrain.comm.probe.survey import check_names, describe
-from hpctrain.comm.routes.abilities import Ability, FamilyAbilities
+from hpctrain.comm.routes.abilities import FamilyAbilities
 from hpctrain.comm.topology import Place
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import TopologyError

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.accelerators.overflow import describe_overflow
+from hpctrain.comm.accelerators.base import describe_overflow
 from hpctrain.comm.solo import Solo
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.cluster import RowTimes

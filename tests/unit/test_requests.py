@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.launcher import end_of_batch_job, parse_slurm_seconds
-from hpctrain.comm.signals import STOP_SIGNALS, StopSignals
+from hpctrain.comm.process import STOP_SIGNALS, StopSignals
 from hpctrain.engine.requests import MARGIN_SECONDS, NOTHING, Asked, Requests
 
 
@@ -54,7 +54,7 @@ def test_the_signal_and_its_rank_are_named_where_others_have_none():
 
 
 def test_hangups_that_are_ignored_stay_so():
-    code = "import signal; from hpctrain.comm.signals import StopSignals; StopSignals().listen();"
+    code = "import signal; from hpctrain.comm.process import StopSignals; StopSignals().listen();"
     code += "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     command = [sys.executable, "-c", code]
     for handler, is_ignored in ((signal.SIG_DFL, False), (signal.SIG_IGN, True)):  # the second as nohup does

@@ -18,16 +18,22 @@ from hpctrain.comm.accelerators import bind
 from hpctrain.comm.accelerators.bind import choose_devices, native_ability
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
-from hpctrain.comm.accelerators.pinned import register_memory
-from hpctrain.comm.accelerators.torch_device import EXACT_BYTES, FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, Ability, may_be_there
+from hpctrain.comm.accelerators.torch_device import (
+    EXACT_BYTES,
+    FRAGMENTATION_SHARE,
+    LIBRARY_BYTES,
+    TorchAccelerator,
+    register_memory,
+)
 from hpctrain.comm.communicator import Communicator, as_tensor
+from hpctrain.comm.instruments import Instruments, Reading
 from hpctrain.comm.lanes import Progress, Work
-from hpctrain.comm.launches import DeviceLaunch, ErrorWatch
+from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.routes import cuda_aware
-from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_route
+from hpctrain.comm.routes.abilities import FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.routes.native import Connection, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
@@ -106,7 +112,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
         yield Pending(looked, "the other thread")
         seen.extend(passed)
 
-    work = Work(progress, "test", steps(), SOON, lambda: None, lambda: None)
+    work = Work(progress, steps(), SOON, Instruments().start("test", 0))
     progress.submit(queue, work)
     deadline = time.monotonic() + 20
     while not work.ended and time.monotonic() < deadline:
@@ -287,7 +293,7 @@ class Noticing:
 
 def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
     communicator = Noticing("remote process exited or there was a network error")
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     start = time.monotonic()
     with pytest.raises(CommError, match="NCCL reports: remote process exited"):
         while time.monotonic() < start + 20:
@@ -306,7 +312,7 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
     communicator = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(communicator)
     start = time.monotonic()
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     connection.abort()
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
     assert communicator.aborted == 1 and not communicator.destroyed
@@ -492,7 +498,7 @@ def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
             freed_under_look.append(self.destroyed)
 
     communicator = Slow()
-    connection = Connection("NCCL", communicator, ErrorWatch())
+    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
     assert looking.wait(20)
     connection.destroy()
     assert communicator.destroyed == 1
@@ -541,7 +547,7 @@ def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(mon
         def abort(self):
             seen.append(("abort", module.current_device()))
 
-    connection = Connection("NCCL", Seeing(), ErrorWatch(made.use))
+    connection = Connection("NCCL", Seeing(), made.launches)
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -567,6 +573,17 @@ class Looking(FakeAccelerator):
         self._stream.add(event.force)
 
 
+class Noted(Reading):
+    """A reading that says when the host sees the end of its operation."""
+
+    def __init__(self, name: str, ended: list[str]):
+        super().__init__(Instruments(), name, 0, None, True)
+        self._noted = ended
+
+    def end(self) -> None:
+        self._noted.append(self.operation)
+
+
 def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaunch:
     """An operation of which `done` has the name once the device has done it."""
 
@@ -578,11 +595,12 @@ def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaun
 
 
 def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
-    device, done, ended = Looking(), [], []
+    device, done, ended, readings = Looking(), [], [], []
     for name in ("first", "second"):
         device._stream.add(lambda name=name: done.append(f"computed for {name}"))
         launch = launch_of(device, done, name)
-        launch.start(SOON, lambda name=name: ended.append(name))
+        readings.append(Noted(name, ended))
+        launch.start(SOON, readings[-1])
     launch.wait()
     device._stream.add(lambda: done.append("computed with both"))
     assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
@@ -592,14 +610,14 @@ def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind
     assert done.index("computed for second") < done.index("second")
     assert not ended
     device.launches.look()
-    assert ended == ["first", "second"] and launch.times.ended >= launch.times.begun > 0
+    assert ended == ["first", "second"] and readings[-1].ended >= readings[-1].begun > 0
 
 
 def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):
     monkeypatch.setattr("hpctrain.comm.launches.MOST_IN_FLIGHT", 3)
     device, done = Looking(), []
     for number in range(5):
-        launch_of(device, done, str(number)).start(SOON, lambda: None)
+        launch_of(device, done, str(number)).start(SOON, Instruments().start("test", 0))
     assert done == ["0", "1"]
 
 
@@ -607,15 +625,18 @@ def test_an_error_that_a_communicator_notices_ends_the_next_launch():
     device, error = Looking(), CommError("NCCL reports: a rank is gone")
 
     class Lost:
+        def look(self):
+            pass
+
         def check(self):
             raise error
 
     lost = Lost()
     device.launches.watch(lost)
     with pytest.raises(CommError, match="a rank is gone"):
-        launch_of(device, [], "never").start(SOON, lambda: None)
+        launch_of(device, [], "never").start(SOON, Instruments().start("test", 0))
     device.launches.forget(lost)
-    launch_of(device, [], "now").start(SOON, lambda: None)
+    launch_of(device, [], "now").start(SOON, Instruments().start("test", 0))
 
 
 def test_no_launch_comes_between_the_parts_of_a_composite_operation():
@@ -628,7 +649,7 @@ def test_no_launch_comes_between_the_parts_of_a_composite_operation():
     device.launches.settle()
     device.launches.start_composite(Moving())
     for name in ("one", "two"):
-        launch_of(device, done, name).start(SOON, lambda: None)
+        launch_of(device, done, name).start(SOON, Instruments().start("test", 0))
         done.append(f"{name} was launched")
     assert done == ["the last part", "one was launched", "two was launched"]
 
@@ -640,7 +661,7 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
         yield Pending(lambda: True, "a message")
 
     with pytest.raises(AssertionError, match="waits for a message is no launch"):
-        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, lambda: None)
+        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, Instruments().start("test", 0))
 
 
 def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():

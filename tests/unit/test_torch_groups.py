@@ -9,10 +9,10 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.bind import native_ability
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS, Ability
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
+from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.launches import DeviceLaunch
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.torch_groups import TorchCollectives, load_library
 from tests.ranks.fake_devices import FakeAccelerator
@@ -71,7 +71,7 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
         native.sums = [torch.float32]
         values = torch.zeros(3)
         launch = DeviceLaunch(accelerator.launches, native.all_reduce(values, "sum"), accelerator.queued(), [values])
-        launch.start(SOON, lambda: None)
+        launch.start(SOON, Instruments().start("test", 0))
     assert done in ([], ["computed"]), "a fake device does one thing at a look"
     launch.wait()
     accelerator.finish_queued()

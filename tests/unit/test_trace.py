@@ -7,10 +7,9 @@ import json
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.instruments import UNTRACED, Instruments, Tracer
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
-from hpctrain.comm.traced import StopwatchSteps
-from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.recorder import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Span, StepRecorder
 from hpctrain.observe.run import ReportFiles
@@ -104,11 +103,12 @@ def test_steps_note_when_they_begin_and_end():
     def waits():
         yield Pending(lambda: bool(ready), "a test")
 
-    timed = StopwatchSteps(waits())
-    assert timed.begun == 0.0
-    next(timed)
-    assert timed.begun > 0.0 and timed.ended == 0.0
-    assert next(timed, None) is None and timed.begun <= timed.ended
+    reading = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
+    steps = reading.steps(waits())
+    assert reading.begun == 0.0
+    next(steps)
+    assert reading.begun > 0.0 and reading.ended == 0.0
+    assert next(steps, None) is None and reading.begun <= reading.ended
 
 
 class PretendedRanks:

@@ -1,4 +1,4 @@
-"""What engine and routes know of a device.
+"""A device, as engine and routes know it.
 
 Work on a device is queued on *streams* and done later, in order on each; an *event* marks a place in a stream. MPI
 knows nothing of either: it may see a buffer only after an event after the last write to it has passed.
@@ -7,41 +7,34 @@ knows nothing of either: it may see a buffer only after an event after the last 
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.comm.accelerators.compiling import try_compile
-from hpctrain.comm.launches import LaunchOrder
-from hpctrain.comm.routes.abilities import Ability
-from hpctrain.comm.routes.staging import BufferPool
+from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.launches import Event, LaunchOrder, Stream
+from hpctrain.config.errors import HpctrainError
 
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Say whether everything before it is done; never waits."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of work for the device."""
-
-    def wait_event(self, event: Event) -> None:
-        """Let what is queued from now on start after the event. The host does not wait."""
-        ...
-
-    def record_event(self) -> Event:
-        """Return the place after everything that is queued now."""
-        ...
+OVERFLOWS = (
+    "out of memory",
+    "can't allocate memory",
+    "_alloc_failed",  # of cuBLAS, cuDNN and hipBLAS
+    "rocblas_status_memory_error",
+    "out_of_device_memory",
+)
+UNCLEAR = ("unhandled_cuda_error", "unhandled cuda error", "cublas_status_not_initialized")
+"""What NCCL and cuBLAS say where they could not allocate, and of other faults as well."""
+FULL_BYTES = 512 << 20
+"""A device with less free memory is full: NCCL takes 0.1 to 0.4 GB for a communicator."""
 
 
 class DeviceMemory(NamedTuple):
-    """In bytes."""
+    """A device's memory, in bytes."""
 
     total: int
     used: int
@@ -57,6 +50,28 @@ class ExportedMemory(NamedTuple):
     """uint8."""
     handle: bytes
     """What the other process opens it by."""
+
+
+class BufferPool:
+    """Host buffers that are used again and again; what was taken once is kept. Any thread may call."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]):
+        self._allocate = allocate
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self.num_bytes = 0
+        """That were allocated so far."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [a power of two, at least `num_bytes`]; pair with `release`."""
+        size = 1 << max(0, num_bytes - 1).bit_length()
+        try:
+            return self._free[size].pop()
+        except IndexError:
+            self.num_bytes += size
+            return self._allocate(size)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.numel()].append(buffer)
 
 
 class Accelerator(ABC):
@@ -240,3 +255,24 @@ class Accelerator(ABC):
     @abstractmethod
     def products_per_second(self, dtype: torch.dtype) -> float:
         """Return FLOP/s of square products of a dtype, measured in well under a second."""
+
+
+def describe_overflow(error: BaseException | None, accelerator: Accelerator) -> str | None:
+    """Return in a line what an error says of memory that did not suffice; None for other errors.
+
+    An error of ours is what caused it on this rank: the text of another rank's overflow is none of this one.
+    """
+    while isinstance(error, HpctrainError):
+        error = error.__cause__
+    if not isinstance(error, RuntimeError):
+        return None
+    lines = str(error).splitlines() or [""]
+    if line := next((line for line in lines if any(text in line.lower() for text in OVERFLOWS)), ""):
+        return line
+    if isinstance(error, torch.OutOfMemoryError):
+        return lines[0]
+    line = next((line for line in lines if any(text in line.lower() for text in UNCLEAR)), "")
+    free = accelerator.free_bytes() if line else None
+    if free is None or free >= FULL_BYTES:
+        return None
+    return f"{line}, out of memory: {free / 2**20:,.0f} MiB of the device are free"

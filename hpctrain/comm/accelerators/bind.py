@@ -1,4 +1,4 @@
-"""Which device each rank takes, and what all of them compute well in."""
+"""Ranks take their devices, and learn what those of all families can do."""
 
 import itertools
 import os
@@ -13,8 +13,8 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
-from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind, driver_files
-from hpctrain.comm.routes.abilities import ON_HOST, UNPLANNED, Ability, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind, driver_files
+from hpctrain.comm.routes.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.routes.native import NATIVE_VARIABLE
 from hpctrain.comm.routes.torch_groups import load_library

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.accelerators.kinds import Ability
 
 # In this process: it would start as many others as the host has cores, for each rank. What a compiled function is for
 # is known before it is called, which takes a fraction of the time of torch's own checks. Nothing that orders a sum

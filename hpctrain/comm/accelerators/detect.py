@@ -1,4 +1,4 @@
-"""Which kind of device this process has, and of which family: asked at the start, so torch only where it is needed."""
+"""This process' kind of device and its family: asked at the start, so torch only where it is needed."""
 
 import os
 import re
@@ -27,7 +27,7 @@ VENDOR_WORDS = r"\b(nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics)\b"
 
 
 class DetectedDevice(NamedTuple):
-    """What a rank says of its device before it takes one."""
+    """A rank's words about its device before it takes one."""
 
     kind: str
     """cpu or one of `KINDS`; or what was asked for and may be missing, which `bind_accelerator` detects."""

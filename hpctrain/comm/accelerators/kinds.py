@@ -11,8 +11,15 @@ from types import ModuleType
 from typing import NamedTuple
 
 
+class Ability(NamedTuple):
+    """An answer to whether something works, and how that is known."""
+
+    works: bool
+    reason: str
+
+
 class DeviceKind(NamedTuple):
-    """What one maker's devices are called by torch, by drivers and by libraries."""
+    """A maker's devices, as torch, drivers and libraries call them."""
 
     name: str
     maker: str
@@ -121,7 +128,7 @@ def may_be_there(kind: DeviceKind) -> bool:
 
 
 class DriverFile(NamedTuple):
-    """What a driver leaves on a host that has a device of its maker."""
+    """A file that a driver leaves on a host which has a device of its maker."""
 
     kind: DeviceKind
     path: str

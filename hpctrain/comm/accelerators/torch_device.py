@@ -1,5 +1,6 @@
 """A rank on a device that torch drives: one class for all makers, which differ by an entry of `kinds.KINDS`."""
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
-from hpctrain.comm.accelerators.pinned import register_memory
 from hpctrain.comm.launcher import asked_threads, machine_name
 from hpctrain.config.errors import TopologyError
 
@@ -295,3 +295,27 @@ def visible_devices(kind: DeviceKind) -> list[str]:
         uuid = getattr(properties, "uuid", None)
         names.append(str(uuid) if uuid and str(uuid).strip("0-") else f"device {index} of {machine_name()}")
     return names
+
+
+class _Registered(mmap.mmap):
+    """Memory that the driver knows until nothing of it is used."""
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None:
+            self.unregister()
+
+
+def register_memory(num_bytes: int, runtime: Any) -> torch.Tensor | None:
+    """Return pinned uint8 memory of exactly so many bytes, or None where the driver refuses it.
+
+    Torch rounds its own up to a power of two. `runtime` is that of `torch.cuda.cudart`.
+    """
+    memory = _Registered(-1, num_bytes)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)):
+        return None
+    memory.unregister = lambda: runtime.cudaHostUnregister(address)
+    return tensor

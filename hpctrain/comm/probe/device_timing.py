@@ -44,7 +44,7 @@ SHARE_OF_MEMORY = 16
 
 
 class DeviceFigures(NamedTuple):
-    """What one rank measured."""
+    """All that one rank measured."""
 
     family: str
     kind: str

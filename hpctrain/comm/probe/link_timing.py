@@ -37,14 +37,14 @@ class PairClass:
 
     @property
     def flows(self) -> list[int]:
-        """How many of the pairs are to send at once: one, two, four and so on, and all."""
+        """The numbers of pairs that are to send at once: one, two, four and so on, and all."""
         doubled = [1 << power for power in range(len(self.pairs).bit_length())]
         return sorted({*doubled, len(self.pairs)})
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What one class of pairs takes."""
+    """The times of messages between one class of pairs."""
 
     pairs: PairClass
     latency_seconds: float

@@ -1,4 +1,4 @@
-"""Whether other programs used the processors, or ranks disagreed, while something was measured."""
+"""Detects that other programs used the processors, or that ranks disagreed, while something was measured."""
 
 import os
 import time
@@ -17,7 +17,7 @@ STAT = "/proc/stat"
 
 
 class HostUse(NamedTuple):
-    """What one rank saw of its host's processors."""
+    """The use of a host's processors as one rank saw it."""
 
     host: str
     threads: int

@@ -11,19 +11,22 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE, probe_cluster
 from hpctrain.comm.routes.abilities import device_route, message_route
 from hpctrain.comm.routes.peer_memory import PEER_VARIABLE
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.cluster import Cluster, MemoryOverflow, Profile
 from hpctrain.config.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
 from hpctrain.config.errors import HpctrainError, JobError, TopologyError
+from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.config.tables import read_text
 
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
@@ -33,7 +36,7 @@ FORMAT = 2
 
 
 class Machine(NamedTuple):
-    """What is known of the devices and hosts of all ranks."""
+    """A description of the devices and hosts of all ranks."""
 
     path: Path
     """Of its cluster file, which may be missing where the folder cannot be written."""
@@ -143,3 +146,57 @@ def add_profiles(
     if keeps:
         keep(path, text)
     return text
+
+
+def overflows_path(cluster: Cluster) -> Path:
+    """Return where it is kept what a cluster's devices ran out of memory on: later plans leave more of them free.
+
+    The file is named after what the devices are, not after what was measured: a machine that is probed again has the
+    same.
+    """
+    families = [(name, each.kind, each.model, each.memory_bytes) for name, each in cluster.families.items()]
+    devices = [(device.family, device.node) for device in cluster.devices]
+    digest = hashlib.sha256(json.dumps([families, devices]).encode()).hexdigest()[:16]
+    return cache_folder() / "machines" / f"{digest}.overflows.json"
+
+
+def with_overflows(cluster: Cluster) -> Cluster:
+    """Return the cluster with what was noted of its devices; a file that cannot be read is none."""
+    path, families = overflows_path(cluster), dict(cluster.families)
+    with suppress(HpctrainError, ValidationError, AttributeError, TypeError):
+        noted = read_json(path, JobError, "a list of overflows") if exists(path) else {}
+        for name, overflows in noted.items():
+            known = families[name].overflows
+            new = [each for each in map(MemoryOverflow.model_validate, overflows) if each not in known]
+            families[name] = families[name].model_copy(update={"overflows": (*known, *new)})
+        return cluster.model_copy(update={"families": families})
+    return cluster
+
+
+def describe_overflows(cluster: Cluster) -> str:
+    """Say how much less of which devices plans may fill, and why; nothing where none is known to have overflowed."""
+    parts = []
+    for name, family in cluster.families.items():
+        if family.overflows:
+            whole = family.memory_bytes - family.reserve_bytes
+            worst = min(family.overflows, key=lambda each: each.usable_bytes(whole))
+            parts.append(
+                f"plans fill {worst.usable_bytes(whole) / whole:.0%} of what they might of a device of {name}: one with"
+                f" items {list(worst.items)} and {worst.rows} rows ran out of memory at {worst.bytes / 2**20:,.1f} MiB,"
+                f" where {worst.predicted_bytes / 2**20:,.1f} were predicted ({overflows_path(cluster)})"
+            )
+    return "; ".join(parts)
+
+
+def note_overflow(cluster: Cluster, family: str, overflow: MemoryOverflow) -> str:
+    """Note an overflow of a device; return what is to be said of that. The rank that overflowed calls."""
+    path = overflows_path(cluster)
+    known = {name: list(each.overflows) for name, each in with_overflows(cluster).families.items() if each.overflows}
+    known.setdefault(family, []).append(overflow)
+    text = json.dumps({name: [each.model_dump() for each in overflows] for name, overflows in known.items()}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text + "\n", JobError, "free space")
+    except (JobError, OSError) as error:
+        return f"this could not be noted ({error}), so the same command will plan the same"
+    return f"noted in {path}: the same command plans with it, and continues from the latest checkpoint"

@@ -22,7 +22,7 @@ SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP = 0.55, 0.1
 
 
 class Survey(NamedTuple):
-    """What a probe measured."""
+    """The result of a probe."""
 
     cluster: Cluster
     comments: dict[str, str]

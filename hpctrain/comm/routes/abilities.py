@@ -1,25 +1,17 @@
-"""Which route tensors of two families take, and why: what each family's devices can do is probed once at start."""
+"""The route of tensors between two families, and its reason: what each family's devices can do is probed at start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.topology import Topology
-
-if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator
-
-
-class Ability(NamedTuple):
-    """Whether something works, and how that is known."""
-
-    works: bool
-    reason: str
 
 
 @dataclass(frozen=True)
 class FamilyAbilities:
-    """What the ranks of a family can do, all of them."""
+    """The abilities that all ranks of a family have."""
 
     name: str
     kind: str
@@ -39,16 +31,16 @@ UNPLANNED = Ability(
 
 @dataclass(frozen=True)
 class Devices:
-    """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
+    """This rank's device and facts that are the same on all ranks: groups with devices in them are made with both."""
 
-    accelerator: "Accelerator"
+    accelerator: Accelerator
     families: Mapping[str, FamilyAbilities]
     bridge: Ability = UNPLANNED
     """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""
 
 
 class DescribedRoute(NamedTuple):
-    """How the ranks of two families reach each other."""
+    """The route between the ranks of two families, and its reason."""
 
     family: str
     other: str

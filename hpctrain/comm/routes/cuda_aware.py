@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.accelerators.kinds import Ability
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator

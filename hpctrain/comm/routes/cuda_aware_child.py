@@ -1,4 +1,4 @@
-"""What `probe_direct` runs: sends memory of a device to itself. Arguments: kind (cpu, cuda, ...), index of the device.
+"""Sends memory of a device to itself, for `probe_direct`. Arguments: kind (cpu, cuda, ...), index of the device.
 
 Run by its path, so that it needs nothing of this package. Says in one line what it did; anything else is a no.
 """

@@ -1,22 +1,23 @@
 """Makes what a group communicates by: on the host as `Topology.route` says, on devices as `device_route` says."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.kinds import KINDS, Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.routes.abilities import Ability, Devices, device_route, message_route
-from hpctrain.comm.routes.device_transport import DeviceTransport
+from hpctrain.comm.instruments import Pace
+from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.torch_groups import load_library
-from hpctrain.comm.routes.transport import HostTransport, Transport
-from hpctrain.comm.settings import Pace, Settings
+from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Transport
+from hpctrain.comm.settings import Settings
 
 
 def sub_communicator(mpi, parent, ranks: Sequence[int]):
@@ -36,6 +37,7 @@ class RouteMaker:
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+        self._settings = settings
         self._natives: list[NativeCollectives] = []
         """Of the last group."""
 
@@ -52,35 +54,34 @@ class RouteMaker:
         equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
-    def backend(self, ranks: Sequence[int], for_host: bool = False) -> Backend | None:
+    def backend(self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None) -> Backend | None:
         """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
-        alone, as if no rank had a device: nothing is connected that takes memory of devices."""
+        alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
+        rehearsed group."""
         if len(ranks) == 1:
             return None
-        on_host = self._topology.ranks_on_host(self.rank)
-        if self._has_devices(ranks) and not for_host:
-            self._natives = []
-            transport = self._device_transport(ranks)
-            inner = self._device_collectives(ranks, transport)
-            collectives = StreamedCollectives(inner, self._devices.accelerator, transport, self._natives)
-            return Backend(collectives, transport, self._device_reason(ranks), on_host)
-        route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
+        if for_host and self._known_devices is not None:
+            as_hosts = replace(self._settings, devices=None)
+            return RouteMaker(self.mpi, self._parent, as_hosts).backend(ranks, pace=pace)
+        on_host, asked = self._topology.ranks_on_host(self.rank), self._preferences.route
+        self._natives = []
         transport = self.transport(ranks, pace)
-        collectives = self._collectives(ranks, transport, self._preferences.route, pace)
-        return Backend(collectives, transport, route.reason, on_host, pace)
+        collectives = self._collectives(ranks, transport, asked, pace)
+        if not isinstance(transport, DeviceTransport):
+            return Backend(collectives, transport, self._topology.route(ranks, asked).reason, on_host)
+        streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, self._natives)
+        return Backend(streamed, transport, self._device_reason(ranks), on_host)
 
-    def message_backend(self, ranks: Sequence[int]) -> Backend:
+    def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        pace = self._pace()
-        if not self._has_devices(ranks):
-            transport, reason = self.transport(ranks, pace), self._topology.route(ranks, self._preferences.route).reason
-        else:
+        peers, reason = None, self._topology.route(ranks, self._preferences.route).reason
+        if self._has_devices(ranks):
             peers = self._connect_peers(ranks)
-            transport = self._device_transport(ranks, peers if isinstance(peers, PeerMemory) else None)
             reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
+        transport = self.transport(ranks, pace, peers if isinstance(peers, PeerMemory) else None)
         flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank), pace)
+        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank))
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
         """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
@@ -93,11 +94,17 @@ class RouteMaker:
             return None
         return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
 
-    def _pace(self) -> Pace | None:
-        return self._rehearsal.pace() if self._rehearsal else None
-
-    def transport(self, ranks: Sequence[int], pace: Pace | None = None) -> Transport:
+    def transport(self, ranks: Sequence[int], pace: Pace | None = None, peers: PeerMemory | None = None) -> Transport:
+        """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
         comm = self.sub_communicator(ranks)
+        if self._has_devices(ranks):
+            own = self._family(self.rank)
+            direct = [
+                position
+                for position, rank in enumerate(ranks)
+                if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
+            ]
+            return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
         if self._rehearsal is None:
             return HostTransport(comm)
         return self._rehearsal.transport(comm, ranks, pace)
@@ -106,18 +113,30 @@ class RouteMaker:
         self, ranks: Sequence[int], transport: Transport, asked: str, pace: Pace | None = None
     ) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
-        route = self._topology.route(ranks, asked)
-        if route.kind == "shared":
-            return SharedCollectives(self.mpi, self.sub_communicator(ranks))
         flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        if route.kind == "messages":
+        if not isinstance(transport, DeviceTransport):
+            route = self._topology.route(ranks, asked)
+            if route.kind == "shared":
+                return SharedCollectives(self.mpi, self.sub_communicator(ranks))
+            domains = route.domains
+        elif asked == "messages":
+            domains = ()
+        else:
+            own, accelerator = self._family(self.rank), self._devices.accelerator
+            families = self._topology.domains(ranks, "family")
+            if len(families) == 1 and device_route(own, own)[0] == "native":
+                make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
+                self._natives.append(connect_native(make, transport.comm, accelerator))
+                return ByMemory(self._natives[-1], flat, accelerator)
+            hosts = self._topology.domains(ranks, "host")
+            domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
+        if not domains:
             return flat
-        members = self._members(ranks, route.domains)
-        inner = None
+        members, inner = self._members(ranks, domains), None
         if len(members) > 1:
             inner = self._collectives(members, self.transport(members, pace), "auto", pace)
         choose = self._preferences.chooser(ranks, by_domains=True)
-        return HierarchicalCollectives(inner, flat, transport, route.domains, choose)
+        return HierarchicalCollectives(inner, flat, transport, domains, choose)
 
     def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
         """Return the ranks of this rank's domain."""
@@ -129,44 +148,6 @@ class RouteMaker:
 
     def _family(self, rank: int):
         return self._devices.families[self._topology.places[rank].family]
-
-    def _device_transport(self, ranks: Sequence[int], peers: PeerMemory | None = None) -> DeviceTransport:
-        own = self._family(self.rank)
-        direct = [
-            position
-            for position, rank in enumerate(ranks)
-            if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
-        ]
-        comm = self.sub_communicator(ranks)
-        return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
-
-    def _device_collectives(self, ranks: Sequence[int], transport: DeviceTransport) -> Collectives:
-        """Make the collectives of a group with devices: its families' own inside, messages across."""
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        if self._preferences.route == "messages":
-            return flat
-        families = self._topology.domains(ranks, "family")
-        if len(families) == 1:
-            own = self._family(self.rank)
-            if device_route(own, own)[0] == "native":
-                accelerator = self._devices.accelerator
-                make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                self._natives.append(connect_native(make, transport.comm, accelerator))
-                return ByMemory(self._natives[-1], flat, accelerator)
-        hosts = self._topology.domains(ranks, "host")
-        domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)
-        if domains is None:
-            return flat
-        members = self._members(ranks, domains)
-        choose = self._preferences.chooser(ranks, by_domains=True)
-        return HierarchicalCollectives(self._inside(members), flat, transport, domains, choose)
-
-    def _inside(self, members: Sequence[int]) -> Collectives | None:
-        if len(members) == 1:
-            return None
-        if self._has_devices(members):
-            return self._device_collectives(members, self._device_transport(members))
-        return self._collectives(members, self.transport(members), "auto")
 
     def _device_reason(self, ranks: Sequence[int]) -> str:
         names = dict.fromkeys(self._topology.places[rank].family for rank in ranks)

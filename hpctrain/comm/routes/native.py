@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.accelerators.overflow import describe_overflow
-from hpctrain.comm.launches import ErrorWatch
+from hpctrain.comm.launches import LaunchOrder
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
 from hpctrain.comm.steps import Steps
 from hpctrain.config.errors import CommError
@@ -40,17 +39,17 @@ class Connection:
     device for the peer. On an error the communicator is aborted, which ends what waits on the device.
     """
 
-    def __init__(self, name: str, communicator: Any, watch: ErrorWatch, debug: str = ""):
-        """`debug` is the variable by which the library says more."""
-        self.name, self.communicator, self._watch = name, communicator, watch
+    def __init__(self, name: str, communicator: Any, launches: LaunchOrder, debug: str = ""):
+        """`launches` are those of the rank, which watch it; `debug` is the variable by which the library says more."""
+        self.name, self.communicator, self._launches = name, communicator, launches
         self._hint = f". {debug} shows which" if debug else ""
         self._error: str | None = None
         self._is_open = True
         self._lock = threading.Lock()
-        watch.add(self)
+        launches.watch(self)
 
     def look(self) -> None:
-        """Take note of an error, and abort. For `ErrorWatch`."""
+        """Take note of an error, and abort. For `LaunchOrder`."""
         try:
             with self._lock:  # nobody gives it back while it is looked at
                 if self._is_open:
@@ -74,12 +73,11 @@ class Connection:
             if not self._is_open:
                 return
             self._is_open = False
-        self._watch.remove(self)
         ended = threading.Event()
 
         def work() -> None:
             with suppress(Exception):  # the process is about to end, and says why elsewhere
-                self._watch.enter()
+                self._launches.accelerator.use()
                 self.communicator.abort()
                 ended.set()
 
@@ -95,7 +93,6 @@ class Connection:
             if not self._is_open:
                 return
             self._is_open = False
-        self._watch.remove(self)
         self.communicator.destroy()
 
 
@@ -116,8 +113,7 @@ class NativeCollectives(ABC):
         self.name = self._kind.library
         accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
         made = self._open(comm)
-        self.connection = Connection(self.name, made, accelerator.launches.errors, self._kind.debug)
-        accelerator.launches.watch(self.connection)
+        self.connection = Connection(self.name, made, accelerator.launches, self._kind.debug)
         try:
             with accelerator.on(accelerator.launches.stream):
                 self._connect()
@@ -168,7 +164,7 @@ class NativeCollectives(ABC):
             time.sleep(1e-4)
 
     def barrier(self) -> Steps:
-        """Of devices: ends on each when all have come to it."""
+        """Wait for the devices of all ranks: it ends on each when all have come to it."""
         yield from self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.native import NativeCollectives, on_all
 from hpctrain.sharding.intervals import Interval
 

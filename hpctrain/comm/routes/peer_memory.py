@@ -6,13 +6,14 @@ other rank on a device. A send of NCCL does; a copy takes no place in the order 
 """
 
 import os
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.routes.messages import Message, MessagePart, MessageStage
+from hpctrain.comm.steps import Ready
 from hpctrain.comm.window import SharedWindow
 
 # Of each direction: enough that copies in and out overlap, and little of a device.
@@ -46,9 +47,34 @@ class PeerMemory:
         self._window.fence()
         return True
 
-    def note(self, counter: int) -> None:
+    def _note(self, counter: int) -> None:
         """Count a slot that the device has filled or emptied."""
         self._window.publish(counter, self._me[counter] + 1)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Ready:
+        return self.accelerator.copy(target, source).query
+
+    def send(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
+        """Return a message whose parts fill slots of this rank's device, once what was `queued` before is done."""
+
+        def fill(part: MessagePart) -> Ready:
+            slot = self.own[self.sent % SLOTS]
+            self.sent += 1
+            return self._copy(slot[: part.data.numel()], part.data)
+
+        stage = MessageStage(fill, lambda: self.has_free_slot() and queued.query())
+        return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(FILLED))
+
+    def receive(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
+        """Return a message whose parts empty slots of the other rank's device, as `send` fills them."""
+
+        def empty(part: MessagePart) -> Ready:
+            slot = self.other[self.received % SLOTS]
+            self.received += 1
+            return self._copy(part.data, slot[: part.data.numel()])
+
+        stage = MessageStage(empty, lambda: self.has_arrived() and queued.query())
+        return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
     def abandon(self) -> None:
         self._window.abandon()
@@ -61,58 +87,6 @@ class PeerMemory:
         self._me = self._peer = []
         self._window.close()  # for which both wait: nobody has the other's memory open any more
         self.accelerator.free_memory(own)
-
-
-class _PeerMessage:
-    """What both directions share."""
-
-    def __init__(self, memory: PeerMemory, parts: Sequence[torch.Tensor], queued: Event):
-        self._shared, self._parts, self._queued = memory, parts, queued
-        self._is_ready = False
-        self._next = 0
-        self._copying: deque[Event] = deque()
-        self.posted = self.done = False
-
-    def _may_copy(self) -> bool:
-        """Say whether all is done that was queued before the message: the host looks, and no copy waits for it."""
-        self._is_ready = self._is_ready or self._queued.query()
-        return self._is_ready
-
-    def _take(self) -> torch.Tensor:
-        self._next += 1
-        return self._parts[self._next - 1]
-
-    def _count(self, counter: int) -> None:
-        while self._copying and self._copying[0].query():
-            self._copying.popleft()
-            self._shared.note(counter)
-        self.posted = self.done = self._next == len(self._parts) and not self._copying
-
-
-class PeerSend(_PeerMessage):
-    """Fills slots of this rank's device."""
-
-    def move(self) -> None:
-        shared = self._shared
-        while self._next < len(self._parts) and shared.has_free_slot() and self._may_copy():
-            part = self._take()
-            slot = shared.own[shared.sent % SLOTS]
-            shared.sent += 1
-            self._copying.append(shared.accelerator.copy(slot[: part.numel()], part))
-        self._count(FILLED)
-
-
-class PeerReceive(_PeerMessage):
-    """Empties slots of the other rank's device."""
-
-    def move(self) -> None:
-        shared = self._shared
-        while self._next < len(self._parts) and shared.has_arrived() and self._may_copy():
-            part = self._take()
-            slot = shared.other[shared.received % SLOTS]
-            shared.received += 1
-            self._copying.append(shared.accelerator.copy(part, slot[: part.numel()]))
-        self._count(EMPTIED)
 
 
 def connect_peers(mpi, comm, accelerator: Accelerator) -> PeerMemory | Ability:

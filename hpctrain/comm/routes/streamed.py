@@ -8,8 +8,8 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.collectives.hierarchical import Collectives
 from hpctrain.comm.launches import Asked, Composite, DeviceLaunch
-from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.native import NativeCollectives
+from hpctrain.comm.routes.transport import DeviceTransport
 from hpctrain.comm.steps import Pending, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
@@ -48,7 +48,7 @@ class StreamedCollectives:
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
 
     def barrier(self) -> Steps:
-        """Of hosts: what is queued on devices may still be in flight."""
+        """Wait for hosts: what is queued on devices may still be in flight."""
         return self._run(self._inner.barrier(), None, ())
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Asked:

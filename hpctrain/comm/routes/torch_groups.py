@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.kinds import DeviceKind
+from hpctrain.comm.accelerators.kinds import Ability, DeviceKind
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.native import NATIVE_VARIABLE, NativeCollectives, on_all
 from hpctrain.comm.routes.nccl import NcclCollectives, load_nccl
 from hpctrain.config.errors import CommError
@@ -30,7 +29,7 @@ SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torc
 
 
 class Library(NamedTuple):
-    """How groups of a kind of device get their library, and whether that works."""
+    """A kind of device's library: how groups get it, and whether that works."""
 
     make: Callable[[Any, Accelerator], NativeCollectives]
     ability: Ability

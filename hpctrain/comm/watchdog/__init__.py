@@ -1,1 +1,1 @@
-"""Who watches the ranks: what each did last, who waits for whom in vain, and who was killed."""
+"""Watches the ranks: what each did last, who waits for whom in vain, and who was killed."""

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: pure functions on the flight records of all ranks."""
+"""Finds who keeps the others waiting: pure functions on the flight records of all ranks."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +120,7 @@ USUAL_WAIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the records say."""
+    """A reading of the records: who is to blame, in sentences, and the state of all."""
 
     culprits: tuple[int, ...]
     sentences: tuple[str, ...]
@@ -210,10 +210,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return Diagnosis(culprits, tuple(text for _, text in result), tuple(make_table(evidence, culprits)))
 
 
-DetectedDevice = list[tuple[tuple[int, ...], str]]
+Findings = list[tuple[tuple[int, ...], str]]
 
 
-def _failures(evidence: Evidence) -> DetectedDevice:
+def _failures(evidence: Evidence) -> Findings:
     errors: dict[str, list[int]] = {}
     for flight in evidence.flights.values():
         if flight.state == FAILED:
@@ -221,16 +221,16 @@ def _failures(evidence: Evidence) -> DetectedDevice:
     return [(tuple(ranks), f"{evidence.names(ranks)} reported: {error}") for error, ranks in errors.items()]
 
 
-def _deaths(evidence: Evidence) -> DetectedDevice:
+def _deaths(evidence: Evidence) -> Findings:
     if (first := evidence.first_death) is None:
         return []
     text = f"{evidence.name(first)} was killed or crashed, the first to end without a word"
     return [((first,), f"{text}; {evidence.last_operation(first)}")]
 
 
-def _losses(evidence: Evidence) -> DetectedDevice:
+def _losses(evidence: Evidence) -> Findings:
     """Ranks that are dead, or do not answer."""
-    result: DetectedDevice = []
+    result: Findings = []
     for ranks, one, many in (
         (evidence.gone, "is gone: its process ended without a word", "are gone: their processes ended without a word"),
         (evidence.silent - evidence.gone, "does not answer: it is {}", "do not answer: they are {}"),
@@ -241,8 +241,8 @@ def _losses(evidence: Evidence) -> DetectedDevice:
     return result
 
 
-def _mismatches(evidence: Evidence) -> DetectedDevice:
-    result: DetectedDevice = []
+def _mismatches(evidence: Evidence) -> Findings:
+    result: Findings = []
     for wait in evidence.waits:
         for rank, operation in wait.differing:
             usual = f"{wait.operation.name}, {format_bytes(wait.operation.num_bytes)}"
@@ -251,7 +251,7 @@ def _mismatches(evidence: Evidence) -> DetectedDevice:
     return result
 
 
-def _absences(evidence: Evidence) -> DetectedDevice:
+def _absences(evidence: Evidence) -> Findings:
     """Ranks that others wait for while they wait for nobody; or else the circle of those that wait for each other."""
     awaited = {rank for wait in evidence.waits for rank in wait.missing}
     waiting = {rank for wait in evidence.waits if wait.missing for rank in wait.waiting}
@@ -287,7 +287,7 @@ def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
     return f"{have} not entered {matching}{describe(operation)}; {last}; {waits} for {them}"
 
 
-def _silences(evidence: Evidence) -> DetectedDevice:
+def _silences(evidence: Evidence) -> Findings:
     """Ranks whose last sign of life is much older than that of others."""
     alive = {rank: flight.alive for rank, flight in evidence.flights.items() if flight.state != ENDED}
     newest = max(alive.values(), default=0.0)
@@ -301,7 +301,7 @@ def _silences(evidence: Evidence) -> DetectedDevice:
     ]
 
 
-def _standstill(evidence: Evidence) -> DetectedDevice:
+def _standstill(evidence: Evidence) -> Findings:
     if evidence.waits:
         wait = evidence.waits[0]
         summary = (

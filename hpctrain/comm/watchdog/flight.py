@@ -1,4 +1,4 @@
-"""What a rank's flight record looks like on disk, and how it is read; written by hpctrain.comm.watchdog.recorder.
+"""The layout of a rank's flight record on disk, and its reader; hpctrain.comm.watchdog.recorder writes it.
 
 A record is one file a rank, `RUN/flight/rank-00003.bin`, in the byte order of its machine:
 
@@ -100,7 +100,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Flight:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     rank: int
     size: int

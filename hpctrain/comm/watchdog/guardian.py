@@ -38,7 +38,7 @@ LAUNCHER_SECONDS = 0.3
 
 
 class Guardian:
-    """What the process does."""
+    """The work of the process: it listens to the ranks of its host until one dies or all take leave."""
 
     def __init__(self, listener: socket.socket, ranks: Collection[int]):
         """`ranks` are the processes that are listened to."""

@@ -46,7 +46,7 @@ APPEAL, QUESTION, ANSWER = range(3)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself."""
+    """A rank's answer to who asks what it does."""
 
     flight: Flight
     stacks: str
