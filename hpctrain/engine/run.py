@@ -308,7 +308,7 @@ class TrainingRun:
         lines = self._families and yardstick(self.job, self._described, tokens_per_second, self._families)
         if not lines:
             return {}
-        self._console.say(format_yardstick(lines, self._described))
+        self._console.say(format_yardstick(lines))
         return {"yardstick": lines}
 
     def show_sample(self, num_tokens: int) -> None:

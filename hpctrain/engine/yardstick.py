@@ -1,4 +1,4 @@
-"""What a mixed run is measured by: what its families are predicted to do alone, and the job cut evenly.
+"""Predictions that a mixed run is compared with: of its families, each alone, and of the job cut evenly.
 
 yardstick.json   in the run folder: the predictions, so that a start that continues need not search for them again
 """
@@ -102,8 +102,8 @@ def yardstick(job: Job, described: Described, tokens_per_second: float, predicte
     return summary | ratios
 
 
-def format_yardstick(summary: dict, described: Described) -> str:
-    """Say it in a sentence or two."""
+def format_yardstick(summary: dict) -> str:
+    """Return the summary of `yardstick` as a sentence."""
     speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in summary["predicted_alone"].items() if speed)
     if "no_ratio" in summary:
         ratio = f"no ratio: {summary['no_ratio']}"
@@ -117,8 +117,7 @@ def format_yardstick(summary: dict, described: Described) -> str:
         if "speedup_over_even" in summary
         else "cut evenly the job does not fit"
     )
-    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
         f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
+        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}"
     )
