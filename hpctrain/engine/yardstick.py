@@ -80,16 +80,13 @@ def sum_of_families(predicted: dict | None) -> float | None:
     return sum(speeds) if speeds and all(speeds) else None
 
 
-def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and a run's ratios to their sum, to the best of them
-    and to the job cut evenly; None where there is one family. `job` is resolved.
+def yardstick(predicted: dict, tokens_per_second: float) -> dict:
+    """Return the predictions of `predict_families`, and a run's ratios to the sum of the families, to the best of them
+    and to the job cut evenly.
 
-    `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
-    (`no_ratio` says which).
+    No ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
-    summary = dict(predicted or predict_families(job, described) or {})
-    if not summary:
-        return None
+    summary = dict(predicted)
     if even := summary.get("predicted_even"):
         summary["speedup_over_even"] = tokens_per_second / even
     alone = summary["predicted_alone"]
