@@ -1,12 +1,10 @@
 """Speed of a rehearsed mixed cluster, as a share of what its families do each on its own."""
 
-import json
-
 import click
 
 from benchmarks.plan_benchmark import PlanBenchmark
 from hpctrain.cli import main
-from hpctrain.jobs.arguments import COUNT
+from hpctrain.jobs.arguments import COUNT, json_option, print_result
 from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world, time_scale_option
 from hpctrain.observe.console import trust
 from hpctrain.plan.tiling import Plan
@@ -25,7 +23,7 @@ OWN_JOB = "mixed"
 @click.option("--plans", default=2, show_default=True, type=COUNT, help="Plans measured of each other kind.")
 @click.option("--steps", default=2, show_default=True, type=COUNT, help="Steps timed, after one more.")
 @time_scale_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_json):
     """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed and by search.
 
@@ -41,7 +39,7 @@ def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_j
         benchmark = PlanBenchmark(world, described.cluster, job, steps, report)
         measured = {"cluster": cluster, "ranks": world.size} | _measure(benchmark, alone, plans)
         if world.rank == 0:
-            print(json.dumps(measured) if as_json else _table(measured), flush=True)
+            print_result(measured, _table(measured), as_json)
 
 
 def _measure(benchmark, num_alone: int, num_plans: int) -> dict:

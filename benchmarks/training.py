@@ -1,6 +1,5 @@
 """How long training steps of a job take. Machines are shared and noisy: compare figures of one run only."""
 
-import json
 import statistics
 
 import click
@@ -10,7 +9,7 @@ from hpctrain.comm.accelerators.bind import bind_accelerator
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, json_option, print_result
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -28,7 +27,7 @@ from hpctrain.jobs.common import (
 @click.option("--warmup", default=1, show_default=True, type=NONE_OR_MORE, help="Steps before them.")
 @rehearse_option
 @time_scale_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
     """Time training steps of JOB on all ranks that were started; writes no run folder.
 
@@ -56,7 +55,7 @@ def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
         if (overrun := trainer.overrun()) is not None:
             summary["overrun"] = overrun
         if world.rank == 0:
-            print(json.dumps(summary) if as_json else "\n".join(f"{k:18} {v}" for k, v in summary.items()), flush=True)
+            print_result(summary, "\n".join(f"{key:18} {value}" for key, value in summary.items()), as_json)
 
 
 if __name__ == "__main__":
