@@ -38,6 +38,7 @@ def module(name: str) -> list[str]:
 
 
 HPCTRAIN = module("hpctrain")
+TRAINING = module("benchmarks.training")
 INSIDE = module("benchmarks.gpu_inside")
 PARTS = (1, 2, 3)
 NO_GPU = "no GPU that torch sees: run on the CPU, with a small model"
@@ -265,7 +266,7 @@ def training(setting: Setting) -> dict:
     result = {"by_microbatch": [], **run_json([*INSIDE, "peak", str(job)], setting.folder)}
     for size in sizes:
         job = write_job(setting, "training", global_batch=2 * size, dtype=dtype)
-        words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
+        words = [*TRAINING, str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
         entry: dict = {"microbatch": size}
         result["by_microbatch"].append(entry)
         sides = {"hpctrain": words}
@@ -316,7 +317,7 @@ def prediction(setting: Setting) -> dict:
     words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), "--json"]
     predicted = run_json(words, setting.folder)
     setting.so_far({"predicted_seconds": predicted["step_seconds"]})
-    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", "--json"]
+    words = [*TRAINING, str(job), "--set", f"plan.file={plan}", "--json"]
     measured = sorted(run_json(words, setting.folder)["step_seconds"])
     middle = measured[len(measured) // 2]
     return {
@@ -331,7 +332,7 @@ def prediction(setting: Setting) -> dict:
 def families(setting: Setting) -> dict:
     """CPU ranks and a GPU rank as two families, and each alone: the fraction of the sum."""
     job = write_job(setting, "parity", dtype="fp32", steps=6, global_batch=16)
-    command = [*HPCTRAIN, "bench", "train", str(job), "--steps", "2" if setting.short else "5", "--json"]
+    command = [*TRAINING, str(job), "--steps", "2" if setting.short else "5", "--json"]
     hosts = (1, HOST, command)
     os.environ["HPCTRAIN_DIRECT"] = "0"
     speeds = {

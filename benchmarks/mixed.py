@@ -1,4 +1,4 @@
-"""What mixed clusters do, rehearsed: `hpctrain bench mixed` on every ready cluster, as one table.
+"""What mixed clusters do, rehearsed: `benchmarks.families` on every ready cluster, as one table.
 
     python -m benchmarks.mixed                    all of them
     python -m benchmarks.mixed v100-t4 ib-roce    some
@@ -48,7 +48,7 @@ def call(*arguments, ranks: int = 0, cwd: Path | None = None, module: str = "") 
 
 def measure(cluster: str | Path, options: list) -> dict:
     num_ranks = load_cluster(ready_clusters().get(str(cluster), Path(cluster))).num_devices
-    said = call("bench", "mixed", cluster, "--json", *options, ranks=num_ranks)
+    said = call(cluster, "--json", *options, ranks=num_ranks, module="benchmarks.families")
     return json.loads(said.splitlines()[-1])
 
 

@@ -102,8 +102,6 @@ train job.toml --cluster cluster.toml --run made --sample -1
 train job.toml --rehearse cluster.toml --time-scale nan --run made
 train job.toml --rehearse {long} --run made
 train job.toml --rehearse cluster.toml --time-scale inf --run made
-bench train job.toml --steps 0
-bench train job.toml --steps 1000000000000
 probe --out made --seconds nan
 probe --out {long}
 probe --out loop/x

@@ -16,7 +16,6 @@ sys.path.insert(0, str(HERE.parent))
 
 from tests.hosts.network import Cluster, Site, open_network  # noqa: E402
 from tests.ranks.small_runs import write_tokens  # noqa: E402
-from tests.started import BIN  # noqa: E402
 
 JOB = """
 [model]
@@ -47,8 +46,9 @@ def main() -> None:
         write_tokens(path / "tokens.bin")
         (path / "job.toml").write_text(JOB)
         for name, setting in LAYOUTS.items():
-            command = [BIN / "hpctrain", "bench", "overlap", "job.toml", "--pairs", arguments.pairs, "--set", setting]
-            done = network.run(command, cwd=path, timeout_seconds=400)
+            program = [sys.executable, "-m", "benchmarks.overlap_variants"]
+            command = [*program, "job.toml", "--pairs", arguments.pairs, "--set", setting]
+            done = network.run(command, cwd=path, environment={"PYTHONPATH": str(HERE.parent)}, timeout_seconds=400)
             assert done.code == 0, done.out + done.err
             print(f"{name}, {arguments.gigabits:g} Gbit/s\n{done.out}", flush=True)
 

@@ -64,8 +64,8 @@ def stock_command(layout: str, steps: int) -> list[str]:
 
 
 def hpctrain_command(layout: str, steps: int, tokens: Path) -> list[str]:
-    command = [str(BIN / "mpirun"), "-n", str(LAYOUTS[layout].num_ranks), str(BIN / "hpctrain"), "bench", "train"]
-    command.append(str(HERE / "peers.toml"))
+    launcher = [str(BIN / "mpirun"), "-n", str(LAYOUTS[layout].num_ranks)]
+    command = [*launcher, sys.executable, "-m", "benchmarks.training", str(HERE / "peers.toml")]
     for setting in (f"data.tokens={tokens}", *COMMON, *LAYOUTS[layout].settings):
         command += ["--set", setting]
     return [*command, "--steps", str(steps), "--warmup", "1", "--json"]
@@ -73,7 +73,7 @@ def hpctrain_command(layout: str, steps: int, tokens: Path) -> list[str]:
 
 def measure(command: list[str], timeout_seconds: float) -> dict:
     """Run a command and return the JSON object on its last line of stdout. Raises RunError, with its stderr."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

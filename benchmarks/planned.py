@@ -4,29 +4,29 @@
     python -m benchmarks.planned v100-t4 ib-roce       some
     python -m benchmarks.planned v100-t4 --measure     rehearsed too: these three, and the next best of the search
 
-The job is that of `hpctrain bench mixed`. A rehearsal measures all plans of a cluster one after the other on the same
+The job is that of `benchmarks.families`. A rehearsal measures all plans of a cluster one after the other on the same
 ranks; its times are the rehearsed cluster's. What is `auto` of `[overlap]` is on there, and counted so by the search.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.families import OWN_JOB
+from benchmarks.mixed import call
+from benchmarks.plan_benchmark import Candidate, PlanBenchmark
 from hpctrain.config.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
 from hpctrain.config.errors import PlanError
-from hpctrain.jobs.bench_mixed import OWN_JOB
-from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
+from hpctrain.jobs.common import load_described, load_job_on, ready_miniature, start_rehearsal, started_world
 from hpctrain.jobs.plan import search_plan
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import Limits
 from hpctrain.planner.space import BY_SPEED, EVEN, by_speed_space, even_space
 
-BIN = Path(sys.executable).parent
 SEARCHED = "searched"
 TOP = 5
 
@@ -48,16 +48,17 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     made = ready_miniature(cluster_name)
     job = made.job
     path.write_text(dump_cluster(made.cluster, truth=made.truth))
-    summary = search_plan(job, str(path), Limits())
-    best = summary["result"].plans[:TOP]
+    described = load_described(str(path))
+    result, _ = search_plan(job, described, Limits())
+    best = result.plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
     for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
         try:
-            restricted = search_plan(job, str(path), Limits(), space)["result"].best
+            restricted = search_plan(job, described, Limits(), space)[0].best
             named.append(Named(name, restricted.plan, restricted.seconds))
         except PlanError as error:
             print(f"{cluster_name}, {name}: {error}", file=sys.stderr)
-    return named, summary["gap"]
+    return named, result.gap
 
 
 def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
@@ -65,15 +66,12 @@ def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float
     with tempfile.TemporaryDirectory() as folder:
         num_ranks = load_cluster(locate_cluster(cluster_name)).num_devices
         cluster = Path(cluster_name).resolve() if Path(cluster_name).exists() else cluster_name  # ranks start elsewhere
-        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster]
         # Started by itself on each rank, with the plans that this process made.
         given = Path(folder, "plans.json")
         given.write_text(json.dumps({named.name: _saved(Path(folder), i, named) for i, named in enumerate(plans)}))
         options = ["--rehearse", given, "--steps", steps, *(["--time-scale", time_scale] if time_scale else [])]
-        done = subprocess.run([str(p) for p in (*command, *options)], stdout=subprocess.PIPE, text=True, cwd=folder)
-    if done.returncode:
-        sys.exit(f"{cluster_name}: exit code {done.returncode}\n{done.stdout}")
-    return json.loads(done.stdout.splitlines()[-1])
+        said = call(cluster, *options, ranks=num_ranks, cwd=Path(folder), module="benchmarks.planned")
+    return json.loads(said.splitlines()[-1])
 
 
 def _saved(folder: Path, number: int, named: Named) -> dict:
@@ -88,9 +86,6 @@ def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | Non
     """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
     with started_world() as world:
         job, described = start_rehearsal(world, cluster_name, load_job_on(world, OWN_JOB, ()), time_scale)
-
-        from hpctrain.engine.plan_benchmark import Candidate, PlanBenchmark
-
         benchmark, summary = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
         for name, saved in json.loads(given.read_text()).items():
             result = benchmark.best(1, [Candidate(name, load_plan(Path(saved["path"])), saved["seconds"])])

@@ -22,7 +22,6 @@ COMMANDS = {
     "probe": "measure this machine, or a job on it, and write a cluster file; start it with mpirun or srun",
     "slurm": "write a batch script, for one kind of nodes or several",
     "mpirun": "write a start with mpirun, each family with its own software",
-    "bench": "measure the speed of a job's training step, or of a mixed cluster against its families",
     "inspect": "show what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "report": "write what runs did as one HTML file",
     "compare": "compare the losses, and on request the weights, of two runs",
@@ -33,7 +32,7 @@ COMMANDS = {
 ENDS_IN_ORDER = ("train",)
 """Commands that listen to signals before they import what takes seconds, and do not end where output is lost."""
 MODULES = {"import": "import_model"}
-"""Of commands whose names cannot be modules'."""
+"""Modules of commands whose names are Python keywords."""
 
 
 class Commands(click.Group):

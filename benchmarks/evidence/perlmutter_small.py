@@ -84,9 +84,9 @@ def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = ["plan.file=plan.toml", f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
     settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]  # forward where it is predicted to pay
-    command = ["bench", "train", "mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
+    command = ["mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
     command += [part for setting in settings for part in ("--set", setting)]
-    return json.loads(call(*command, ranks=RANKS, cwd=folder).splitlines()[-1])
+    return json.loads(call(*command, ranks=RANKS, cwd=folder, module="benchmarks.training").splitlines()[-1])
 
 
 def main() -> None:

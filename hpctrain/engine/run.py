@@ -304,11 +304,11 @@ class TrainingRun:
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-        lines = self._families and yardstick(self.job, self._described, tokens_per_second, self._families)
-        if not lines:
+        if not self._families:
             return {}
-        self._console.say(format_yardstick(lines, self._described))
-        return {"yardstick": lines}
+        summary = yardstick(self._families, tokens_per_second)
+        self._console.say(format_yardstick(summary))
+        return {"yardstick": summary}
 
     def show_sample(self, num_tokens: int) -> None:
         """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""

@@ -1,4 +1,4 @@
-"""What a mixed run is measured by: what its families are predicted to do alone, and the job cut evenly.
+"""Predictions that a mixed run is compared with: of its families, each alone, and of the job cut evenly.
 
 yardstick.json   in the run folder: the predictions, so that a start that continues need not search for them again
 """
@@ -80,16 +80,13 @@ def sum_of_families(predicted: dict | None) -> float | None:
     return sum(speeds) if speeds and all(speeds) else None
 
 
-def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and a run's ratios to their sum, to the best of them
-    and to the job cut evenly; None where there is one family. `job` is resolved.
+def yardstick(predicted: dict, tokens_per_second: float) -> dict:
+    """Return the predictions of `predict_families`, and a run's ratios to the sum of the families, to the best of them
+    and to the job cut evenly.
 
-    `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
-    (`no_ratio` says which).
+    No ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
-    summary = dict(predicted or predict_families(job, described) or {})
-    if not summary:
-        return None
+    summary = dict(predicted)
     if even := summary.get("predicted_even"):
         summary["speedup_over_even"] = tokens_per_second / even
     alone = summary["predicted_alone"]
@@ -102,8 +99,8 @@ def yardstick(job: Job, described: Described, tokens_per_second: float, predicte
     return summary | ratios
 
 
-def format_yardstick(summary: dict, described: Described) -> str:
-    """Say it in a sentence or two."""
+def format_yardstick(summary: dict) -> str:
+    """Return the summary of `yardstick` as a sentence."""
     speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in summary["predicted_alone"].items() if speed)
     if "no_ratio" in summary:
         ratio = f"no ratio: {summary['no_ratio']}"
@@ -117,8 +114,7 @@ def format_yardstick(summary: dict, described: Described) -> str:
         if "speedup_over_even" in summary
         else "cut evenly the job does not fit"
     )
-    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
         f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
+        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}"
     )

@@ -1,6 +1,5 @@
 """`hpctrain align`: compare every operator of a job on every family with float64."""
 
-import json
 import math
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ import click
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.phases import phases_of
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, print_result
 from hpctrain.jobs.common import load_job_on, override_option, started_world, with_any_vocabulary
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ LARGEST = {"fp16": 65504.0}
     type=FiniteRange(0),
     help="Largest mean relative difference of these losses from those in fp32.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json):
     """Compare every operator of JOB, forward and backward, with float64 on each family's devices.
 
@@ -92,7 +91,7 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
         summary = summarise(every, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
         code = 0 if summary["aligned"] else BEYOND_EXIT_CODE
         if world.rank == 0:
-            print(json.dumps(summary) if as_json else format_alignment(summary), flush=True)
+            print_result(summary, format_alignment(summary), as_json)
     sys.exit(code)
 
 

@@ -1,7 +1,9 @@
-"""Types of arguments that several commands have: numbers that are finite, and within what can be enumerated."""
+"""Arguments, options and output that several commands share. Numbers are finite, and within what can be enumerated."""
 
+import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -9,10 +11,10 @@ import click
 from hpctrain.config.bounds import MOST_NUMBER, MOST_RANKS, MOST_SECONDS, MOST_WIDTH
 
 MOST_LISTED = 1_000_000
-"""Of what a command does or prints one by one: tokens, sequences, steps."""
+"""The most that a command does or prints one by one: tokens, sequences, steps."""
 INT64 = 2**63
 MOST_NAME_BYTES = 255
-"""Of a file, by the limits of Linux."""
+"""The longest name of a file, by the limits of Linux."""
 
 
 class FiniteRange(click.FloatRange):
@@ -46,3 +48,10 @@ NONE_OR_MORE = click.IntRange(0, MOST_LISTED)
 LARGE_COUNT = click.IntRange(1, MOST_NUMBER)
 SEED = click.IntRange(-INT64, INT64 - 1)
 VOCABULARY = click.IntRange(max=MOST_WIDTH)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+
+
+def print_result(result: Mapping | Sequence, text: str, as_json: bool) -> None:
+    """Print the result of a command as one line of JSON, or as text."""
+    print(json.dumps(result) if as_json else text, flush=True)

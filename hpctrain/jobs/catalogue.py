@@ -10,12 +10,13 @@ from hpctrain.config.cluster_file import load_cluster, ready_clusters
 from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
+from hpctrain.jobs.arguments import json_option
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
 @click.command("catalogue")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(as_json):
     """List the ready clusters, and the accelerators and networks that a cluster file may name.
 

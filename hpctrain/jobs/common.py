@@ -1,4 +1,4 @@
-"""What the commands that start ranks have in common: options, the world, the job, what the ranks run on."""
+"""Parts that several commands share: options, the world, the job, and the cluster that ranks run on or rehearse."""
 
 import atexit
 import itertools
@@ -6,9 +6,8 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ import click
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
+from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
@@ -31,7 +31,7 @@ from hpctrain.plan.uniform import resolve_plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.launch.components import Component
+    from hpctrain.launch.scripts import Start
     from hpctrain.rehearsal.miniature import Miniature
 
 override_option = click.option(
@@ -73,22 +73,7 @@ def launch_options(command):
     return command
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """What a launcher's script needs to know."""
-
-    name: str
-    run: Path
-    components: "tuple[Component, ...]"
-    files: dict[str, str]
-    """Of the run folder, by name."""
-    arguments: tuple[str, ...]
-    """More of `hpctrain train`, as words of a shell."""
-    notes: tuple[str, ...]
-    """Messages for the person who starts it."""
-
-
-def launch_plan(
+def prepare_start(
     reference: str,
     overrides: tuple[str, ...],
     cluster_reference: str | None,
@@ -96,15 +81,15 @@ def launch_plan(
     nodes: int | None,
     ranks_per_node: int | None,
     run_path: Path | None,
-) -> LaunchPlan:
-    """Check a job, its cluster and its plan, and return what is to be written for its start.
+) -> "Start":
+    """Check a job, its cluster and its plan, and return its start.
 
     Raises JobError, TopologyError, LaunchError, PlanError.
     """
-    from hpctrain.config.cluster_file import load_cluster, locate_cluster
     from hpctrain.config.launch import Launch
     from hpctrain.launch.components import Component, components_of
-    from hpctrain.launch.folder import launch_files
+    from hpctrain.launch.files import launch_files
+    from hpctrain.launch.scripts import Start
     from hpctrain.observe.run import default_run_folder
 
     if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
@@ -133,7 +118,17 @@ def launch_plan(
         notes.append(f"plan: {plan.describe()}, the job's own")
     elif cluster:
         notes.append("plan: searched for when the job starts, with the nodes that it then has")
-    return LaunchPlan(job.name, run, components, launch_files(job, plan, cluster, components), arguments, tuple(notes))
+    files = launch_files(job, plan, cluster, components)
+    return Start(job.name, run, Path.cwd(), components, arguments, files, notes)
+
+
+def write_start(start: "Start", scripts: Mapping[str, str], launcher: str, command: str) -> None:
+    """Write the run folder of a start with its scripts, and say which command starts it. Raises JobError."""
+    from hpctrain.launch.files import write_files
+
+    write_files(start.run, {**start.files, **scripts}, start.components)
+    for line in (f"{start.describe()}{launcher}", *start.notes, f"start it with: {command}"):
+        click.echo(line)
 
 
 @contextmanager
@@ -142,8 +137,8 @@ def started_world() -> Iterator["World"]:
 
     Ranks that were started with another hpctrain or another MPI library are refused.
     """
-    from hpctrain.comm.doctor.software import compare_software, describe_environments
     from hpctrain.comm.world import World
+    from hpctrain.doctor.software import compare_software, describe_environments
 
     world = World.start()
     try:
@@ -171,13 +166,26 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     return job
 
 
+def load_described(reference: str) -> Described:
+    """Read a cluster, a file or a ready one's name, with the truth of a file for rehearsals. Raises TopologyError."""
+    path = locate_cluster(reference)
+    truth = load_truth(path)
+    return Described(load_cluster(path), reference, is_rehearsed=truth is not None, truth=truth)
+
+
+def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tuple[Job, Described]:
+    """Read a job, and the cluster that it is planned for; the job is scaled down where that is a finished miniature."""
+    from hpctrain.rehearsal.miniature import scale_for_finished
+
+    job, described = with_vocabulary(load_job(reference, overrides)), load_described(cluster)
+    return scale_for_finished(described.truth, job), described
+
+
 def describe(world: "World", reference: str) -> Described:
     """Read a cluster, a file or a ready one's name. All ranks must call.
 
     The variables of its families were for their start; a run folder and its checkpoints are for others to read.
     """
-    from hpctrain.config.cluster_file import load_cluster, locate_cluster
-
     with world.all_or_none():
         return Described(load_cluster(locate_cluster(reference)).without_environment(), reference)
 
@@ -210,22 +218,13 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
 
 def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
     """Return what is rehearsed of a cluster, a file or a ready one's name, and a job. Raises TopologyError."""
-    from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
     from hpctrain.rehearsal.miniature import is_finished, miniature
 
-    path = locate_cluster(reference)
-    cluster, truth = load_cluster(path), load_truth(path)
+    described = load_described(reference)
+    cluster, truth = described.cluster, described.truth
     if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
         job = with_any_vocabulary(job)
     return miniature(cluster, truth, job, cores, time_scale)
-
-
-def scaled_for(reference: str, job: Job) -> Job:
-    """Return the job as it is rehearsed on a cluster file that is a finished miniature; on others as it is."""
-    from hpctrain.config.cluster_file import load_truth, locate_cluster
-    from hpctrain.rehearsal.miniature import scale_for_finished
-
-    return scale_for_finished(load_truth(locate_cluster(reference)), job)
 
 
 def ready_miniature(name: str, job: str | Job = "mixed") -> "Miniature":

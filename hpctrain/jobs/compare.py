@@ -1,6 +1,5 @@
 """`hpctrain compare`: say how far two runs are apart."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import JobError
-from hpctrain.jobs.arguments import PATH, FiniteRange
+from hpctrain.jobs.arguments import PATH, FiniteRange, json_option, print_result
 
 DIFFERENT_EXIT_CODE = 1
 
@@ -25,7 +24,7 @@ DIFFERENT_EXIT_CODE = 1
 )
 @click.option("--mean", is_flag=True, help="The tolerance is of the mean relative difference of the losses instead.")
 @click.option("--exact", is_flag=True, help="Losses, gradient norms, weights and moments must agree bit for bit.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(run_a, run_b, tolerance, mean, exact, as_json):
     """Compare the losses of two runs step by step; exit code 1 if they differ by more than the tolerance.
 
@@ -62,19 +61,14 @@ def command(run_a, run_b, tolerance, mean, exact, as_json):
         summary["different_parameters"] = _different_parameters(run_a, run_b)
         same = same and not summary["different_parameters"]
     summary["same"] = same
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        a, b = summary["values"]
-        figures = f"largest relative difference {differences[worst]:.3g}, mean of the losses' {mean_difference:.3g}"
-        print(f"{summary['steps']} steps; {figures}")
-        print(f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}")
-        if exact:
-            print(
-                f"  {len(summary['different_parameters'])} parameters or moments differ",
-                *summary["different_parameters"][:5],
-            )
-        print("same" if same else f"different: beyond {summary['tolerance']:g}")
+    a, b = summary["values"]
+    figures = f"largest relative difference {differences[worst]:.3g}, mean of the losses' {mean_difference:.3g}"
+    lines = [f"{summary['steps']} steps; {figures}", f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}"]
+    if exact:
+        differing = summary["different_parameters"]
+        lines.append(" ".join([f"  {len(differing)} parameters or moments differ", *differing[:5]]))
+    lines.append("same" if same else f"different: beyond {summary['tolerance']:g}")
+    print_result(summary, "\n".join(lines), as_json)
     sys.exit(0 if same else DIFFERENT_EXIT_CODE)
 
 

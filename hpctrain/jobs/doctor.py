@@ -7,16 +7,10 @@ from pathlib import Path
 
 import click
 
-from hpctrain.comm.doctor.checks import (
-    Finding,
-    check_machine,
-    check_ranks,
-    error_finding,
-    format_finding,
-    package_versions,
-)
 from hpctrain.comm.launcher import promised_rank
 from hpctrain.config.errors import HpctrainError
+from hpctrain.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
+from hpctrain.doctor.rank_checks import check_ranks
 
 
 @click.command("doctor")

@@ -1,10 +1,8 @@
 """`hpctrain evaluate`: the loss of a model on a token file."""
 
-import json
-
 import click
 
-from hpctrain.jobs.arguments import LARGE_COUNT, PATH
+from hpctrain.jobs.arguments import LARGE_COUNT, PATH, json_option, print_result
 
 
 @click.command("evaluate")
@@ -12,7 +10,7 @@ from hpctrain.jobs.arguments import LARGE_COUNT, PATH
 @click.option("--data", metavar="FILE", required=True, type=PATH, help="Token file.")
 @click.option("--sequences", type=LARGE_COUNT, help="How many sequences, from the start.  [default: all]")
 @click.option("--sequence-length", type=LARGE_COUNT, help="Tokens of a sequence.  [default: that of the run]")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(path, data, sequences, sequence_length, as_json):
     """Print loss and perplexity of the model in RUN, a run folder (its latest checkpoint) or a checkpoint, on FILE.
 
@@ -22,10 +20,6 @@ def command(path, data, sequences, sequence_length, as_json):
     from hpctrain.jobs.common import locate_and_report
 
     result = evaluate(locate_and_report(path), data, sequences, sequence_length)
-    if as_json:
-        print(json.dumps(result._asdict()))
-        return
-    print(
-        f"loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.3f};"
-        f" {result.sequences:,} sequences, {result.tokens:,} tokens"
-    )
+    text = f"loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.3f};"
+    text += f" {result.sequences:,} sequences, {result.tokens:,} tokens"
+    print_result(result._asdict(), text, as_json)

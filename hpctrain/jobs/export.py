@@ -1,10 +1,8 @@
 """`hpctrain export`: write a checkpoint as a Hugging Face model."""
 
-import json
-
 import click
 
-from hpctrain.jobs.arguments import PATH, FiniteRange
+from hpctrain.jobs.arguments import PATH, FiniteRange, json_option, print_result
 
 GB = 1_000_000_000
 MOST_SHARD_GB = 1e6
@@ -21,7 +19,7 @@ MOST_SHARD_GB = 1e6
     type=FiniteRange(0, MOST_SHARD_GB, min_open=True),
     help="Largest file, in GB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(path, folder, dtype, shard_gb, as_json):
     """Write the model in RUN, a run folder (its latest checkpoint) or a checkpoint, as a Hugging Face folder.
 
@@ -33,10 +31,8 @@ def command(path, folder, dtype, shard_gb, as_json):
     from hpctrain.jobs.common import locate_and_report
 
     made = export_model(locate_and_report(path), folder, dtype, int(shard_gb * GB))
-    if as_json:
-        summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
-        print(json.dumps(summary | {"tokenizer": made.has_tokenizer}))
-        return
     files = "1 file" if made.num_files == 1 else f"{made.num_files} files"
     tokenizer = "with its tokenizer" if made.has_tokenizer else "without a tokenizer: the run has none of that kind"
-    print(f"{made.folder}: {made.num_bytes:,} bytes in {files} of weights, {tokenizer}")
+    summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
+    summary |= {"tokenizer": made.has_tokenizer}
+    print_result(summary, f"{made.folder}: {made.num_bytes:,} bytes in {files} of weights, {tokenizer}", as_json)

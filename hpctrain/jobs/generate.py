@@ -1,10 +1,8 @@
 """`hpctrain generate`: write text with a trained model."""
 
-import json
-
 import click
 
-from hpctrain.jobs.arguments import COUNT, LARGE_COUNT, PATH, SEED, FiniteRange
+from hpctrain.jobs.arguments import COUNT, LARGE_COUNT, PATH, SEED, FiniteRange, json_option, print_result
 
 MOST_TEMPERATURE = 1e6
 
@@ -32,7 +30,7 @@ MOST_TEMPERATURE = 1e6
 @click.option("--ignore-end", is_flag=True, help="Continue after the end of a document.")
 @click.option("--no-cache", is_flag=True, help="Compute all anew for each token, for comparison.")
 @click.option("--seed", default=0, show_default=True, type=SEED)
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_end, no_cache, seed, as_json):
     """Write text with the model in PATH, a run folder (its latest checkpoint) or a checkpoint.
 
@@ -44,7 +42,4 @@ def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_en
     checkpoint = locate_and_report(path)
     sampling = Sampling(temperature, top_k, top_p, seed, stop, ignore_end)
     text = Generator(checkpoint).text(prompt, num_tokens, sampling, cached=not no_cache)
-    if as_json:
-        print(json.dumps({"checkpoint": str(checkpoint), "prompt": prompt, "text": text}))
-    else:
-        print(prompt + text)
+    print_result({"checkpoint": str(checkpoint), "prompt": prompt, "text": text}, prompt + text, as_json)

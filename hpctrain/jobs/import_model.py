@@ -1,16 +1,14 @@
 """`hpctrain import`: make a checkpoint to start from of a Hugging Face model."""
 
-import json
-
 import click
 
-from hpctrain.jobs.arguments import PATH
+from hpctrain.jobs.arguments import PATH, json_option, print_result
 
 
 @click.command("import")
 @click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--out", metavar="RUN", required=True, type=PATH, help="Run folder to make.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(folder, out, as_json):
     """Make the run folder RUN from the Hugging Face model in DIR: config.json, safetensors, tokenizer.json.
 
@@ -24,12 +22,11 @@ def command(folder, out, as_json):
     from hpctrain.checkpoint.huggingface import import_model
 
     made = import_model(folder, out)
-    if as_json:
-        summary = {"checkpoint": str(made.checkpoint), "job": str(made.job_file), "parameters": made.num_parameters}
-        print(json.dumps(summary | {"architecture": made.model.architecture, "tokenizer": made.has_tokenizer}))
-        return
-    print(
+    summary = {"checkpoint": str(made.checkpoint), "job": str(made.job_file), "parameters": made.num_parameters}
+    summary |= {"architecture": made.model.architecture, "tokenizer": made.has_tokenizer}
+    text = (
         f"{made.checkpoint}: {made.model.architecture}, {made.num_parameters:,} parameters,"
         f" {'with' if made.has_tokenizer else 'without'} a tokenizer\n"
         f'{made.job_file}: the job file to start from: extends = "{made.job_file}"'
     )
+    print_result(summary, text, as_json)

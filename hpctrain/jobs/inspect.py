@@ -9,13 +9,14 @@ import click
 
 from hpctrain.config.errors import CheckpointError, JobError
 from hpctrain.config.paths import exists, is_file, is_folder
+from hpctrain.jobs.arguments import json_option, print_result
 
 
 @click.command("inspect")
 @click.argument("path", metavar="PATH")
 @click.option("--verify", is_flag=True, help="Read everything and check it against its checksums.")
 @click.option("--parameters", is_flag=True, help="List every parameter of a checkpoint with its shape and norm.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(path, verify, parameters, as_json):
     """Show what is in PATH: a run folder, a checkpoint, a plan, job or cluster file (.toml), or a token file.
 
@@ -34,13 +35,11 @@ def command(path, verify, parameters, as_json):
         summary = _described(path)
     else:
         summary = _tokens(path, verify)
-    if as_json:
-        print(json.dumps(summary))
-        return
-    width = max(map(len, summary))
+    width, lines = max(map(len, summary)), []
     for key, value in summary.items():
-        lines = str(value).splitlines() or [""]
-        print(f"{key:{width}}  {lines[0]}", *(f"{'':{width}}  {line}" for line in lines[1:]), sep="\n")
+        first, *more = str(value).splitlines() or [""]
+        lines += [f"{key:{width}}  {first}", *(f"{'':{width}}  {line}" for line in more)]
+    print_result(summary, "\n".join(lines), as_json)
 
 
 def is_checkpoint(path: Path) -> bool:

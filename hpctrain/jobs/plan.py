@@ -1,6 +1,5 @@
 """`hpctrain plan`: search for a plan, write the even one, draw or check one. Runs on a login node, without torch."""
 
-import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,14 @@ import click
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_defaults import describe_sources
-from hpctrain.config.cluster_file import filled_figures, load_cluster, load_truth, locate_cluster
+from hpctrain.config.cluster_file import filled_figures, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
+from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
-from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary, write_out
-from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS, json_option, print_result
+from hpctrain.jobs.common import check_runs, load_job_for, override_option, with_vocabulary, write_out
+from hpctrain.jobs.predict import describe, format_prediction, profile_source, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
@@ -57,7 +57,7 @@ def command():
     help="The plans to search: all; those cut by one measured speed a family; the even ones.",
 )
 @out_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 @click.option("--top", type=NONE_OR_MORE, default=5, show_default=True, help="List so many plans.")
 @click.option("--seconds", type=SECONDS, metavar="S", help="End the search after S seconds.")
 @click.option("--budget", type=LARGE_COUNT, metavar="N", help="Score N plans.")
@@ -70,14 +70,16 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
 
     The answer depends on --budget. It does not depend on the machine that searches, unless --seconds ends the search.
     """
-    loaded = with_vocabulary(load_job(job, overrides))
+    loaded, described = load_job_for(job, overrides, cluster)
     limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
     zero = {"zero": (loaded.plan.zero,)} if loaded.plan else {}
     spaces = {"all": None, "by-speed": by_speed_space(**zero), "even": even_space()}
-    summary = search_plan(loaded, cluster, limits, spaces[space])
+    result, summary = search_plan(loaded, described, limits, spaces[space], top)
+    plan_text = plan_file(summary, result)
     if out is not None:
-        write_out(out, plan_file(summary, summary["result"]))
-    print(format_search(summary, top, out, as_json))
+        write_out(out, plan_text)
+    text = plan_text.rstrip("\n") if out is None else format_search(summary, result, described.cluster, out)
+    print_result({"plan": plan_text if out is None else str(out), **summary}, text, as_json)
 
 
 @command.command("uniform")
@@ -94,17 +96,15 @@ def uniform_command(job, overrides, ranks, cluster, out):
     """
     if bool(ranks) == bool(cluster):
         raise click.UsageError("give --ranks N or --cluster CLUSTER")
-    loaded = with_vocabulary(load_job(job, overrides))
     if cluster:
-        path = locate_cluster(cluster)
-        machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
-        families = [device.family for device in machine.devices]
+        loaded, described = load_job_for(job, overrides, cluster)
+        families = [device.family for device in described.cluster.devices]
         resolved = resolve_plan(loaded, len(families), families)
-        if load_truth(path) is None:
-            setup_of = partial(_setup_on, loaded, machine, path)
-            resolved = with_enough_rows(loaded, resolved, families, machine, setup_of)
+        if not described.is_rehearsed:
+            setup_of = partial(_setup_on, loaded, described)
+            resolved = with_enough_rows(loaded, resolved, families, described.cluster, setup_of)
     else:
-        resolved = resolve_plan(loaded, ranks)
+        resolved = resolve_plan(with_vocabulary(load_job(job, overrides)), ranks)
     plan_text = _with_comments((f"{key}: {reason}" for key, reason in resolved.reasons.items()), resolved.plan)
     if out is None:
         print(plan_text, end="")
@@ -113,11 +113,11 @@ def uniform_command(job, overrides, ranks, cluster, out):
     print(f"{out}: {resolved.plan.describe()}")
 
 
-def _setup_on(job: Job, cluster: Cluster, path: Path, plan: Plan) -> Setup:
-    """Return the setup of a run by a plan on a cluster, whose file `path` is."""
-    used = list(dict.fromkeys(device.family for device in cluster.devices))
-    job, _ = with_dtypes(job, cluster, used, str(path))
-    return Setup.of_job(with_overlap(job, cluster, path, job.train.resolved_dtype, plan)[0])
+def _setup_on(job: Job, described: Described, plan: Plan) -> Setup:
+    """Return the setup of a run by a plan on a cluster."""
+    used = list(dict.fromkeys(device.family for device in described.cluster.devices))
+    job, _ = with_dtypes(job, described.cluster, used, str(locate_cluster(described.name)))
+    return Setup.of_job(with_overlap(job, described, plan)[0])
 
 
 @command.command("draw")
@@ -148,21 +148,21 @@ def check_command(plan, job, overrides):
     print(f"{plan} can run {job}")
 
 
-def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = None) -> dict:
-    """Search a space, or all plans, and return everything about the result as plain data, and itself as "result".
+def search_plan(
+    job: Job, described: Described, limits: Limits, space: Space | None = None, top: int = 0
+) -> tuple[SearchResult, dict]:
+    """Search a space, or all plans; return the result, and everything about it and its `top` plans as plain data.
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
-    path = locate_cluster(reference)
-    cluster, job = load_cluster(path), scaled_for(reference, job)
-    job, reason = with_dtypes(job, cluster, sorted(cluster.families), reference)
-    dtype = job.train.resolved_dtype
-    asked, (job, resolved) = job, with_overlap(job, cluster, path, dtype)
-    topology = topology_of(cluster, load_truth(path) is not None)
-    result = search_best(job, cluster, limits, reference, space, setups_by_plan(asked, job, topology))
+    cluster = described.cluster
+    job, reason = with_dtypes(job, cluster, sorted(cluster.families), described.name)
+    asked, (job, resolved) = job, with_overlap(job, described)
+    topology = topology_of(cluster, described.is_rehearsed)
+    result = search_best(job, cluster, limits, described.name, space, setups_by_plan(asked, job, topology))
     resolved |= resolve_switches(asked, topology, result.best.plan)[1]
-    summary = describe(result.best.prediction, dtype)
-    computing = families_in(job, cluster, reference)
+    summary = describe(result.best.prediction, job.train.resolved_dtype)
+    computing = families_in(job, cluster, described.name)
     if reason:
         summary["assumed_inputs"].append(reason)
     left_out = [
@@ -170,11 +170,20 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
         for name in cluster.families
         if name not in computing
     ]
-    return {
+    best = [
+        {
+            "layout": _layout(result, number),
+            "step_seconds": timed.seconds,
+            "tokens_per_second": timed.prediction.tokens_per_second,
+            "mfu": timed.prediction.mfu,
+        }
+        for number, timed in enumerate(result.plans[:top])
+    ]
+    return result, {
         **summary,
         "resolved": resolved,
         "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
-        "filled": describe_sources(filled_figures(path)),
+        "filled": describe_sources(filled_figures(locate_cluster(described.name))),
         "layout": _layout(result, 0),
         "lower_bound_seconds": result.lower_bound_seconds,
         "gap": result.gap,
@@ -184,9 +193,7 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
         "first_plan_seconds": result.first_plan_seconds,
         "reasons": reasons(result) + left_out,
         "runner_up": runner_up(result),
-        "top": [],
-        "result": result,
-        "cluster": cluster,
+        "top": best,
     }
 
 
@@ -194,25 +201,9 @@ def _layout(result: SearchResult, number: int) -> str:
     return result.plans[number].layout.describe([pool.name for pool in result.pools])
 
 
-def format_search(summary: dict, top: int, out: Path | None, as_json: bool) -> str:
-    """Return what is printed: one line of JSON, the plan file with comments, or, where it is written, a summary."""
-    result: SearchResult = summary.pop("result")
-    cluster: Cluster = summary.pop("cluster")
-    summary["top"] = [
-        {
-            "layout": _layout(result, number),
-            "step_seconds": timed.seconds,
-            "tokens_per_second": timed.prediction.tokens_per_second,
-            "mfu": timed.prediction.mfu,
-        }
-        for number, timed in enumerate(result.plans[:top])
-    ]
-    plan_text = plan_file(summary, result)
-    if as_json:
-        return json.dumps({"plan": plan_text if out is None else str(out), **summary})
-    if out is None:
-        return plan_text.rstrip("\n")
-    lines = [f"{out}: {summary['layout']}", text(summary, result.best.plan, cluster), *_summary(summary)]
+def format_search(summary: dict, result: SearchResult, cluster: Cluster, out: Path) -> str:
+    """Return what is printed where the plan file is written to `out`."""
+    lines = [f"{out}: {summary['layout']}", format_prediction(summary, result.best.plan, cluster), *_summary(summary)]
     if summary["filled"]:
         lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in summary["filled"])]
     if summary["top"]:

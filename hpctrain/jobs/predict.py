@@ -1,18 +1,16 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
-from hpctrain.config.job import Job, load_job
+from hpctrain.config.job import Job
+from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve_overlap import resolve_on
-from hpctrain.jobs.arguments import PATH
-from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
+from hpctrain.jobs.arguments import PATH, json_option, print_result
+from hpctrain.jobs.common import check_runs, load_job_for, override_option
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
@@ -26,7 +24,7 @@ from hpctrain.planner.predictor import Prediction, predict
 @override_option
 @click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready one.")
 @click.option("--plan", "plan_file", type=PATH, required=True, help="A plan file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(job, overrides, cluster, plan_file, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
@@ -36,34 +34,30 @@ def command(job, overrides, cluster, plan_file, as_json):
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
     was assumed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
-    loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), locate_cluster(cluster)
-    machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
+    loaded, described = load_job_for(job, overrides, cluster)
+    plan, machine = load_plan(plan_file), described.cluster
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     loaded, reason = with_dtypes(loaded, machine, used, cluster)
-    dtype = loaded.train.resolved_dtype
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     check_families(plan, [device.family for device in machine.devices], str(plan_file))
-    loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)
-    setup = Setup.of_job(loaded, dtype)
-    summary = describe(predict(setup, plan, machine), dtype) | {
+    loaded, resolved = with_overlap(loaded, described, plan)
+    setup = Setup.of_job(loaded)
+    summary = describe(predict(setup, plan, machine), setup.dtype) | {
         "resolved": resolved,
         "warnings": memory_warnings(setup, machine),
     }
     if reason:
         summary["assumed_inputs"].append(reason)
-    print(json.dumps(summary) if as_json else text(summary, plan, machine))
+    print_result(summary, format_prediction(summary, plan, machine), as_json)
 
 
-def with_overlap(
-    job: Job, cluster: Cluster, path: Path, dtype: str, plan: Plan | None = None
-) -> tuple[Job, dict[str, str]]:
+def with_overlap(job: Job, described: Described, plan: Plan | None = None) -> tuple[Job, dict[str, str]]:
     """Return the job with values for what of its overlaps and kernels is `auto`, and the reasons by key.
 
-    `path` is of the cluster's file. Without a plan what cuts rows stays as it is.
+    Without a plan what cuts rows stays as it is.
     """
-    job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
-    pretended = load_truth(path) is not None
+    cluster, pretended = described.cluster, described.is_rehearsed
     if not pretended:
         job.precision.check_fp8({name: family.kind for name, family in cluster.families.items()})
     overlap, resolved = resolve_on(job, cluster, pretended, plan)
@@ -103,8 +97,8 @@ def profile_source(families: Sequence[str]) -> str:
     return f"compute seconds of {', '.join(families)}: profile of this job" if families else ""
 
 
-def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
-    """Write a prediction for people."""
+def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
+    """Return a prediction as text for people."""
     low, high = summary["interval_seconds"]
     lines = [
         f"{plan.describe()}, on {cluster.describe()}, in {summary['dtype']}",

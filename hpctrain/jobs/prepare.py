@@ -1,13 +1,12 @@
 """hpctrain prepare: make a token file from text."""
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
 from hpctrain.config.terminal import drawing
-from hpctrain.jobs.arguments import PATH, VOCABULARY
+from hpctrain.jobs.arguments import PATH, VOCABULARY, print_result
 
 
 @click.command("prepare", short_help="Make a token file from text.")
@@ -74,14 +73,11 @@ def command(
             fields=Fields(field, prompt_field),
             on_progress=show,
         )
-    if as_json:
-        fields = vars(summary) | {"path": str(summary.path), "bytes_per_token": round(summary.bytes_per_token, 4)}
-        click.echo(json.dumps(fields))
-        return
+    fields = vars(summary) | {"path": str(summary.path), "bytes_per_token": round(summary.bytes_per_token, 4)}
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.skipped.items()))
     wanted = f"  (of {summary.wanted_vocab_size:,} asked for: the text has no more pairs to merge)"
     short = summary.vocab_size < summary.wanted_vocab_size
-    click.echo(
+    text = (
         f"{summary.path}\n"
         f"  documents        {summary.documents:,}{f'  (skipped: {skipped})' if skipped else ''}\n"
         f"  tokens           {summary.tokens:,}\n"
@@ -90,3 +86,4 @@ def command(
         f"  unigram entropy  {summary.unigram_entropy_nats:.4f} nats\n"
         f"  file size        {summary.file_bytes / 1e6:,.1f} MB"
     )
+    print_result(fields, text, as_json)

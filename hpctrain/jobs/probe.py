@@ -1,6 +1,5 @@
 """`hpctrain probe`: measure the ranks' devices and links, or what a job takes on them, into a cluster file."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from hpctrain.config.tables import read_text
 from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve import check_ranks_are_devices
 from hpctrain.engine.resolve_overlap import resolve_overlap
-from hpctrain.jobs.arguments import PATH, FiniteRange
+from hpctrain.jobs.arguments import PATH, FiniteRange, print_result
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -112,7 +111,7 @@ def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None
                     click.echo(f"warning: {busy}", err=True)
                 write_cluster_text(out, dump_cluster(cluster, {"": head} | comments))
                 dumped = cluster.model_dump(mode="json", exclude_none=True)
-                print(json.dumps(dumped) if as_json else _format_machine(out))
+                print_result(dumped, _format_machine(out), as_json)
 
 
 def probe_job(
@@ -141,7 +140,11 @@ def probe_job(
                 text = read_text(source, TopologyError)
                 described = parse_cluster(text, str(source))
                 if rehearsed and not cluster and rehearsed.cluster.families != described.families:
-                    check_is_other_file(source, target)
+                    if target == source:
+                        raise JobError(
+                            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes,"
+                            " with its profiles, by --out"
+                        )
                     comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
                     text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
                     described = parse_cluster(text, str(source))
@@ -163,7 +166,8 @@ def probe_job(
         known = is_profiled(described, parsed, dtype)
         result = None
         if refresh or not known:
-            result = profile(world, accelerator, _resolved(world, parsed, dtype), seconds)
+            overlap, _ = resolve_overlap(parsed.overlap, world.topology)
+            result = profile(world, accelerator, parsed.model_copy(update={"overlap": overlap}), seconds)
         with world.all_or_none():
             if world.rank == 0:
                 if result:
@@ -176,7 +180,7 @@ def probe_job(
                     f"wrote {target}" if result else f"{source} has profiles of this job; measure again with --refresh"
                 )
                 dumped = [of.model_dump(mode="json", exclude_none=True) for of in listed]
-                print(json.dumps(dumped) if as_json else f"{said}\n{_format_profiles(listed, parsed)}", flush=True)
+                print_result(dumped, f"{said}\n{_format_profiles(listed, parsed)}", as_json)
 
 
 def check_writable(path: Path, force: bool) -> None:
@@ -234,21 +238,6 @@ def choose_target(source: Path, out: Path | None) -> Path:
         )
     check_writable(out or source, force=True)
     return out or source
-
-
-def check_is_other_file(source: Path, target: Path) -> None:
-    """Refuse to write a miniature over the cluster of real size that it is made of. Raises JobError."""
-    if target == source:
-        raise JobError(
-            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes, with its"
-            " profiles, by --out"
-        )
-
-
-def _resolved(world, job: Job, dtype: str) -> Job:
-    overlap, _ = resolve_overlap(job.overlap, world.topology)
-    train = job.train.model_copy(update={"dtype": dtype})
-    return job.model_copy(update={"overlap": overlap, "train": train})
 
 
 def _format_profiles(profiles: Sequence[Profile], job: Job) -> str:

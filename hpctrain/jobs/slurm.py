@@ -2,17 +2,14 @@
 
 import re
 import shlex
-import shutil
-from pathlib import Path
 
 import click
 
 from hpctrain.config.errors import LaunchError
 from hpctrain.jobs.arguments import PATH
-from hpctrain.jobs.common import launch_options, launch_plan, override_option, write_out
-from hpctrain.launch.folder import write_files
-from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
-from hpctrain.launch.slurm import BatchJob, batch_script, chain_script
+from hpctrain.jobs.common import launch_options, override_option, prepare_start, write_out, write_start
+from hpctrain.launch.mpi import srun_interface
+from hpctrain.launch.scripts import SlurmOptions, batch_script, chain_script
 
 MOST_STARTS = 1000
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
@@ -48,43 +45,16 @@ def command(
     """
     if time and not TIME.fullmatch(time):
         raise LaunchError(f"--time {time!r}: no time as Slurm writes it; give 30:00, 12:00:00 or 2-00:00:00")
-    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
-    mpi = mpi or _interface()
-    batch = BatchJob(
-        name=prepared.name,
-        run=prepared.run,
-        folder=Path.cwd(),
-        mpi=mpi,
-        time=time,
-        retries=retries,
-        shared_nodes=shared_nodes,
-        requeues=not chain,
-        arguments=prepared.arguments,
-    )
-    script, submitted = prepared.run / "job.sbatch", "sbatch"
-    files = prepared.files | {"job.sbatch": batch_script(prepared.components, batch)}
-    if chain:
-        files["chain.sh"] = chain_script(script, prepared.run, chain)
-        script, submitted = prepared.run / "chain.sh", "bash"
-    write_files(prepared.run, files, prepared.components)
+    start = prepare_start(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
+    mpi = mpi or srun_interface()
+    options = SlurmOptions(mpi, time, retries, shared_nodes, requeues=not chain)
+    script, submit = start.run / "job.sbatch", "sbatch"
+    scripts = {"job.sbatch": batch_script(start, options)}
     if out:
-        write_out(out, files["job.sbatch"], is_script=True)
-    click.echo(f"{' + '.join(each.describe() for each in prepared.components)}; srun --mpi={mpi}")
-    for line in prepared.notes:
-        click.echo(line)
-    click.echo(f"start it with: {submitted} {shlex.quote(str(out if out and not chain else script))}")
-
-
-def _interface() -> str:
-    """Return the value of srun's --mpi that fits this environment's MPI library. Raises LaunchError."""
-    library = mpi_library()
-    kinds = MPI_OF_SRUN[library.kind]
-    if shutil.which("srun") and (known := srun_interfaces()):
-        usable = [kind for kind in kinds if kind in known]
-        if not usable:
-            raise LaunchError(
-                f"{library.text} needs srun --mpi={' or '.join(kinds)}, and this Slurm has {', '.join(known)};"
-                " install the missing plugin, or name another interface with --mpi"
-            )
-        return usable[0]
-    return kinds[0]
+        write_out(out, scripts["job.sbatch"], is_script=True)
+    if chain:
+        scripts["chain.sh"] = chain_script(script, start.run, chain)
+        script, submit = start.run / "chain.sh", "bash"
+    elif out:
+        script = out
+    write_start(start, scripts, f"; srun --mpi={mpi}", f"{submit} {shlex.quote(str(script))}")

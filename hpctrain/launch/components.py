@@ -46,7 +46,7 @@ class Component:
 
     @property
     def cores_per_node(self) -> int | None:
-        """How many cores the ranks of a node are said to need; None where some family does not say it."""
+        """The cores that the ranks of a node are said to need; None where some family does not say it."""
         each = [self.launch[name].cores_per_rank for name in self.devices]
         if None in each:
             return None
@@ -54,7 +54,7 @@ class Component:
 
     @property
     def gres(self) -> dict[str, int]:
-        """What Slurm is asked for on each node."""
+        """The resources that Slurm is asked for on each node, with their counts."""
         result: dict[str, int] = {}
         for name, count in self.devices.items():
             if resource := self.launch[name].gres or ("gpu" if self.kinds.get(name, "cpu") != "cpu" else ""):

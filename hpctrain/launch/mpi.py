@@ -1,7 +1,8 @@
-"""Which MPI library this environment has, and which interfaces srun has, asked without starting MPI here."""
+"""Asks, without starting MPI here, for the MPI library of this environment and the interfaces of srun."""
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -42,6 +43,10 @@ class MpiLibrary(NamedTuple):
     text: str
     """The first line of its version."""
 
+    def usable_interfaces(self, there: Sequence[str]) -> list[str]:
+        """Return which of a Slurm's values of --mpi this library can use, the best first."""
+        return [kind for kind in MPI_OF_SRUN[self.kind] if kind in there]
+
 
 def kind_of(version: str) -> str:
     """Return which library says this of itself; relatives of MPICH are `mpich`."""
@@ -70,3 +75,17 @@ def srun_interfaces() -> list[str]:
         words = (asked.stdout + asked.stderr).replace(",", " ").replace(":", " ").split()
         return [word for word in words if word == "none" or word.startswith(("pmi", "cray"))]
     return []
+
+
+def srun_interface() -> str:
+    """Return the value of srun's --mpi that fits this environment's MPI library. Raises LaunchError."""
+    library, there = mpi_library(), srun_interfaces()
+    kinds = MPI_OF_SRUN[library.kind]
+    if not there:
+        return kinds[0]
+    if usable := library.usable_interfaces(there):
+        return usable[0]
+    raise LaunchError(
+        f"{library.text} needs srun --mpi={' or '.join(kinds)}, and this Slurm has {', '.join(there)};"
+        " install the missing plugin, or name another interface with --mpi"
+    )

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.observe.run import read_events, read_metrics
 from tests.started import BIN, Finished, ranks_of
 from tests.unit.report_page import Page, check_numbers
-from tests.warm_start import SCRIPT
+from tests.warm_start import MODULE, SCRIPT
 
 
 def last_line(done) -> dict:
@@ -243,7 +243,7 @@ def test_a_plan_is_written_edited_drawn_and_run(hpctrain, folder):
     assert shown.code == 0
     assert "3 ├──" in shown.out
     trained = hpctrain(
-        "bench", "train", "job.toml", "--set", "plan.file=mine.toml", "--steps", "1", ranks=2, cwd=folder
+        "train", "job.toml", "--set", "plan.file=mine.toml", "--run", "runs/mine", "--sample", "0", ranks=2, cwd=folder
     )
     assert trained.code == 0, trained.err
 
@@ -299,8 +299,9 @@ def test_checkpoints_are_compared_with_plain_files(folder):
     assert not list(folder.glob("bench-checkpoint-*"))
 
 
-def test_bench_prints_one_line(hpctrain, folder):
-    done = hpctrain("bench", "train", "job.toml", "--set", "plan.data=2", "--steps", "2", "--json", ranks=2, cwd=folder)
+def test_steps_that_are_timed_are_printed_as_one_line(hpctrain, folder):
+    options = "--set", "plan.data=2", "--steps", "2", "--json"
+    done = hpctrain(MODULE, "benchmarks.training", "job.toml", *options, ranks=2, cwd=folder)
     summary = last_line(done)
     assert len(done.out.splitlines()) == 1
     assert summary["ranks"] == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.code import PACKAGE
+from hpctrain.launch.files import PACKAGE
 from tests import clusters
 from tests.started import BIN
 

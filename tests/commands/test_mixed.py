@@ -8,6 +8,7 @@ from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.intervals import Interval
 from tests.clusters import fabric, family, nodes, table
+from tests.warm_start import MODULE
 
 SMALL_BYTES = 850_000  # enough for weights, gradients and moments of the test's model, and for nothing else
 TINY_BYTES = 400_000  # too few for its weights and gradients, wherever its moments are
@@ -43,7 +44,7 @@ TRIES, MOST_OVERRUN = 3, 0.05
 @pytest.mark.timeout(120)
 def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, clusters):
     counts = ("--steps", "1", "--plans", "1", "--alone", "1")
-    arguments = ("bench", "mixed", "two.toml", "--job", "job.toml", *counts, "--json")
+    arguments = (MODULE, "benchmarks.families", "two.toml", "--job", "job.toml", *counts, "--json")
     for _ in range(TRIES):
         done = hpctrain(*arguments, ranks=2, cwd=clusters)
         assert done.code == 0, done.out + done.err
@@ -67,8 +68,8 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
 
 @pytest.mark.timeout(120)
 def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrain, clusters):
-    arguments = ["bench", "mixed", "tiny.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--alone", "1"]
-    done = hpctrain(*arguments, ranks=2, cwd=clusters)
+    arguments = ("tiny.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--alone", "1")
+    done = hpctrain(MODULE, "benchmarks.families", *arguments, ranks=2, cwd=clusters)
     assert done.code == 0, done.out + done.err
     assert "no ratio: slow alone cannot hold the model" in done.out
     assert "slow alone               no plan fits" in done.out and "of the sum" not in done.out
@@ -107,7 +108,7 @@ def test_a_run_begun_on_one_mix_continues_on_another_as_if_on_one_rank(hpctrain,
         assert hpctrain("plan", "search", *arguments, cwd=clusters).code == 0
         planned = ["--set", f"plan.file=by-{cluster}.toml", "--rehearse", f"{cluster}.toml"]
         done = train(*planned, *more, ranks=ranks, run="moved")
-    assert "this run is " in done.out and "measured by `hpctrain bench mixed three.toml`" in done.out
+    assert "this run is " in done.out
     assert "step 3" in done.out and load_plan(clusters / "by-three.toml").ranks == (0, 1, 2)
     compared = hpctrain("compare", "alone", "moved", "--tolerance", "1e-5", cwd=clusters)
     print(compared.out)

@@ -9,6 +9,7 @@ from hpctrain.config.truth import PretendDevice, Truth
 from tests import clusters
 from tests.busy import OtherPrograms, unless_busy
 from tests.pretended import PAIR
+from tests.warm_start import MODULE
 
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
 SLOW = FAST.model_copy(update={"flops_per_second": {"fp32": 1e9}})
@@ -152,7 +153,7 @@ def test_a_profiled_rehearsal_is_a_miniature_that_is_planned_for_and_rehearsed_a
     assert done.code == 0, done.err
     assert ": profile of this job" in (tmp_path / "plan.toml").read_text()
     settings = ("--set", "plan.file=plan.toml", "--set", "search.must_fit=false")
-    arguments = ("bench", "train", "large.toml", "--rehearse", "profiled.toml", *settings)
+    arguments = (MODULE, "benchmarks.training", "large.toml", "--rehearse", "profiled.toml", *settings)
     done = hpctrain(*arguments, "--steps", "1", "--warmup", "0", "--time-scale", "0.5", ranks=4, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "(1/64); the cluster as it is; 0.5 s for one of the cluster" in done.err

@@ -17,6 +17,7 @@ from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.conftest import SITE
 from tests.hosts.network import Cluster, Site, open_network
 from tests.ranks.small_runs import write_tokens
+from tests.warm_start import MODULE
 
 FAST, SLOW = SITE.clusters[0].bits_per_second, SITE.bits_per_second
 
@@ -78,8 +79,8 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
         for name in ("fast", "slow"):
             networks[name] = stack.enter_context(open_network(NETWORKS[name]))
         for on, placed in RUNS:
-            command = [*warm_start, "bench", "train", "job.toml", "--set", f"plan.file={placed}.toml", "--json"]
-            command += ["--steps", STEPS, "--warmup", WARMUP]
+            command = [*warm_start, MODULE, "benchmarks.training", "job.toml", "--set", f"plan.file={placed}.toml"]
+            command += ["--steps", STEPS, "--warmup", WARMUP, "--json"]
             done = networks[on].run(command, cwd=tmp_path, timeout_seconds=60)
             assert done.code == 0, done.out + done.err
             summary = json.loads(NEXT_LINE.findall(done.out)[-1])

@@ -2,19 +2,17 @@
 
 import pytest
 
-from hpctrain.comm.doctor.checks import (
+from hpctrain.config.errors import LaunchError, TopologyError
+from hpctrain.doctor.machine_checks import (
     Finding,
-    check_cores,
     check_launchers,
-    check_promise,
     check_shared_memory,
-    describe_devices,
     error_finding,
     format_finding,
     launchers,
 )
-from hpctrain.comm.doctor.software import Software, describe_environments, refuse_differences
-from hpctrain.config.errors import LaunchError, TopologyError
+from hpctrain.doctor.rank_checks import check_cores, check_promise, describe_devices
+from hpctrain.doctor.software import Software, describe_environments, refuse_differences
 from hpctrain.launch.mpi import MpiLibrary
 
 MPICH = MpiLibrary("mpich", "MPICH Version: 5.0.2")

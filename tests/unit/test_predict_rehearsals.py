@@ -1,7 +1,7 @@
 """The predictor against steps that were rehearsed: it is given the pretended devices' true figures, and no more.
 
-Recorded by `mpirun -n 4 hpctrain bench train tiny --set train.dtype=fp32 --rehearse TEXT`, whose pretended devices
-(`[truth]`) have the speeds and memory bandwidths below and need 20 us for an operation.
+Recorded by `mpirun -n 4 python -m benchmarks.training tiny --set train.dtype=fp32 --rehearse TEXT`. Its pretended
+devices (`[truth]`) have the speeds and memory bandwidths below and need 20 us for an operation.
 """
 
 import pytest

@@ -34,7 +34,7 @@ FIGURES = {
 }
 LINKS = {300e9: 1.465e8, 200e9: 9.766e7, 150e9: 7.324e7, 12e9: 5.859e6, 50e9: 2.441e7, 30e9: 1.465e7}
 NICS = {25e9: 1.221e7, 12.5e9: 6.104e6, 3.125e9: 1.526e6}
-# Set by hand so that all plans of `bench mixed` are late by less than 1 % on two cores.
+# Set by hand so that all plans of `benchmarks.families` are late by less than 1 % on two cores.
 TIME_SCALES = {
     "a100-80-40": 5.0,
     "a800-v100s": 2.5,

@@ -1,4 +1,4 @@
-"""BatchJob scripts: no text of a user changes what a script runs, and every ready cluster has one."""
+"""Scripts of starts: no text of a user changes what a script runs, and every ready cluster has one."""
 
 import os
 import shlex
@@ -15,11 +15,18 @@ from hpctrain.config.cluster_file import load_cluster, parse_cluster, ready_clus
 from hpctrain.config.errors import LaunchError, TopologyError
 from hpctrain.config.job import load_job
 from hpctrain.config.launch import Launch
-from hpctrain.jobs.mpirun import host_lines, start_script
 from hpctrain.launch.components import Component, components_of
-from hpctrain.launch.folder import launch_files, write_files
+from hpctrain.launch.files import launch_files, write_files
 from hpctrain.launch.mpi import kind_of
-from hpctrain.launch.slurm import BatchJob, batch_script, chain_script, job_name
+from hpctrain.launch.scripts import (
+    SlurmOptions,
+    Start,
+    batch_script,
+    chain_script,
+    host_lines,
+    job_name,
+    mpirun_script,
+)
 
 HOSTILE = st.text(
     st.sampled_from("ab/ '\"$`\\;&|<>()*?[]{}#!~%=\n\t-") | st.characters(codec="utf-8", exclude_characters="\0"),
@@ -86,8 +93,8 @@ def test_no_name_or_path_changes_what_a_batch_script_runs(recorder, tmp_path_fac
     base = tmp_path_factory.mktemp("job")
     folder, run = base / f"f{folder}", base / f"r{run}"
     folder.mkdir()
-    batch = BatchJob(name, run, folder, arguments=("--cluster", '"$run/launch/cluster.toml"'))
-    text = batch_script(TWO, batch)
+    start = Start(name, run, folder, TWO, ("--cluster", '"$run/launch/cluster.toml"'))
+    text = batch_script(start, SlurmOptions())
     write_files(run, {"job.sbatch": text})
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert all(
@@ -150,7 +157,7 @@ def test_words_for_slurm_that_it_would_split_are_refused(text):
     ],
 )
 def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
-    write_files(tmp_path, {"job.sbatch": batch_script(ONE, BatchJob("n", tmp_path, tmp_path, retries=3))})
+    write_files(tmp_path, {"job.sbatch": batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(retries=3))})
     variables = IN_JOB | {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
     result, calls = recorder.run(tmp_path / "job.sbatch", **variables)
     assert result == code
@@ -158,9 +165,9 @@ def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code
 
 
 def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
-    batch = BatchJob("n", tmp_path, tmp_path, requeues=False)
+    text = batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(requeues=False))
     script = tmp_path / "job.sbatch"
-    files = {"job.sbatch": batch_script(ONE, batch), "chain.sh": chain_script(script, tmp_path, 3)}
+    files = {"job.sbatch": text, "chain.sh": chain_script(script, tmp_path, 3)}
     write_files(tmp_path, files)
     assert "#SBATCH --no-requeue" in files["job.sbatch"]
     code, calls = recorder.run(script, **IN_JOB, CODE="75")
@@ -179,7 +186,7 @@ def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
 @pytest.mark.parametrize("name", ready_clusters())
 def test_every_ready_cluster_has_a_script(name):
     components = components_of(load_cluster(ready_clusters()[name]), name)
-    text = batch_script(components, BatchJob(name, Path("/run"), Path("/")))
+    text = batch_script(Start(name, Path("/run"), Path("/"), components), SlurmOptions())
     assert text.count("hetjob") == len(components) - 1
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
     for script in launch_files(JOB, None, None, components).values():
@@ -218,7 +225,7 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     (component,) = components_of(parse_cluster(CLUSTER, "c.toml"), "c.toml")
     assert (component.num_nodes, component.min_nodes, component.ranks_per_node) == (3, 1, 3)
     assert component.gres == {"gpu": 2, "gpu:v100": 1}
-    text = batch_script((component,), BatchJob("n", tmp_path, tmp_path))
+    text = batch_script(Start("n", tmp_path, tmp_path, (component,)), SlurmOptions())
     assert "#SBATCH --nodes=1-3" in text and "#SBATCH --gres=gpu:2,gpu:v100:1" in text
     script = launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]
     script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
@@ -283,7 +290,7 @@ def test_mistakes_in_launch_are_named():
 def test_no_path_changes_what_a_start_with_mpirun_runs(recorder, tmp_path_factory, run, extra):
     base = tmp_path_factory.mktemp("mpi")
     run = base / f"r{run}"
-    text = start_script(TWO, run, base, "openmpi", True, ("--cluster", '"$run/c.toml"'))
+    text = mpirun_script(Start("n", run, base, TWO, ("--cluster", '"$run/c.toml"')), "openmpi", True)
     own = Path(sys.executable).with_name("mpirun")
     text = text.replace(f"exec {shlex.quote(str(own))} ", "exec mpirun ")
     write_files(run, {"start.sh": text})
@@ -296,12 +303,13 @@ def test_no_path_changes_what_a_start_with_mpirun_runs(recorder, tmp_path_factor
 
 
 def test_hosts_are_listed_with_their_ranks():
-    assert host_lines(TWO, ["n1", "n2", "n3"], "mpich") == "n1:4\nn2:4\nn3:2\n"
-    assert host_lines(TWO, ["n1", "n2", "n3"], "openmpi") == "n1 slots=4\nn2 slots=4\nn3 slots=2\n"
+    start = Start("n", Path("/run"), Path("/"), TWO)
+    assert host_lines(start, ["n1", "n2", "n3"], "mpich") == "n1:4\nn2:4\nn3:2\n"
+    assert host_lines(start, ["n1", "n2", "n3"], "openmpi") == "n1 slots=4\nn2 slots=4\nn3 slots=2\n"
     with pytest.raises(LaunchError, match="2 hosts for 3 nodes"):
-        host_lines(TWO, ["n1", "n2"], "mpich")
+        host_lines(start, ["n1", "n2"], "mpich")
     with pytest.raises(LaunchError, match="'n1 -x' is no name of a host"):
-        host_lines(TWO, ["n1 -x", "n2", "n3"], "mpich")
+        host_lines(start, ["n1 -x", "n2", "n3"], "mpich")
 
 
 def test_libraries_are_known_by_what_they_say():
@@ -313,5 +321,5 @@ def test_libraries_are_known_by_what_they_say():
 
 def test_a_script_can_be_written_where_its_texts_are_no_utf8(tmp_path):
     run = tmp_path / os.fsdecode(b"r\xff")
-    write_files(run, {"job.sbatch": batch_script(ONE, BatchJob("n", run, tmp_path))})
+    write_files(run, {"job.sbatch": batch_script(Start("n", run, tmp_path, ONE), SlurmOptions())})
     assert os.fsencode(run) in (run / "job.sbatch").read_bytes()

@@ -251,33 +251,29 @@ def test_a_family_that_cannot_hold_the_model_is_named():
     large = PATIENT.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 180})})
     with pytest.raises(PlanError, match="fits in memory"):
         search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=EVERY_PLAN)
-    summary = yardstick(large, RUN_ON, 1000.0)
+    summary = yardstick(predict_families(large, RUN_ON), 1000.0)
     assert summary["no_ratio"] == "a100-40 alone cannot hold the model" and "fraction_of_sum" not in summary
-    assert "a100-40 cannot hold the model tokens/s" not in (said := format_yardstick(summary, RUN_ON))
+    assert "a100-40 cannot hold the model tokens/s" not in (said := format_yardstick(summary))
     assert "no ratio: a100-40 alone cannot hold the model" in said
     assert f"{summary['speedup_over_even']:.2f} times the job cut evenly" in said, "over all devices it fits"
     larger = large.model_copy(update={"model": large.model.model_copy(update={"num_layers": 220})})
-    summary = yardstick(larger, RUN_ON, 1000.0)
-    assert "cut evenly the job does not fit" in format_yardstick(summary, RUN_ON) and "speedup_over_even" not in summary
+    summary = yardstick(predict_families(larger, RUN_ON), 1000.0)
+    assert "cut evenly the job does not fit" in format_yardstick(summary) and "speedup_over_even" not in summary
 
 
 def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
-    summary = yardstick(PATIENT, RUN_ON, 1000.0)
+    summary = yardstick(predict_families(PATIENT, RUN_ON), 1000.0)
     alone = summary["predicted_alone"]
     assert set(alone) == {"a100-80", "a100-40"}
     assert summary["fraction_of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
     assert summary["speedup_over_best_family"] == pytest.approx(1000.0 / max(alone.values()))
-    said = format_yardstick(summary, RUN_ON)
+    said = format_yardstick(summary)
     assert summary["speedup_over_even"] == pytest.approx(1000.0 / summary["predicted_even"])
     assert 0.7 * sum(alone.values()) < summary["predicted_even"] < sum(alone.values()), "they are about as fast"
-    assert f", {summary['speedup_over_even']:.2f} times the job cut evenly;" in said
-    assert (
-        f"this run is {summary['fraction_of_sum']:.2f} of their sum" in said
-        and "`hpctrain bench mixed a100-80-40`" in said
-    )
+    assert said.endswith(f", {summary['speedup_over_even']:.2f} times the job cut evenly")
+    assert f"this run is {summary['fraction_of_sum']:.2f} of their sum" in said
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
-    assert yardstick(PATIENT, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
-    assert format_yardstick(summary, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
+    assert predict_families(PATIENT, real)["predicted_alone"] == pytest.approx(alone, rel=0.05)
 
 
 def test_all_searches_of_the_yardstick_stay_within_the_limits_of_the_search(monkeypatch, tmp_path):

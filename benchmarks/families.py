@@ -1,11 +1,12 @@
-"""`hpctrain bench mixed`: what a mixed cluster does, as a share of what its families do each on its own."""
-
-import json
+"""Speed of a rehearsed mixed cluster, as a share of what its families do each on its own."""
 
 import click
 
-from hpctrain.jobs.arguments import COUNT
+from benchmarks.plan_benchmark import PlanBenchmark
+from hpctrain.cli import main
+from hpctrain.jobs.arguments import COUNT, json_option, print_result
 from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world, time_scale_option
+from hpctrain.observe.console import trust
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import EVERY_PLAN, Limits
 from hpctrain.planner.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
@@ -14,7 +15,7 @@ SEARCHED = "searched"
 OWN_JOB = "mixed"
 
 
-@click.command("mixed")
+@click.command("benchmarks.families")
 @click.argument("cluster")
 @click.option("--job", "reference", default=OWN_JOB, show_default=True, help="What to train; its [plan] is not used.")
 @override_option
@@ -22,26 +23,23 @@ OWN_JOB = "mixed"
 @click.option("--plans", default=2, show_default=True, type=COUNT, help="Plans measured of each other kind.")
 @click.option("--steps", default=2, show_default=True, type=COUNT, help="Steps timed, after one more.")
 @time_scale_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@json_option
 def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_json):
     """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed and by search.
 
     \b
-    mpirun -n 8 hpctrain bench mixed v100-t4
+    mpirun -n 8 python -m benchmarks.families v100-t4
 
     All train the same global batch. The yardstick is the sum of what the families do alone (HetHub, arXiv 2405.16256):
     all plans of a family are scored, the best ones simulated, and the best of these measured.
     """
     with started_world() as world:
         job, described = start_rehearsal(world, cluster, load_job_on(world, reference, overrides), time_scale)
-
-        from hpctrain.engine.plan_benchmark import PlanBenchmark
-
         report = (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
         benchmark = PlanBenchmark(world, described.cluster, job, steps, report)
         measured = {"cluster": cluster, "ranks": world.size} | _measure(benchmark, alone, plans)
         if world.rank == 0:
-            print(json.dumps(measured) if as_json else _table(measured), flush=True)
+            print_result(measured, _table(measured), as_json)
 
 
 def _measure(benchmark, num_alone: int, num_plans: int) -> dict:
@@ -125,8 +123,6 @@ def _about(measured, num_devices: int) -> dict | None:
 
 
 def _table(measured: dict) -> str:
-    from hpctrain.observe.console import trust
-
     lines = [f"{'':24} {'tokens/s':>10} {'overrun':>8} {'memory':>7}  plan"]
     rows = [(f"{name} alone", about) for name, about in measured["alone"].items()]
     rows += [(f"all, {name}", about) for name, about in measured["mixed"].items()]
@@ -155,3 +151,7 @@ def _table(measured: dict) -> str:
         parts = ", ".join(f"{name} {share:.1%}" for name, share in measured["losses"].items())
         lines.append(f"losses, share of the step: {parts}; the largest by {measured['cause']}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(command)

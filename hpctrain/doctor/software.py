@@ -2,20 +2,28 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain import __version__
 from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.config.errors import LaunchError
-from hpctrain.launch.code import PACKAGE, code_digest
+from hpctrain.launch.files import PACKAGE, code_digest
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """Return the values of each key; keys and values in the order of `pairs`."""
+    result: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        result.setdefault(key, []).append(value)
+    return result
+
+
 class Software(NamedTuple):
-    """What one rank runs."""
+    """The software of one rank."""
 
     version: str
     """Of hpctrain."""
@@ -59,20 +67,15 @@ def refuse_differences(everybody: Sequence[Software], digests: Sequence[str]) ->
         ("the MPI library", [each.mpi for each in everybody], "load the same MPI library for all families"),
     ):
         if len(set(values)) > 1:
-            groups: dict[tuple[str, str], list[int]] = {}
-            for rank, value in enumerate(values):
-                groups.setdefault((value, everybody[rank].environment), []).append(rank)
+            groups = grouped(((value, everybody[rank].environment), rank) for rank, value in enumerate(values))
             parts = [f"{value} in {where} on ranks {write_ranks(ranks)}" for (value, where), ranks in groups.items()]
             raise LaunchError(f"{what} is not the same on all ranks: {'; '.join(parts)}; {remedy}")
 
 
 def describe_environments(everybody: Sequence[Software], families: Sequence[str]) -> str:
     """Say which family runs in which environment; empty where all run in one. Pure."""
-    if len({each.environment for each in everybody}) == 1:
+    where = grouped((each.environment, family) for each, family in zip(everybody, families, strict=True))
+    if len(where) == 1:
         return ""
-    where: dict[str, list[str]] = {}
-    for each, family in zip(everybody, families, strict=True):
-        if family not in where.setdefault(each.environment, []):
-            where[each.environment].append(family)
-    parts = [f"{' and '.join(names)} in {environment}" for environment, names in where.items()]
+    parts = [f"{' and '.join(dict.fromkeys(names))} in {environment}" for environment, names in where.items()]
     return f"software: hpctrain {everybody[0].version} everywhere; {', '.join(parts)}"

@@ -1,13 +1,15 @@
-"""`hpctrain bench`: measure, and print figures that can be compared within one run."""
+"""How long training steps of a job take. Machines are shared and noisy: compare figures of one run only."""
 
-import json
 import statistics
 
 import click
 
+from hpctrain.cli import main
+from hpctrain.comm.accelerators.bind import bind_accelerator
+from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.jobs import bench_mixed
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE
+from hpctrain.engine.trainer import Trainer
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, json_option, print_result
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -18,35 +20,25 @@ from hpctrain.jobs.common import (
 )
 
 
-@click.group("bench")
-def command():
-    """Measure the speed of something. Machines are shared and noisy: compare figures of one run only."""
-
-
-@command.command("train")
+@click.command("benchmarks.training")
 @click.argument("job")
 @override_option
 @click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps that are timed.")
 @click.option("--warmup", default=1, show_default=True, type=NONE_OR_MORE, help="Steps before them.")
 @rehearse_option
 @time_scale_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
+@json_option
+def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
     """Time training steps of JOB on all ranks that were started; writes no run folder.
 
     \b
-    mpirun -n 4 hpctrain bench train tiny --set plan.data=4 --json
+    mpirun -n 4 python -m benchmarks.training tiny --set plan.data=4 --json
     """
     with started_world() as world:
         parsed, described = load_job_on(world, job, overrides), None
         if rehearse:
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         prepared = prepare_run(world, parsed, described=described)
-
-        from hpctrain.comm.accelerators.bind import bind_accelerator
-        from hpctrain.engine.phases import phases_of
-        from hpctrain.engine.trainer import Trainer
-
         trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()
         world.enter(phases_of(prepared.job.observe).first_step)
@@ -63,7 +55,8 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
         if (overrun := trainer.overrun()) is not None:
             summary["overrun"] = overrun
         if world.rank == 0:
-            print(json.dumps(summary) if as_json else "\n".join(f"{k:18} {v}" for k, v in summary.items()), flush=True)
+            print_result(summary, "\n".join(f"{key:18} {value}" for key, value in summary.items()), as_json)
 
 
-command.add_command(bench_mixed.command)
+if __name__ == "__main__":
+    main(command)

@@ -1,4 +1,4 @@
-"""The batch script: asks Slurm for the components of a cluster, and starts their ranks as one MPI job.
+"""Scripts that start the ranks of all components as one MPI job: a batch script for Slurm, and a start with mpirun.
 
 Slurm splits lines `#SBATCH` by rules of its own. They have only words that `Launch` has checked. Everything else is
 quoted for the shell.
@@ -6,11 +6,12 @@ quoted for the shell.
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.config.errors import CommError, InterruptionError, JobError, MemoryOverflowError
+from hpctrain.config.errors import CommError, InterruptionError, JobError, LaunchError, MemoryOverflowError
 from hpctrain.config.launch import BATCH_WORD
 from hpctrain.launch.components import Component
 
@@ -19,17 +20,52 @@ SIGNAL_SECONDS = 120
 LONGEST_NAME = 60
 KILLED = 128
 """Slurm's exit codes above it are of processes that a signal ended."""
+MPIRUNS = ("mpich", "openmpi", "intel")
+SLOTS = {"mpich": "{host}:{count}", "openmpi": "{host} slots={count}", "intel": "{host}:{count}"}
+OPTIONS = {"mpich": "-f", "openmpi": "--hostfile", "intel": "-machinefile"}
 
 
 @dataclass(frozen=True)
-class BatchJob:
-    """What a script asks for in addition to nodes."""
+class Start:
+    """A job that is to be started, by whatever launcher."""
 
     name: str
     run: Path
     """The run folder, absolute: it has the job, the scripts of ranks, and the output."""
     folder: Path
     """Where hpctrain runs, absolute: relative paths of the job start there."""
+    components: Sequence[Component]
+    arguments: Sequence[str] = ()
+    """More of `hpctrain train`, as words of a shell."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts of files of the run folder, by name."""
+    notes: Sequence[str] = ()
+    """Messages for the person who starts it."""
+
+    def describe(self) -> str:
+        return " + ".join(component.describe() for component in self.components)
+
+    def opening(self, shell_options: str, without_folder: str = "") -> list[str]:
+        """Return the lines that say what a script starts, and go to where it runs."""
+        return [
+            "# Trains with one MPI job on",
+            *(f"#   {component.describe()}" for component in self.components),
+            "# Started again it continues.",
+            f"set -{shell_options} pipefail",
+            f"run={shlex.quote(str(self.run))}",
+            f"cd -- {shlex.quote(str(self.folder))}{without_folder}",
+        ]
+
+    def rank_command(self, number: int) -> str:
+        """Return what starts a rank of a component."""
+        words = [f'"$run/launch/rank-{number}.sh"', "train", '"$run/launch/job.toml"', "--run", '"$run"']
+        return " ".join([*words, *self.arguments])
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Requests of a batch script in addition to its nodes."""
+
     mpi: str = "pmi2"
     """The interface between srun and the MPI library."""
     time: str | None = None
@@ -38,34 +74,55 @@ class BatchJob:
     shared_nodes: bool = False
     requeues: bool = True
     """Whether the script puts its own job back into the queue; else it is one of a chain."""
-    arguments: Sequence[str] = ()
-    """More of `hpctrain train`, as words of a shell."""
 
 
-def batch_script(components: Sequence[Component], batch: BatchJob) -> str:
-    """Return the script for a job of these components: a heterogeneous one where there are several."""
-    lines = ["#!/bin/bash", *_requests(components, batch), ""]
-    lines += [
-        *title(components),
-        "set -uo pipefail",
-        f"run={shlex.quote(str(batch.run))}",
-        f"cd -- {shlex.quote(str(batch.folder))} || exit {JobError.exit_code}",
+def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
+    """Return a script that starts all components with mpirun; without hosts on this one."""
+    hosts = f' {OPTIONS[implementation]} "$run/launch/hosts"' if has_hosts else ""
+    own = Path(sys.executable).with_name("mpirun")  # a wheel's, which needs no module
+    program = shlex.quote(str(own)) if own.exists() else "mpirun"
+    parts = [
+        f'  -n {component.num_ranks} {start.rank_command(number)} "$@"'
+        for number, component in enumerate(start.components)
     ]
-    if not batch.requeues:
+    lines = ["#!/bin/bash", *start.opening("euo"), f"exec {program}{hosts} \\", " : \\\n".join(parts)]
+    return "\n".join(lines) + "\n"
+
+
+def host_lines(start: Start, hosts: Sequence[str], implementation: str) -> str:
+    """Return a file of hosts: the hosts in the order of the cluster's nodes, each with its number of ranks.
+
+    Raises LaunchError where there are more or fewer hosts than nodes, or a name that such a file cannot hold.
+    """
+    sizes = [component.ranks_per_node for component in start.components for _ in range(component.num_nodes)]
+    if len(hosts) != len(sizes):
+        raise LaunchError(
+            f"{len(hosts)} hosts for {len(sizes)} nodes ({start.describe()}); list a host for each node, in the order"
+            " of the cluster file, one a line"
+        )
+    for host in hosts:
+        if not host or set(host) & set(" \t:=#") or not host.isprintable():
+            raise LaunchError(f"{host!r} is no name of a host; list a name or an address a line, and nothing else")
+    pairs = zip(hosts, sizes, strict=True)
+    return "".join(SLOTS[implementation].format(host=host, count=count) + "\n" for host, count in pairs)
+
+
+def batch_script(start: Start, options: SlurmOptions) -> str:
+    """Return a batch script; that of a heterogeneous job where there are several components."""
+    lines = ["#!/bin/bash", *_requests(start, options), "", *start.opening("uo", f" || exit {JobError.exit_code}")]
+    if not options.requeues:
         lines += [
             "# Where a job of the chain ended for good, the ones after it have nothing to do.",
             'if [ -e "$run/launch/ended" ]; then exit 0; fi',
         ]
-    lines += ["", *_cores(components)]
+    lines += ["", *_cores(start.components)]
     # Ranks that srun ends after the first one failed were ended by a signal; the first one writes its own code.
     lines += ['export HPCTRAIN_EXIT_FILE="$run/launch/exit-code"', 'rm -f -- "$HPCTRAIN_EXIT_FILE"']
     # srun takes no --cpus-per-task from #SBATCH since Slurm 22.05.
-    lines += [f"srun --mpi={shlex.quote(batch.mpi)} --kill-on-bad-exit=1 \\"]
-    steps = [_step(number, component, len(components) > 1, batch) for number, component in enumerate(components)]
-    lines.append(" : \\\n".join(steps))
+    lines += [f"srun --mpi={shlex.quote(options.mpi)} --kill-on-bad-exit=1 \\"]
+    lines.append(" : \\\n".join(_step(start, number) for number in range(len(start.components))))
     lines += ["code=$?", 'if [ -s "$HPCTRAIN_EXIT_FILE" ]; then code=$(cat -- "$HPCTRAIN_EXIT_FILE"); fi', ""]
-    lines += _ending(batch)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_ending(options)]) + "\n"
 
 
 def chain_script(batch_path: Path, run: Path, length: int) -> str:
@@ -84,41 +141,34 @@ done
 """
 
 
-def title(components: Sequence[Component]) -> list[str]:
-    """Return comments that say what a script starts; names of families have no line breaks."""
-    parts = [f"#   {component.describe()}" for component in components]
-    return ["# Trains with one MPI job on", *parts, "# Started again it continues."]
-
-
 def job_name(text: str) -> str:
     """Return a name that Slurm and its tools show without quotes: other characters become `-`."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")[:LONGEST_NAME] or "hpctrain"
 
 
-def _requests(components: Sequence[Component], batch: BatchJob) -> Iterator[str]:
-    output = batch.run / "slurm-%j.out"
-    yield f"#SBATCH --job-name={job_name(batch.name)}"
-    if BATCH_WORD.fullmatch(str(batch.run)) and "%" not in str(batch.run):
-        yield f"#SBATCH --output={output}"
+def _requests(start: Start, options: SlurmOptions) -> Iterator[str]:
+    yield f"#SBATCH --job-name={job_name(start.name)}"
+    if BATCH_WORD.fullmatch(str(start.run)) and "%" not in str(start.run):
+        yield f"#SBATCH --output={start.run / 'slurm-%j.out'}"
     else:  # Slurm has no quotes for it
         yield "#SBATCH --output=slurm-%j.out"
     yield "#SBATCH --open-mode=append"
-    yield f"#SBATCH --{'requeue' if batch.requeues else 'no-requeue'}"
+    yield f"#SBATCH --{'requeue' if options.requeues else 'no-requeue'}"
     yield f"#SBATCH --signal=TERM@{SIGNAL_SECONDS}"
-    for number, component in enumerate(components):
+    for number, component in enumerate(start.components):
         if number:
             yield "#SBATCH hetjob"
-        if batch.time:
-            yield f"#SBATCH --time={batch.time}"
+        if options.time:
+            yield f"#SBATCH --time={options.time}"
         for key in ("partition", "account", "qos", "constraint", "reservation"):
             if value := getattr(component.request, key):
                 yield f"#SBATCH --{key}={value}"
         least, most = component.min_nodes, component.num_nodes
         yield f"#SBATCH --nodes={most if least == most else f'{least}-{most}'}"
-        if least == most or batch.shared_nodes:
+        if least == most or options.shared_nodes:
             # Of a range Slurm keeps the number of tasks that it started first, and waits for as many when it requeues.
             yield f"#SBATCH --ntasks-per-node={component.ranks_per_node}"
-        if batch.shared_nodes:
+        if options.shared_nodes:
             cores = component.cores_per_node or component.ranks_per_node
             yield f"#SBATCH --cpus-per-task={-(-cores // component.ranks_per_node)}"
         else:
@@ -140,19 +190,18 @@ def _cores(components: Sequence[Component]) -> Iterator[str]:
             yield f"if [ $cores_{number} -lt 1 ]; then cores_{number}=1; fi"
 
 
-def _step(number: int, component: Component, is_mixed: bool, batch: BatchJob) -> str:
+def _step(start: Start, number: int) -> str:
     group, nodes = "", "$SLURM_JOB_NUM_NODES"
-    if is_mixed:
+    if len(start.components) > 1:
         group, nodes = f"--het-group={number} ", f"$SLURM_JOB_NUM_NODES_HET_GROUP_{number}"
-    script = f'"$run/launch/rank-{number}.sh"'
-    arguments = ['"$run/launch/job.toml"', "--run", '"$run"', *batch.arguments]
+    ranks = start.components[number].ranks_per_node
     return (
-        f'  {group}--nodes="{nodes}" --ntasks-per-node={component.ranks_per_node} --cpus-per-task=$cores_{number} \\\n'
-        f"  {script} train {' '.join(arguments)}"
+        f'  {group}--nodes="{nodes}" --ntasks-per-node={ranks} --cpus-per-task=$cores_{number} \\\n'
+        f"  {start.rank_command(number)}"
     )
 
 
-def _ending(batch: BatchJob) -> Iterator[str]:
+def _ending(options: SlurmOptions) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
     yield f'{InterruptionError.exit_code}) reason="it was interrupted in order" ;;'
@@ -161,12 +210,12 @@ def _ending(batch: BatchJob) -> Iterator[str]:
     yield '*) reason=""'
     yield f'  if [ "$code" -gt {KILLED} ]; then reason="a signal ended a rank"; fi ;;'
     yield "esac"
-    if not batch.requeues:
+    if not options.requeues:
         yield 'if [ -z "$reason" ]; then echo "$code" > "$run/launch/ended"; fi'
         yield 'exit "$code"'
         return
     too_often = (
-        f'[ "$code" -ne {InterruptionError.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {batch.retries} ]'
+        f'[ "$code" -ne {InterruptionError.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {options.retries} ]'
     )
     yield f'if {too_often}; then reason=""; fi'
     yield 'if [ -n "$reason" ]; then'

@@ -1,4 +1,4 @@
-"""What a start leaves in the run folder before any rank runs: job, plan, cluster, scripts, and which code wrote them.
+"""Files that a start leaves in the run folder before any rank runs: job, plan, cluster, scripts, version of the code.
 
 launch/job.toml        the job with the overrides of the command line
 launch/cluster.toml    the cluster that it is for, where one was given
@@ -9,25 +9,30 @@ launch/version.json    version, digest and commit of the code
 Files with variables of a family, `environment`, are readable for their owner alone.
 """
 
+import hashlib
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 
+import hpctrain
+from hpctrain import __version__
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, LaunchError, describe_os_error
 from hpctrain.config.job import Job, dump_job
-from hpctrain.launch.code import code_version
 from hpctrain.launch.components import Component
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
 FOLDER = "launch"
+PACKAGE = Path(hpctrain.__file__).parent
 
 
 def launch_files(
@@ -142,3 +147,21 @@ def _set_up(component: Component, family: str) -> Iterator[str]:
     yield f"export OMP_NUM_THREADS={cores}"
     for name, value in launch.environment.items():
         yield f"export {name}={shlex.quote(value)}"
+
+
+def code_digest(package: Path = PACKAGE) -> str:
+    """Return a digest of all source files of the package."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def code_version() -> dict[str, str | bool]:
+    """Return what distinguishes this code from other versions."""
+    version: dict[str, str | bool] = {"version": __version__, "package": str(PACKAGE), "digest": code_digest()}
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = {"cwd": PACKAGE, "capture_output": True, "text": True, "timeout": 10, "check": True}
+        version["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()
+        version["changed"] = bool(subprocess.run(["git", "status", "--porcelain", "."], **asked).stdout.strip())
+    return version
