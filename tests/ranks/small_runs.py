@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.settings import Settings
 from hpctrain.comm.tracing import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
@@ -34,6 +36,11 @@ MODELS = {
     "gpt2": {"architecture": "gpt2", "tie_head": True},
     "llama": {"architecture": "llama", "num_kv_heads": 2, "ffn_size": 64},
 }
+
+
+def by(route: str, settings: Settings) -> Settings:
+    """Return settings of groups whose ranks on one host send messages, or share its memory where `route` is auto."""
+    return replace(settings, topology=replace(settings.topology, shares_memory=route != "messages"))
 
 
 def write_tokens(path: Path) -> Path:

@@ -34,7 +34,7 @@ class RouteMaker:
         """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
-        self._topology, self._preferences = settings.topology, settings.preferences
+        self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
         self._natives: list[NativeCollectives] = []
         """Of the last group."""
@@ -49,7 +49,7 @@ class RouteMaker:
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
-        equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
+        equivalent = self._topology.route(ranks).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
     def backend(self, ranks: Sequence[int], for_host: bool = False) -> Backend | None:
@@ -64,22 +64,22 @@ class RouteMaker:
             inner = self._device_collectives(ranks, transport)
             collectives = StreamedCollectives(inner, self._devices.accelerator, transport, self._natives)
             return Backend(collectives, transport, self._device_reason(ranks), on_host)
-        route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
+        route, pace = self._topology.route(ranks), self._pace()
         transport = self.transport(ranks, pace)
-        collectives = self._collectives(ranks, transport, self._preferences.route, pace)
+        collectives = self._collectives(ranks, transport, pace)
         return Backend(collectives, transport, route.reason, on_host, pace)
 
     def message_backend(self, ranks: Sequence[int]) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
         pace = self._pace()
         if not self._has_devices(ranks):
-            transport, reason = self.transport(ranks, pace), self._topology.route(ranks, self._preferences.route).reason
+            transport, reason = self.transport(ranks, pace), self._topology.route(ranks).reason
         else:
             peers = self._connect_peers(ranks)
             transport = self._device_transport(ranks, peers if isinstance(peers, PeerMemory) else None)
             reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
+        flat = self._flat(ranks, transport)
         return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank), pace)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
@@ -102,22 +102,22 @@ class RouteMaker:
             return HostTransport(comm)
         return self._rehearsal.transport(comm, ranks, pace)
 
-    def _collectives(
-        self, ranks: Sequence[int], transport: Transport, asked: str, pace: Pace | None = None
-    ) -> Collectives:
+    def _collectives(self, ranks: Sequence[int], transport: Transport, pace: Pace | None = None) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
-        route = self._topology.route(ranks, asked)
+        route = self._topology.route(ranks)
         if route.kind == "shared":
             return SharedCollectives(self.mpi, self.sub_communicator(ranks))
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
         if route.kind == "messages":
-            return flat
+            return self._flat(ranks, transport)
         members = self._members(ranks, route.domains)
         inner = None
         if len(members) > 1:
-            inner = self._collectives(members, self.transport(members, pace), "auto", pace)
-        choose = self._preferences.chooser(ranks, by_domains=True)
-        return HierarchicalCollectives(inner, flat, transport, route.domains, choose)
+            inner = self._collectives(members, self.transport(members, pace), pace)
+        flat = self._flat(ranks, transport, by_domains=True)
+        return HierarchicalCollectives(inner, flat, route.domains)
+
+    def _flat(self, ranks: Sequence[int], transport: Transport, by_domains: bool = False) -> FlatCollectives:
+        return FlatCollectives(transport, self._settings.algorithm_by_bytes(ranks, by_domains))
 
     def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
         """Return the ranks of this rank's domain."""
@@ -142,9 +142,6 @@ class RouteMaker:
 
     def _device_collectives(self, ranks: Sequence[int], transport: DeviceTransport) -> Collectives:
         """Make the collectives of a group with devices: its families' own inside, messages across."""
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        if self._preferences.route == "messages":
-            return flat
         families = self._topology.domains(ranks, "family")
         if len(families) == 1:
             own = self._family(self.rank)
@@ -152,21 +149,20 @@ class RouteMaker:
                 accelerator = self._devices.accelerator
                 make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
                 self._natives.append(connect_native(make, transport.comm, accelerator))
-                return ByMemory(self._natives[-1], flat, accelerator)
+                return ByMemory(self._natives[-1], self._flat(ranks, transport), accelerator)
         hosts = self._topology.domains(ranks, "host")
         domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)
         if domains is None:
-            return flat
-        members = self._members(ranks, domains)
-        choose = self._preferences.chooser(ranks, by_domains=True)
-        return HierarchicalCollectives(self._inside(members), flat, transport, domains, choose)
+            return self._flat(ranks, transport)
+        flat = self._flat(ranks, transport, by_domains=True)
+        return HierarchicalCollectives(self._inside(self._members(ranks, domains)), flat, domains)
 
     def _inside(self, members: Sequence[int]) -> Collectives | None:
         if len(members) == 1:
             return None
         if self._has_devices(members):
             return self._device_collectives(members, self._device_transport(members))
-        return self._collectives(members, self.transport(members), "auto")
+        return self._collectives(members, self.transport(members))
 
     def _device_reason(self, ranks: Sequence[int]) -> str:
         names = dict.fromkeys(self._topology.places[rank].family for rank in ranks)
