@@ -7,12 +7,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli import main
-from hpctrain.comm.topology import Preferences
 from hpctrain.jobs.common import started_world
 
 if TYPE_CHECKING:
@@ -30,13 +30,10 @@ LATE_SECONDS = 0.5
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds, sides taking turns.")
 @click.option("--sizes", default=",".join(map(str, SIZES)), help="Bytes of the whole fp32 tensor. [1 KiB to 64 MiB]")
 @click.option("--collectives", default=",".join(COLLECTIVES), show_default=True)
-@click.option("--route", default="auto", show_default=True, type=click.Choice(["auto", "messages", "hierarchical"]))
-@click.option(
-    "--algorithm", default="auto", show_default=True, type=click.Choice(["auto", "exchange", "ring", "doubling"])
-)
+@click.option("--messages", is_flag=True, help="Send messages, where ranks of one host would share its memory.")
 @click.option("--no-gloo", is_flag=True, help="Leave gloo out: it is by far the slowest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, last.")
-def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
+def command(rounds, sizes, collectives, messages, no_gloo, as_json):
     """Time collectives of all ranks beside raw MPI's blocking calls and gloo, in one run; and lanes.
 
     Seconds are those of the slowest rank, medians over rounds. For reduce_scatter, all_gather and all_to_all the bytes
@@ -46,7 +43,7 @@ def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
     mpirun -n 4 python -m benchmarks.comm --json
     """
     with started_world() as world:
-        world.configure(preferences=Preferences(route=route, algorithm=algorithm))
+        world.configure(topology=replace(world.topology, shares_memory=not messages))
         wanted = collectives.split(",")
         if unknown := sorted(set(wanted) - set(COLLECTIVES)):
             raise click.BadParameter(f"no collective {', '.join(unknown)}; there are {', '.join(COLLECTIVES)}")

@@ -82,8 +82,8 @@ JOB_KEYS = {
     "plan.virtual_stages": "count", "search.seconds": "real", "search.plans": "count", "search.must_fit": "switch",
     "overlap.tensor": "switch", "overlap.keep_gathered": "whole", "overlap.bucket_bytes": "count",
     "checkpoint.every": "whole", "checkpoint.keep": "count", "observe.log_every": "count",
-    "observe.step_timeout_seconds": "real", "observe.trace": "switch", "comm.route": "word",
-    "comm.gather_messages": "switch", "extends": "path", "name": "word", "model": "table", "data": "table",
+    "observe.step_timeout_seconds": "real", "observe.trace": "switch", "comm.gather_messages": "switch",
+    "extends": "path", "name": "word", "model": "table", "data": "table",
     "train": "table", "plan": "table",
 }  # fmt: skip
 PLAN_KEYS = {

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
@@ -107,7 +106,7 @@ class PlanBenchmark:
         self._device = world.accelerator
         self._device.overcommits = True  # an overflow is a finding here
         self._measured: list[MeasuredPlan] = []
-        world.configure(preferences=Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster)))
+        world.configure(network=ClusterNetwork(cluster))
         world.enter(phases_of(job.observe).first_step)
 
     def search(self, name: str, families: Sequence[str], space: Space, limits: Limits) -> list[Candidate]:

@@ -14,7 +14,7 @@ issues 209 and 450), nearly all of 10 Gb/s.
 import math
 from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork, CostLine, Form
+from hpctrain.comm.network import ClusterNetwork, GroupShape
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.links import PairLink
@@ -106,26 +106,26 @@ class NcclNetwork(ClusterNetwork):
         return wire.share * (share if is_plugged else max(share, MOVED_SHARES.get(wire, 0.0)))
 
     def flat_seconds(
-        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: CostLine
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, bandwidth: float
     ) -> float:
         if link.is_measured:
-            return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, line)
-        return collective_seconds(operation, num_bytes, num_ranks, link, line.bytes_per_second, self.sums)
+            return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, bandwidth)
+        return collective_seconds(operation, num_bytes, num_ranks, link, bandwidth, self.sums)
 
-    def _by_domains(self, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
+    def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         """Return what a group on several nodes takes: a ring through all of them, by the NICs of all its ranks.
 
         It is as fast as the slowest part of the ring, in a node or between two.
         """
-        part = num_bytes // form.size + 1
-        across = [(size, number, flows[overlapped]) for size, links in form.across for number, _, flows in links]
+        part = num_bytes // shape.size + 1
+        across = [(size, number, flows) for size, links in shape.across for number, _, flows in links]
         lines = [(size, *self._slowest((number,), part, flows)) for size, number, flows in across]
         if any(link.is_measured for _, link, _ in lines):
-            return super()._by_domains(operation, num_bytes, form, overlapped)
-        inside = [domain for domain in form.domains if domain.links]
-        lines += [(1, *self._slowest(domain.links, part, domain.flows[overlapped])) for domain in inside]
-        bandwidth = min(size * line.bytes_per_second for size, _, line in lines)
-        return collective_seconds(operation, num_bytes, form.size, lines[0][1], bandwidth, False)
+            return super()._by_domains(operation, num_bytes, shape)
+        inside = [domain for domain in shape.domains if domain.links]
+        lines += [(1, *self._slowest(domain.links, part, domain.flows)) for domain in inside]
+        bandwidth = min(size * each for size, _, each in lines)
+        return collective_seconds(operation, num_bytes, shape.size, lines[0][1], bandwidth, False)
 
 
 class ScatteringNetwork(NcclNetwork):

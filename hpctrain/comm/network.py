@@ -1,11 +1,11 @@
-"""How long messages and collectives take on a described cluster, and which algorithm a collective takes. Pure.
+"""Seconds of messages and collectives on a described cluster, and the algorithms that collectives take. Pure.
 
 The planner prices with it and the communicator chooses by it: the same links, the same overhead, the same decision.
 
 A group on one node, or with one rank on each node, communicates flat. A group with several families, or with several
 ranks on several nodes, communicates by domains (`comm/collectives/hierarchical.py`): reduce-scatter inside, exchange of
 shards across, all-gather inside. Ranks of a node that use the same NIC at the same time share it. Groups of the same
-form have the same times, which are computed once.
+shape have the same times, which are computed once.
 
 Flat algorithms are those of Thakur, Rabenseifner and Gropp (2005): a message of n bytes takes latency + n / bandwidth.
 """
@@ -23,24 +23,8 @@ from hpctrain.config.errors import LaunchError
 from hpctrain.config.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 
 KEPT = 1 << 16
-
-
-class CostLine(NamedTuple):
-    """What messages take on a link, as far as a flat collective goes by it."""
-
-    latency_seconds: float
-    bytes_per_second: float
-    overhead_seconds: float
-
-
-def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int, line: CostLine) -> float:
-    """Return what a flat collective of `num_bytes` (the whole tensor's) takes: an exchange, or doubling."""
-    if algorithm == "doubling":
-        rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
-        return rounds * (line.latency_seconds + num_bytes / line.bytes_per_second)
-    once = line.latency_seconds + (num_ranks - 2) * line.overhead_seconds
-    share = num_bytes * (num_ranks - 1) / num_ranks / line.bytes_per_second
-    return (2 if operation == "all_reduce" else 1) * (once + share)
+LEAST_SECONDS = 1e-12
+"""Links without a latency, as those of ranks that share a device, count as having this one."""
 
 
 def _scratch_of_exchange(num_bytes: int, num_ranks: int) -> int:
@@ -48,37 +32,34 @@ def _scratch_of_exchange(num_bytes: int, num_ranks: int) -> int:
     return min(num_bytes // num_ranks, SEGMENT_BYTES) * (num_ranks - 1)
 
 
-Flows = tuple[int, int]
-"""How many ranks share a NIC: those of the group, and those of concurrent groups."""
-ALONE, CONCURRENT = 0, 1
-
-
-class Form(NamedTuple):
-    """Of a group, and of concurrent ones: all that its collectives' times depend on. Links are by number."""
+class GroupShape(NamedTuple):
+    """All that the times of a group's collectives depend on, where others communicate too. Links are by number."""
 
     size: int
     links: tuple[int, ...]
-    """Between neighbours, for who communicates flat; those that are equal once."""
-    flows: Flows = (1, 1)
-    """The largest number of flows that share these links."""
-    domains: tuple["Form", ...] = ()
-    """For who does it by domains; those that are equal once."""
+    """The links between neighbours, each kind once: a flat collective takes as long as by the slowest of them."""
+    flows: int = 1
+    """The largest number of ranks that share the NIC of one of these links, of this group and of concurrent ones."""
+    domains: tuple["GroupShape", ...] = ()
+    """The shapes of its domains, each once; empty where the group communicates flat."""
     num_domains: int = 0
-    across: tuple["Across", ...] = ()
-    """How domains exchange with all others; those that are equal once."""
+    across: tuple["InterDomainLinks", ...] = ()
+    """The links by which domains send to the others, each kind of domain once."""
 
 
-class Across(NamedTuple):
+class InterDomainLinks(NamedTuple):
+    """The links by which the ranks of one domain send to the other domains."""
+
     size: int
-    """Of the domain that sends."""
-    links: tuple[tuple[int, int, Flows], ...]
-    """By which it sends, and to how many domains."""
+    """The ranks of the domain that sends."""
+    links: tuple[tuple[int, int, int], ...]
+    """Each link, the number of domains that it leads to, and the number of flows that share it."""
 
 
 class OnNode(NamedTuple):
     ranks: list[int]
     indices: tuple[int, ...]
-    """Of their devices on it."""
+    """The numbers of their devices on the node."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +68,7 @@ class Crowd:
 
     of_node: dict[int, OnNode]
     of_family: dict[str, int]
-    """How many they are."""
+    """The number of these ranks in each family."""
 
 
 class Port(NamedTuple):
@@ -112,10 +93,10 @@ class ClusterNetwork:
         self._number = lru_cache(KEPT)(self._number_of_link)
         self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])  # pyright: ignore[reportOptionalSubscript]
         self.ports = lru_cache(KEPT)(self._ports_between)
-        self._form = lru_cache(KEPT)(self._form_of)
+        self._shape = lru_cache(KEPT)(self._shape_of)
         self._domains = lru_cache(KEPT)(self._domains_of)
         self.crowd = lru_cache(KEPT)(self._crowd_of)
-        self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
+        self._seconds_by = lru_cache(KEPT)(self._compute_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse a plan of more ranks than there are devices. Raises LaunchError."""
@@ -136,7 +117,7 @@ class ClusterNetwork:
 
     @cached_property
     def _is_even(self) -> bool:
-        """Whether nodes' own links are no faster than those between nodes."""
+        """Nodes' own links are no faster than those between nodes."""
         speeds = {where: link.message_bytes_per_second for where, link in slowest_links(self.cluster).items()}
         return len(speeds) < 2 or speeds["inside"] <= speeds["across"]
 
@@ -196,15 +177,17 @@ class ClusterNetwork:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def group_seconds(
-        self, operation: str, num_bytes: float, ranks: Sequence[int], overlapped: Crowd | None = None
+        self, operation: str, num_bytes: float, ranks: Sequence[int], concurrent: Crowd | None = None
     ) -> float:
         """Return the seconds of a collective of `num_bytes` (the whole tensor's bytes).
 
-        Meanwhile all ranks `overlapped` do the same in groups like this one, which is one of them.
+        Assumes that `concurrent` ranks run the same collective at once, in groups of this shape.
         """
-        if len(ranks) < 2:
+        ranks, num_bytes = tuple(ranks), int(num_bytes)
+        if len(ranks) < 2 or not num_bytes:
             return 0.0
-        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), overlapped), CONCURRENT)
+        algorithm = self.algorithm(operation, num_bytes, ranks)
+        return self._seconds_by(algorithm, operation, num_bytes, self._shape(ranks, concurrent))
 
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.
@@ -212,8 +195,11 @@ class ClusterNetwork:
         It assumes that the group is alone, for its ranks do not know who else communicates. Without `by_domains`
         only the flat ones count.
         """
-        form = self._form(tuple(ranks), None)
-        return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))
+        shape = self._shape(tuple(ranks), None)
+        options = candidates(operation, num_bytes, shape.size, by_domains and bool(shape.domains))
+        if len(options) == 1:
+            return options[0]
+        return min(options, key=lambda option: self._seconds_by(option, operation, num_bytes, shape))
 
     def scratch_bytes(self, operation: str, num_bytes: int, ranks: Sequence[int], rank: int) -> int:
         """Return the bytes that a sum of `num_bytes` takes on ranks like `rank`, on top of the whole and the result.
@@ -242,24 +228,24 @@ class ClusterNetwork:
         is_packed = tuple(itertools.chain(*domains)) == tuple(range(len(ranks)))
         return [(len(domain), {devices[ranks[place]].family for place in domain}) for domain in domains], is_packed
 
-    def _form_of(self, ranks: tuple[int, ...], overlapped: Crowd | None) -> Form:
-        """Return the form of a group.
+    def _shape_of(self, ranks: tuple[int, ...], concurrent: Crowd | None) -> GroupShape:
+        """Return the shape of a group, where `concurrent` ranks communicate too, in groups like this one.
 
         There are as many groups at once as its families have ranks for: those that have none take turns.
         """
         own = self._crowd_of(ranks)
-        every = overlapped or own
+        every = concurrent or own
         num_groups = min(-(-every.of_family.get(f, n) // n) for f, n in own.of_family.items())
-        known: dict[tuple, Flows] = {}
+        known: dict[tuple, int] = {}
 
-        def flows(rank: int, target: int) -> Flows:
+        def flows(rank: int, target: int) -> int:
             device = self.cluster.devices[rank]
             mine = own.of_node[device.node]
             all_of_node = every.of_node.get(device.node, mine)
             like = device.table, device.index, self._number(rank, target), mine.indices, all_of_node.indices
             if like not in known:
                 alone = self.flows(rank, mine.ranks, target)
-                known[like] = alone, min(self.flows(rank, all_of_node.ranks, target), num_groups * alone)
+                known[like] = min(self.flows(rank, all_of_node.ranks, target), num_groups * alone)
             return known[like]
 
         return self._with_flows(ranks, flows)
@@ -274,102 +260,97 @@ class ClusterNetwork:
         devices = self.cluster.devices
         return Crowd({n: OnNode(r, tuple(devices[rank].index for rank in r)) for n, r in of_node.items()}, of_family)
 
-    def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], Flows]) -> Form:
-        """Return the form of a group, or of a domain in one, whose ranks send so many flows to a target."""
+    def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
+        """Return the shape of a group, or of a domain in one, whose ranks send so many flows to a target."""
         route, neighbours = self._topology.route(ranks), list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
         links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
-        flat = Form(len(ranks), links, _most(flows(*pair) for pair in neighbours))
+        flat = GroupShape(len(ranks), links, max(flows(*pair) for pair in neighbours))
         if route.kind != "hierarchical":
             return flat
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
         sources: dict[tuple, tuple[int, ...]] = {}
         for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True):
             table = self.cluster.devices[domain[0]].table
-            sources.setdefault((table, len(domain), _most(flows(rank, other[0]) for rank in domain)), domain)
+            sources.setdefault((table, len(domain), max(flows(rank, other[0]) for rank in domain)), domain)
         across = (self._across(domain, domains, flows) for domain in sources.values())
         equivalent = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
         return flat._replace(domains=equivalent, num_domains=len(domains), across=tuple(dict.fromkeys(across)))
 
     def _across(
-        self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], Flows]
-    ) -> Across:
+        self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], int]
+    ) -> InterDomainLinks:
         targets: dict[int, list[int]] = {}
         for other in domains:
             if other is not domain:
                 targets.setdefault(self._number(domain[0], other[0]), []).append(other[0])
-        shared = {link: _most(flows(rank, to[0]) for rank in domain) for link, to in targets.items()}
-        return Across(len(domain), tuple((link, len(to), shared[link]) for link, to in targets.items()))
+        shared = {link: max(flows(rank, to[0]) for rank in domain) for link, to in targets.items()}
+        return InterDomainLinks(len(domain), tuple((link, len(to), shared[link]) for link, to in targets.items()))
 
-    def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], Flows]) -> Form:
-        """Return the form of a domain; of one that needs no NIC it is the same for whatever group."""
+    def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
+        """Return the shape of a domain; of one that needs no NIC it is the same for whatever group."""
         is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
-        return self._form(ranks, None) if is_on_node else self._with_flows(ranks, flows)
+        return self._shape(ranks, None) if is_on_node else self._with_flows(ranks, flows)
 
-    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
-        if form.size == 1 or not num_bytes:
-            return 0.0
-        return self._seconds_by(self._cheapest(operation, num_bytes, form), operation, num_bytes, form, overlapped)
-
-    def _cheapest(self, operation: str, num_bytes: int, form: Form) -> str:
-        result = candidates(operation, num_bytes, form.size, bool(form.domains))
-        if len(result) == 1:
-            return result[0]
-        return min(result, key=lambda each: self._seconds_by(each, operation, num_bytes, form, ALONE))
-
-    def _seconds_by(self, algorithm: str, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
-        """Return what a collective takes by an algorithm, alone or with other groups."""
+    def _compute_seconds(self, algorithm: str, operation: str, num_bytes: int, shape: GroupShape) -> float:
+        """Compute what a collective takes by an algorithm."""
         if algorithm == "domains":
-            return self._by_domains(operation, num_bytes, form, overlapped)
-        message_bytes = num_bytes if algorithm == "doubling" else num_bytes // form.size + 1
-        link, line = self._slowest(form.links, message_bytes, form.flows[overlapped])
-        return self.flat_seconds(algorithm, operation, num_bytes, form.size, link, line)
+            return self._by_domains(operation, num_bytes, shape)
+        message_bytes = num_bytes if algorithm == "doubling" else num_bytes // shape.size + 1
+        link, bandwidth = self._slowest(shape.links, message_bytes, shape.flows)
+        return self.flat_seconds(algorithm, operation, num_bytes, shape.size, link, bandwidth)
 
     def flat_seconds(
-        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: CostLine
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, bandwidth: float
     ) -> float:
-        """Return what a flat collective takes whose slowest link is `link`, on which messages take what `line` says."""
-        return flat_seconds(algorithm, operation, num_bytes, num_ranks, line)
+        """Return what an exchange or doubling takes whose slowest link is `link`, which gives it so much bandwidth."""
+        latency = max(link.latency_seconds, LEAST_SECONDS)
+        if algorithm == "doubling":
+            rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
+            return rounds * (latency + num_bytes / bandwidth)
+        once = latency + (num_ranks - 2) * link.overhead_seconds
+        share = num_bytes * (num_ranks - 1) / num_ranks / bandwidth
+        return (2 if operation == "all_reduce" else 1) * (once + share)
 
-    def _by_domains(self, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
+    def _inside_seconds(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
+        """Return what a reduce-scatter or an all-gather takes inside a domain."""
+        if shape.size == 1:
+            return 0.0
+        return self._seconds_by("domains" if shape.domains else "exchange", operation, num_bytes, shape)
+
+    def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         if operation == "all_reduce":
-            return sum(self._seconds_of(part, num_bytes, form, overlapped) for part in ("reduce_scatter", "all_gather"))
+            return sum(self._seconds_by("domains", o, num_bytes, shape) for o in ("reduce_scatter", "all_gather"))
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
-        count = form.num_domains
+        count = shape.num_domains
         part = num_bytes // count + 1
-        inside = max(self._seconds_of(operation, part, domain, overlapped) for domain in form.domains)
+        inside = max(self._inside_seconds(operation, part, domain) for domain in shape.domains)
         one = every = 0.0
-        for size, links in form.across:
+        for size, links in shape.across:
             of_fabric: dict[str | None, float] = {}  # each by NICs of its own
             for link, to, flows in links:
-                one = max(one, self._message_seconds(link, part / size, flows[overlapped]))
+                one = max(one, self._message_seconds(link, part / size, flows))
                 fabric = self._numbered[link].fabric
-                sent = self._message_seconds(link, to * part / size, flows[overlapped])
+                sent = self._message_seconds(link, to * part / size, flows)
                 sent += (to - 1) * self._numbered[link].overhead_seconds
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
-        across = self._fabrics(form._replace(links=(), domains=()))
-        if any(across & self._fabrics(domain) for domain in form.domains):  # whose NICs have to do both
+        across = self._fabrics(shape._replace(links=(), domains=()))
+        if any(across & self._fabrics(domain) for domain in shape.domains):  # whose NICs have to do both
             return count * inside + every
         if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
             return max(count * inside, inside + every, (count - 1) * inside + one)
         return max(inside, every) + (count - 1) * inside  # its own part meanwhile, the others when all are there
 
-    def _fabrics(self, form: Form) -> set[str]:
+    def _fabrics(self, shape: GroupShape) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""
-        links = {*form.links, *(link for across in form.across for link, _, _ in across.links)}
+        links = {*shape.links, *(link for across in shape.across for link, _, _ in across.links)}
         result = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
-        return result.union(*map(self._fabrics, form.domains))
+        return result.union(*map(self._fabrics, shape.domains))
 
-    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, CostLine]:
-        """Return the slowest of some links, and a line through its messages of no bytes and of `num_bytes`."""
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, float]:
+        """Return the slowest of some links for a message of `num_bytes`, and its bandwidth after the latency."""
         seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
         slowest = max(seconds)
         link = self._numbered[links[seconds.index(slowest)]]
-        latency = max(link.latency_seconds, 1e-12)
-        return link, CostLine(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
-
-
-def _most(flows: Iterable[Flows]) -> Flows:
-    alone, overlapped = zip(*flows, strict=True)
-    return max(alone), max(overlapped)
+        return link, num_bytes / max(slowest - max(link.latency_seconds, LEAST_SECONDS), 1e-15)

@@ -1,16 +1,20 @@
-"""What groups of ranks are made by: devices, routes, a tracer, and whether they are rehearsed."""
+"""The settings by which groups of ranks are made: places, network, devices, tracer, rehearsal."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.instruments import UNTRACED, Pace, Tracer
-from hpctrain.comm.topology import Preferences, Topology
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.topology import Topology, candidates
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.routes.abilities import Devices
     from hpctrain.comm.routes.transport import Transport
+
+KEPT_CHOICES = 256
 
 
 class Rehearsal(Protocol):
@@ -34,10 +38,26 @@ class Settings:
     """Everything that decides how a group communicates. Frozen: `World.configure` replaces it as a whole."""
 
     topology: Topology
-    preferences: Preferences = field(default_factory=Preferences)
-    """Routes and algorithms, with the network that chooses them. The same on all ranks."""
+    network: ClusterNetwork | None = None
+    """The cluster that the ranks are; None until it is known. It chooses algorithms, which can change a bit of the
+    result, so it is the same on all ranks."""
     accelerator: "Accelerator | None" = None
     devices: "Devices | None" = None
     """The devices of all ranks. None: groups are for tensors of the host."""
     tracer: Tracer = UNTRACED
     rehearsal: Rehearsal | None = None
+
+    def algorithm_by_bytes(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[int], str]:
+        """Return what names the algorithm of a group's all-reduce by its bytes; `by_domains` as in `candidates`.
+
+        It names the same one on all ranks of the group.
+        """
+        ranks, network = tuple(ranks), self.network
+
+        @lru_cache(KEPT_CHOICES)
+        def choose(num_bytes: int) -> str:
+            if network is None:
+                return candidates("all_reduce", num_bytes, len(ranks), by_domains)[0]
+            return network.algorithm("all_reduce", num_bytes, ranks, by_domains)
+
+        return choose

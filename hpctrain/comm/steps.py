@@ -14,7 +14,7 @@ Ready = Callable[[], bool]
 
 
 class Pending(NamedTuple):
-    """What an operation waits for before it can take its next step."""
+    """A condition that an operation waits for before it can take its next step."""
 
     ready: Ready
     """Polled; once it was true it is not called again."""

@@ -1,15 +1,11 @@
-"""Where ranks are, and by which route a group of them communicates: pure functions, no MPI needed."""
+"""The places of ranks, and the routes by which groups of them communicate: pure functions, no MPI needed."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.config.cluster import Cluster
-
-if TYPE_CHECKING:
-    from hpctrain.comm.network import ClusterNetwork
 
 MOST_DOUBLED_BYTES = 1 << 20
 """Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""
@@ -17,7 +13,6 @@ LEAST_PART_BYTES = 8
 """Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
 SEGMENT_BYTES = 4 << 20
 """Bounds the memory for what is received before it is reduced: this much from each peer at once."""
-KEPT_CHOICES = 256
 SAME_MEMORY = 1.1
 """Devices of one name are of one family up to this ratio of their memory: drivers and ECC take a few percent of it."""
 GIB = 1 << 30
@@ -28,7 +23,7 @@ DOMAIN = ":"
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """The host and the family of a rank."""
 
     host: str
     family: str
@@ -69,8 +64,8 @@ def places_of(cluster: Cluster) -> tuple[Place, ...]:
 def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool) -> list[str]:
     """Return the algorithms from which a group may choose; the first one where nothing is known of its links.
 
-    `by_domains` says whether it has domains. A ring sends the same bytes as an exchange, and takes a latency more for
-    each rank: it is taken where a job asks for it.
+    `by_domains` says whether it has domains. There is no ring: it sends the same bytes as an exchange, and takes a
+    latency more for each rank.
     """
     if operation != "all_reduce":
         return ["domains" if by_domains else "exchange"]
@@ -81,37 +76,8 @@ def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool)
 
 
 @dataclass(frozen=True)
-class Preferences:
-    """What decides between routes and algorithms, the same on all ranks, since it can change a bit of the result."""
-
-    route: str = "auto"
-    """auto, or for the groups that have a choice: messages (as if all distances were equal), hierarchical (by family
-    and host)."""
-    algorithm: str = "auto"
-    """auto (by `network`), exchange, ring or doubling, for collectives over messages."""
-    network: "ClusterNetwork | None" = None
-    """Of the cluster that the ranks are; None until it is known."""
-
-    def chooser(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[str, int], str]:
-        """Return what names the algorithm of a group's collective, by operation and bytes; `by_domains` as in
-        `candidates`. It names the same one on all ranks of the group."""
-        ranks, asked = tuple(ranks), self.algorithm
-
-        @lru_cache(KEPT_CHOICES)
-        def choose(operation: str, num_bytes: int) -> str:
-            first = candidates(operation, num_bytes, len(ranks), by_domains)[0]
-            if asked != "auto" and first != "domains":
-                return "exchange" if asked == "doubling" and operation != "all_reduce" else asked
-            if asked != "auto" or self.network is None:
-                return first
-            return self.network.algorithm(operation, num_bytes, ranks, by_domains)
-
-        return choose
-
-
-@dataclass(frozen=True)
 class Route:
-    """How a group communicates."""
+    """The way a group communicates."""
 
     kind: str
     """alone, shared (memory of one host), messages or hierarchical."""
@@ -134,7 +100,7 @@ class Topology:
 
     @property
     def has_devices(self) -> bool:
-        """Whether any rank computes on something else than its host."""
+        """Some rank computes on something else than its host."""
         return any(place.kind != "cpu" for place in self.places)
 
     def ranks_of(self, family: str) -> tuple[int, ...]:
@@ -155,7 +121,7 @@ class Topology:
             result.setdefault(getattr(self.places[rank], by), []).append(position)
         return tuple(tuple(positions) for positions in result.values())
 
-    def route(self, ranks: Sequence[int], asked: str = "auto") -> Route:
+    def route(self, ranks: Sequence[int]) -> Route:
         """Return the route of a group.
 
         | route        | who                                            | summed by                          |
@@ -163,16 +129,14 @@ class Topology:
         | alone        | one rank                                       |                                    |
         | shared       | all on one host                                | everybody a part, in order of rank |
         | hierarchical | several families, or hosts with several ranks  | inside the domains, then across    |
-        | messages     | on different hosts, pretended, or asked for    | by algorithm, see `comm.flat`      |
+        | messages     | on different hosts, or pretended               | by algorithm, see `collectives`    |
 
         Waiting ranks yield the core, then sleep, on every route.
         """
         if len(ranks) == 1:
             return Route("alone", "a single rank")
-        if asked == "messages":
-            return Route("messages", "asked for")
         hosts, families = self.domains(ranks, "host"), self.domains(ranks, "family")
-        if asked == "auto" and len(hosts) == 1 and self.shares_memory:
+        if len(hosts) == 1 and self.shares_memory:
             return Route("shared", f"all on host {self.places[ranks[0]].host}")
         if 1 < len(families) < len(ranks):
             names = ", ".join(f"{len(d)} {self.places[ranks[d[0]]].family}" for d in families)
@@ -181,6 +145,4 @@ class Topology:
             return Route("hierarchical", f"{len(hosts)} hosts with several ranks", hosts)
         if len(hosts) > 1:
             return Route("messages", f"on {len(hosts)} hosts, one rank each")
-        if not self.shares_memory:
-            return Route("messages", f"all on host {self.places[ranks[0]].host}, which is pretended")
-        return Route("shared", f"all on host {self.places[ranks[0]].host}")
+        return Route("messages", f"all on host {self.places[ranks[0]].host}, which is pretended")

@@ -20,7 +20,7 @@ from hpctrain.comm.instruments import Instruments, Tracer
 from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
-from hpctrain.comm.topology import DOMAIN, Place, Preferences, Topology, split_families
+from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
 from hpctrain.config.errors import HpctrainError, LaunchError
@@ -118,10 +118,6 @@ class World:
         return self.settings.topology
 
     @property
-    def preferences(self) -> Preferences:
-        return self.settings.preferences
-
-    @property
     def accelerator(self) -> "Accelerator | None":
         return self.settings.accelerator
 
@@ -135,7 +131,7 @@ class World:
 
     def is_near(self, one: int, other: int) -> bool:
         """Say whether a message between two ranks stays where links are fast; all ranks say the same."""
-        network = self.preferences.network
+        network = self.settings.network
         return network.is_near(one, other) if network else self.topology.are_together(one, other)
 
     def enter(self, phase: Phase) -> None:

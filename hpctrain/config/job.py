@@ -291,10 +291,6 @@ class Observe(Table):
 
 
 class Comm(Table):
-    route: Literal["auto", "messages", "hierarchical"] = "auto"
-    """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
-    algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
-    """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
     gather_messages: bool = True
     """Whether the y ranks of a stage each receive a part over a slow link and gather it. The numbers are equal."""
 

@@ -6,9 +6,13 @@ runs live on. A job file of a person is refused with what to write instead.
 
 import sys
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 REMOVED = {
+    "comm.algorithm": "remove the line: hpctrain takes the fastest algorithm by the links of the cluster",
+    "comm.route": "remove the line: where the ranks of a group are decides how they communicate",
     "observe.timeout_seconds": "set observe.step_timeout_seconds",
     "plan.chunks": "set plan.virtual_stages",
     "products": "remove the section: products are no longer tuned",
@@ -25,10 +29,14 @@ def say_on_stderr(text: str) -> None:
 
 
 def without_removed(tree: dict[str, Any], where: str, say: Callable[[str], None] = ignore) -> dict[str, Any]:
-    """Return the job that hpctrain wrote, as plain data, without keys that are gone; say for each that it was there."""
+    """Return the job that hpctrain wrote, as plain data, without keys that are gone; say for each that it was there.
+
+    Those whose value was "auto" had no effect before, so nothing is said of them.
+    """
     for key in removed_keys(tree):
         *sections, last = key.split(".")
-        say(f"{where}: {key} is of an older version and has no effect any more; now: {REMOVED[key]}")
+        if reduce(getitem, sections, tree)[last] != "auto":
+            say(f"{where}: {key} is of an older version and has no effect any more; now: {REMOVED[key]}")
         tree = _without(tree, sections, last)
     return tree
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.process import StopSignals
-from hpctrain.comm.topology import Place, Preferences
+from hpctrain.comm.topology import Place
 from hpctrain.config.cluster import part_of
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
@@ -344,16 +344,14 @@ def predict_step(job: Job, facts: Facts) -> Resolution:
 
 def choose_algorithms(job: Job, facts: Facts) -> Resolution:
     """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
-    comm, world, described = job.comm, facts.world, facts.described
+    world, described = facts.world, facts.described
     network = ClusterNetwork(facts.links_of or without_profiles(described.cluster))
-    world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
-    if comm.algorithm != "auto":
-        return Resolution(job, facts)
+    world.configure(network=network)
     everybody = range(world.size)
-    is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
+    is_shared = world.topology.route(everybody).kind in ("alone", "shared")
     choice = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
     source = facts.resume_from if facts.links_of else described.name
-    return Resolution(job, facts, {"comm.algorithm": f"{choice}, by the links of {source}"})
+    return Resolution(job, facts, {"algorithms": f"{choice}, by the links of {source}"})
 
 
 def choose_kernels(job: Job, facts: Facts) -> Resolution:

@@ -279,7 +279,7 @@ class TrainingRun:
     def _about(self) -> dict[str, str]:
         from hpctrain.checkpoint.format import KEPT
 
-        network = self._world.preferences.network
+        network = self._world.settings.network
         assert network is not None, "a prepared run has one"
         tokenizer = self._prepared.source.tokenizer_json or ""
         kept = {KEPT: self._world.on_first_rank(self._kept)}

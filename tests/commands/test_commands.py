@@ -72,14 +72,14 @@ def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
     assert resolved["train"]["dtype"] in ("fp32", "bf16")
     assert resolved["model"]["vocab_size"] == 256
     reasons = (folder / "auto" / "resolved.toml").read_text()
-    for key in ("train.dtype", "plan", "comm.algorithm"):
+    for key in ("train.dtype", "plan", "algorithms"):
         assert f"# {key}: " in reasons
     assert "search: " in done.out and "every choice and its reason: auto/resolved.toml" in done.out
     arguments[3] = "train.steps=2"  # what can change a bit is that of the checkpoint, whatever the clock says now
     again = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
     assert again.code == 0, again.err
     reasons = (folder / "auto" / "resolved.toml").read_text()
-    assert "# comm.algorithm: none: ranks share one host's memory, by the links of auto/checkpoints/" in reasons
+    assert "# algorithms: none: ranks share one host's memory, by the links of auto/checkpoints/" in reasons
 
 
 @pytest.mark.timeout(120)

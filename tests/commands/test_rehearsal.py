@@ -63,7 +63,7 @@ def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, fo
         assert done.code == 0, done.err
         return (folder / "runs" / run / "resolved.toml").read_text()
 
-    assert "# comm.algorithm: all-reduces of 4 ranks by doubling up to " in train("by-fast", "fast.toml")
+    assert "# algorithms: all-reduces of 4 ranks by doubling up to " in train("by-fast", "fast.toml")
     train("by-slow", "slow.toml")
     train("moved", "fast.toml", "--stop-after", "1")
     summary = train("moved", "slow.toml")

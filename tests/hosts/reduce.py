@@ -1,4 +1,4 @@
-"""All ranks add up a tensor several times: `reduce.py ROUTE ALGORITHM NUM_BYTES REPEATS`.
+"""All ranks add up a tensor several times: `reduce.py ROUTE NUM_BYTES REPEATS`, by domains or as one of them.
 
 Prints, as JSON, the seconds of each time, and for each rank the bytes that it says it sent to each other one.
 """
@@ -6,16 +6,18 @@ Prints, as JSON, the seconds of each time, and for each rank the bytes that it s
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
-from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 
 
-def main(route: str, algorithm: str, num_bytes: int, repeats: int) -> None:
+def main(route: str, num_bytes: int, repeats: int) -> None:
     world = World.start(timeout_seconds=30)
-    world.configure(preferences=Preferences(route, algorithm))
+    if route == "messages":
+        alike = tuple(place._replace(family="alike") for place in world.topology.places)
+        world.configure(topology=replace(world.topology, places=alike))
     comm = world.group(range(world.size))
     values = torch.arange(num_bytes // 4, dtype=torch.float32) % 1000
     seconds = []
@@ -33,4 +35,4 @@ def main(route: str, algorithm: str, num_bytes: int, repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

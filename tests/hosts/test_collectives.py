@@ -14,12 +14,12 @@ NUM_BYTES, REPEATS = 4_000_000, 4
 # Headers and acknowledgements of the other direction; starting and ending the job.
 OVERHEAD, START_BYTES = 1.08, 400_000
 # Of a tensor, over 4 ranks in 2 domains of 2: what leaves a domain.
-CROSSING = {"hierarchical": 1.0, "messages": 1.5}
+CROSSING = {"hierarchical": 1.0, "messages": 2.0}
 
 
 def all_reduce(network, route: str) -> tuple[float, object]:
     """Return the median seconds of an all-reduce, and the run; check the bytes."""
-    command = [sys.executable, REDUCE, route, "ring", NUM_BYTES, REPEATS]
+    command = [sys.executable, REDUCE, route, NUM_BYTES, REPEATS]
     done = network.run(command, cwd=Path(__file__).parents[2], timeout_seconds=60)
     assert done.code == 0, done.err
     summary = json.loads(done.out)
@@ -35,11 +35,11 @@ def all_reduce(network, route: str) -> tuple[float, object]:
 
 
 @pytest.mark.timeout(150)
-def test_by_domains_beats_a_flat_ring_by_the_bytes_over_the_slow_link(network):
+def test_by_domains_beats_a_flat_exchange_by_the_bytes_over_the_slow_link(network):
     others = OtherPrograms()
-    ring, _ = all_reduce(network, "messages")
+    flat, _ = all_reduce(network, "messages")
     hierarchical, _ = all_reduce(network, "hierarchical")
     predicted = CROSSING["messages"] / CROSSING["hierarchical"]
-    print(f"flat ring {ring:.3f} s, by domains {hierarchical:.3f} s: {ring / hierarchical:.2f}, by bytes {predicted}")
+    print(f"flat {flat:.3f} s, by domains {hierarchical:.3f} s: {flat / hierarchical:.2f}, by bytes {predicted}")
     with unless_busy(others):
-        assert ring / hierarchical == pytest.approx(predicted, rel=0.2)
+        assert flat / hierarchical == pytest.approx(predicted, rel=0.2)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.instruments import UNTRACED
+from hpctrain.comm.settings import Settings
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.job import Job, Train, load_job
@@ -34,6 +36,11 @@ MODELS = {
     "gpt2": {"architecture": "gpt2", "tie_head": True},
     "llama": {"architecture": "llama", "num_kv_heads": 2, "ffn_size": 64},
 }
+
+
+def by(route: str, settings: Settings) -> Settings:
+    """Return settings of groups whose ranks on one host send messages, or share its memory where `route` is auto."""
+    return replace(settings, topology=replace(settings.topology, shares_memory=route != "messages"))
 
 
 def write_tokens(path: Path) -> Path:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
@@ -20,7 +19,7 @@ from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters
 from tests.ranks.punctual import TOO_LATE, punctual_step
-from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
+from tests.ranks.small_runs import by, curve_and_weights, make_job, rehearsed_world
 
 FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
 DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
@@ -50,7 +49,7 @@ def for_plan(plan: Plan, *extra_warmup: int) -> Plan:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("route", ["auto", "messages"])
 def test_more_in_flight_are_the_same_bits(world, tokens, route, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
+    monkeypatch.setattr(world, "settings", by(route, world.settings))
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
     for stages, data, extra_warmup in layouts[world.size]:

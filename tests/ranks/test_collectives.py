@@ -1,9 +1,10 @@
 """Collectives and channels against a float64 reference, over random groups, sizes, dtypes and routes."""
 
-import dataclasses
 import itertools
 import time
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 
 from hpctrain.comm.collectives.shared import SLOT_BYTES
 from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.settings import Settings
+from hpctrain.comm.topology import Place, Topology, candidates
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import by
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 INTEGERS = {"int64": torch.int64, "int32": torch.int32}
@@ -26,26 +29,24 @@ ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11, "fp64": 1e-14}
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([2048, 2049, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4 * 2 + 5]))
 
 
-@contextmanager
-def preferring(world, **preferences):
-    """Make groups as preferred, while it lasts."""
-    before = world.preferences
-    world.configure(preferences=dataclasses.replace(before, **preferences))
-    try:
-        yield
-    finally:
-        world.configure(preferences=before)
+def doubling(operation: str, num_bytes: int, ranks, by_domains: bool) -> str:
+    """Choose as networks do whose links make doubling the fastest where there are no domains."""
+    first = candidates(operation, num_bytes, len(ranks), by_domains)[0]
+    return first if first == "domains" else "doubling"
+
+
+NETWORKS = {"exchange": None, "doubling": SimpleNamespace(algorithm=doubling)}
+"""By the algorithm of all-reduces over messages."""
 
 
 @contextmanager
-def placed(world, hosts, families):
-    """Pretend that ranks are on these hosts and in these families."""
-    before = world.topology
-    world.configure(topology=Topology(tuple(Place(*p) for p in zip(hosts, families, strict=True))))
+def having(world, settings: Settings):
+    """Make groups by other settings, while it lasts."""
+    before, world.settings = world.settings, settings
     try:
         yield
     finally:
-        world.configure(topology=before)
+        world.settings = before
 
 
 @st.composite
@@ -57,8 +58,8 @@ def cases(draw):
     ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, size))]
     counts = draw(st.lists(st.integers(0, 3000), min_size=len(ranks), max_size=len(ranks)))
     return {
-        "route": draw(st.sampled_from(["auto", "messages", "hierarchical"])),
-        "algorithm": draw(st.sampled_from(["auto", "exchange", "ring", "doubling"])),
+        "shares_memory": draw(st.booleans()),
+        "algorithm": draw(st.sampled_from(sorted(NETWORKS))),
         "families": draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size)),
         "hosts": draw(st.sampled_from([["h"] * size, [f"h{i % 2}" for i in range(size)]])),
         "ranks": ranks,
@@ -97,9 +98,9 @@ def assert_close(case, result: torch.Tensor, expected: torch.Tensor, op: str):
 def test_collectives_agree_with_a_reference(world, case):
     if world.rank not in case["ranks"]:
         return
-    case = case | {"hosts": case["hosts"] if case["route"] != "auto" else [world.place.host] * world.size}
-    preferences = {"route": case["route"], "algorithm": case["algorithm"]}
-    with placed(world, case["hosts"], case["families"]), preferring(world, **preferences):
+    places = tuple(Place(*place) for place in zip(case["hosts"], case["families"], strict=True))
+    topology, network = Topology(places, case["shares_memory"]), NETWORKS[case["algorithm"]]
+    with having(world, replace(world.settings, topology=topology, network=network)):
         comm = world.group(case["ranks"])
 
     def tensor_of(values: torch.Tensor) -> torch.Tensor:
@@ -176,7 +177,7 @@ def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monke
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["auto", "messages"])
 def test_half_precision_is_summed_in_fp32(world, name):
-    with preferring(world, route=name):
+    with having(world, by(name, world.settings)):
         comm = world.group(range(world.size))
     for size in (8, 20_000):  # both algorithms
         tensor = torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -191,7 +192,7 @@ def test_half_precision_is_summed_in_fp32(world, name):
 @pytest.mark.parametrize("name", ["auto", "messages"])
 def test_channels_keep_order_in_both_directions(world, name):
     peer = world.rank ^ 1
-    with preferring(world, route=name):
+    with having(world, by(name, world.settings)):
         channel = world.channel(peer, num_bytes=4 * 1000, depth=3)
     for size in (1, 1000, 17):  # up to `depth` messages may be in flight in each direction
         channel.send(torch.full((size,), world.rank * 1000.0 + size))
@@ -210,7 +211,7 @@ def test_what_is_expected_arrives_before_it_is_received(world, monkeypatch):
         pytest.skip("this MPI has no threads, and nothing moves while the rank computes")
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     size, number = 4 << 20, 3
-    with preferring(world, route="messages"):
+    with having(world, by("messages", world.settings)):
         channel = world.channel(1 - world.rank, num_bytes=4 * size, depth=1)
         summary = world.group([0, 1])
     if world.rank == 0:

@@ -6,7 +6,6 @@ import pytest
 
 import hpctrain.engine.pipeline as pipeline
 from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import Truth
 from hpctrain.plan.checks import check_plan
@@ -20,6 +19,7 @@ from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (
+    by,
     curve_and_weights,
     curve_of_one_rank,
     go_on,
@@ -74,11 +74,7 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch):
-    monkeypatch.setattr(
-        world,
-        "settings",
-        replace(world.settings, preferences=Preferences(route="messages" if model == "gpt2" else "auto")),
-    )
+    monkeypatch.setattr(world, "settings", by("messages" if model == "gpt2" else "auto", world.settings))
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan

@@ -1,7 +1,6 @@
 """What is overlapped with computation: the same bits, the same bytes, in less time."""
 
 import functools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.architectures.description import inner_of
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
@@ -26,6 +24,7 @@ from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
     Alone,
+    by,
     bytes_of_a_step,
     largest_relative_difference,
     make_job,
@@ -81,7 +80,7 @@ def one_rank(world, tokens, model: str) -> list[float]:
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, route, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
+    monkeypatch.setattr(world, "settings", by(route, world.settings))
     model = "llama" if route == "auto" else "gpt2"
     job = make_job(tokens, model, layout)
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False))
@@ -158,9 +157,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 
     What is recomputed is summed again. Of z see tests/ranks/test_traffic.py.
     """
-    monkeypatch.setattr(
-        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
-    )
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     n, microbatches = world.size, 2
 
     def job_of(**plan):
@@ -228,7 +225,6 @@ TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE})
 def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
-        own.configure(preferences=Preferences(algorithm="exchange"))
         concurrent, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
         device, a, tensor = own.accelerator, torch.ones(256, 256), torch.ones(100_000)
 
@@ -272,7 +268,6 @@ def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
     _, training, _ = open_datasets(job.data, job.train.seed)
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 2.0})) as own:
-        own.configure(preferences=Preferences(algorithm="exchange"))
         prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
         summary = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
         overrun = own.accelerator.overrun

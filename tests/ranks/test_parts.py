@@ -1,12 +1,9 @@
 """Products that are cut by rows, so that their collectives are overlapped: the losses of one rank, the same bits again,
 the same bytes."""
 
-from dataclasses import replace
-
 import pytest
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
@@ -17,7 +14,7 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import predict
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.punctual import Measurement, punctual_step
-from tests.ranks.small_runs import bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world
+from tests.ranks.small_runs import by, bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world
 from tests.ranks.test_sequence_parallel import (
     LAST,
     MICROBATCHES,
@@ -126,8 +123,7 @@ def test_interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit(world,
 def test_parts_move_the_bytes_of_the_whole(
     world, tokens, microbatch, recompute, sequence_parallel, tensor, monkeypatch
 ):
-    preferences = Preferences(route="messages", algorithm="exchange")
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=preferences))
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     plan = {"tensor": tensor, "microbatch": microbatch, "recompute": recompute, "sequence_parallel": sequence_parallel}
     job = make_job(tokens, "llama", plan, shape={"num_kv_heads": 8, "vocab_size": 64}, global_batch=microbatch)
     whole, in_parts = (
@@ -183,7 +179,7 @@ def test_a_rehearsed_step_is_as_much_shorter_as_predicted(world, tokens, grid, r
     predicted = [predict(Setup.of_job(each), plan, APART).step_seconds for each in jobs]
     measurement, result, latest = Measurement(world), [], 0.0
     with rehearsed_world(world, APART, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
-        own.configure(preferences=Preferences(network=ClusterNetwork(APART)))
+        own.configure(network=ClusterNetwork(APART))
         for each in jobs:
             trainer = Trainer(own, own.accelerator, each, plan)
             trainer.initialise()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.config.truth import PretendDevice, Truth
@@ -109,7 +108,6 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
     num_elements, scale = 250_000, 10.0  # slow enough for a busy machine
     measurement = Measurement(world)
     with rehearsed(world, TRUTH.model_copy(update={"time_scale": scale})) as own:
-        own.configure(preferences=Preferences(algorithm="exchange"))
         comm, device = own.group(range(4)), own.accelerator
         virtual = VirtualRanks(PretendedNetwork(CLUSTER))
         domains = [VirtualTransports(virtual, (0, 1)), VirtualTransports(virtual, (2, 3))]
@@ -148,8 +146,8 @@ def _hierarchical(inner, across):
     from hpctrain.comm.collectives.flat import FlatCollectives
     from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 
-    flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
-    return HierarchicalCollectives(*flat, across, [(0, 1), (2, 3)], lambda *_: "domains")
+    flat = [FlatCollectives(transport, lambda _: "domains") for transport in (inner, across)]
+    return HierarchicalCollectives(*flat, [(0, 1), (2, 3)])
 
 
 @pytest.mark.timeout(60)

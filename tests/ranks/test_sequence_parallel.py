@@ -6,21 +6,14 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.architectures.description import inner_of
-from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.comm.topology import Place, Topology
 from hpctrain.config import kernels
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.ranks.small_runs import (
-    Alone,
-    bytes_of_a_step,
-    go_on,
-    largest_relative_difference,
-    losses,
-    make_job,
-)
+from tests.ranks.small_runs import Alone, by, bytes_of_a_step, go_on, largest_relative_difference, losses, make_job
 
 TOLERANCE, STEPS = 1e-5, 20
 ROWS, MICROBATCHES, BLOCKS = 5, 2, 4
@@ -178,8 +171,7 @@ def test_y_moves_the_bytes_of_its_formula_and_stages_send_a_part_each(world, tok
     gathered backward, the head in reverse and gathered once more. Beyond that: the sums of the loss, and once
     a step the gradients of what y does not cut.
     """
-    preferences = Preferences(route="messages", algorithm="exchange")
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=preferences))
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     n, shape = world.size, {"num_kv_heads": 8, "vocab_size": 64}
     plan = {"tensor": {"y": n}, "microbatch": 8, "recompute": recompute, "sequence_parallel": True}
     job = make_job(tokens, "llama", plan, shape=shape)

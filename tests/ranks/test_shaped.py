@@ -200,8 +200,8 @@ def test_a_hierarchical_all_reduce_takes_what_the_fluid_predicts(world):
     domains = [(0, 1), (2, 3)]
 
     def collectives(inner, across):
-        flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
-        return HierarchicalCollectives(*flat, across, domains, lambda *_: "domains")
+        flat = [FlatCollectives(transport, lambda _: "domains") for transport in (inner, across)]
+        return HierarchicalCollectives(*flat, domains)
 
     def contribution(rank: int) -> torch.Tensor:
         return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank))

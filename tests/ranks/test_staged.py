@@ -19,13 +19,13 @@ from hpctrain.comm.routes.abilities import UNPLANNED, Devices, FamilyAbilities
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
-from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.comm.topology import Place, Topology
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeNccl
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job
-from tests.ranks.test_collectives import DTYPES, INTEGERS, assert_close, contribution, reduced
+from tests.ranks.test_collectives import DTYPES, INTEGERS, NETWORKS, assert_close, contribution, reduced
 
 CHUNK_BYTES = 256  # in these tests, so that messages have several
 FAMILIES = {"c": "cpu", "a": "cuda", "b": "cuda"}
@@ -46,8 +46,7 @@ class Pretended:
         world,
         families,
         hosts=None,
-        route="auto",
-        algorithm="auto",
+        algorithm="exchange",
         native=False,
         direct="",
         device=None,
@@ -76,7 +75,7 @@ class Pretended:
         self._made: list[Communicator] = []
         devices = Devices(self.device, known, bridge)
         self.place, self.topology = own, Topology(tuple(places))
-        settings = Settings(self.topology, Preferences(route, algorithm), devices=devices)
+        settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
@@ -122,8 +121,7 @@ def cases(draw):
         "families": draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size)),
         "native": draw(st.booleans()),
         "direct": draw(st.sampled_from(["", "a", "ab"])),
-        "route": draw(st.sampled_from(["auto", "messages"])),
-        "algorithm": draw(st.sampled_from(["auto", "exchange", "ring", "doubling"])),
+        "algorithm": draw(st.sampled_from(sorted(NETWORKS))),
         "two_hosts": draw(st.booleans()),
         "ranks": ranks,
         "size": draw(SIZES),
@@ -185,7 +183,7 @@ def test_collectives_with_devices_agree_with_a_reference(world, case):
     hosts = [f"h{i % 2}" if case["two_hosts"] else world.place.host for i in range(world.size)]
     if case["two_hosts"]:  # memory that is shared is that of one host
         case = case | {"families": [f if f != "c" else "a" for f in case["families"]]}
-    settings = {name: case[name] for name in ("route", "algorithm", "native", "direct")}
+    settings = {name: case[name] for name in ("algorithm", "native", "direct")}
     pretended = Pretended(world, case["families"], hosts, **settings)
     with small_chunks():
         comm = pretended.group(case["ranks"])

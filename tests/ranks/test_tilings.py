@@ -1,7 +1,6 @@
 """Any tiling gives the numbers of one rank: different grids, rows, depths, ZeRO stages; unused ranks."""
 
 import functools
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
@@ -23,6 +21,7 @@ from tests.examples import costly
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     Alone,
+    by,
     bytes_of_a_step,
     go_on,
     largest_relative_difference,
@@ -108,7 +107,7 @@ def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
     def every(world, drawn):
         (name, plan), route = drawn
         one_rank(world, tokens, name, STEPS)
-        monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
+        monkeypatch.setattr(world, "settings", by(route, world.settings))
         monkeypatch.setattr(HostTransport, "polls_freely", True)
         check(world, tokens, name, plan)
 
@@ -214,7 +213,7 @@ def test_different_grids_move_each_region_by_formula(world, tokens, zero, monkey
     """A step of one microbatch: n holders of a region send n - 1 times its gradients, and its weights as often as these
     are gathered: before each pass of an item by ZeRO 3, but once for the head, which goes back at once; after the
     update by ZeRO 2."""
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     job = job_of(tokens, "llama", global_batch=ROWS)
     plan = Plan(different_grids(zero), 1, ROWS)
     sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)

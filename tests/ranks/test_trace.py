@@ -4,13 +4,11 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.instruments import UNTRACED
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
@@ -25,7 +23,7 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers, name_layer
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
-from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
+from tests.ranks.small_runs import by, make_job, make_trainer, rehearsed_world
 
 STEPS = 2
 ON, OFF = ({key: on for key in ("tensor", "data", "z")} for on in (True, False))
@@ -91,7 +89,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("switches", [OFF, ON], ids=["off", "on"])
 @pytest.mark.parametrize("route", ["auto", "messages"])
 def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, route, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
+    monkeypatch.setattr(world, "settings", by(route, world.settings))
     job = with_overlap(make_job(tokens, "llama", LAYOUTS[world.size], shape={"num_layers": 4}), switches)
     plan = resolve_plan(job, world.size).plan
     traced(world, job, plan, folder, CpuAccelerator())
@@ -165,7 +163,6 @@ def test_computed_and_exposed_is_a_rehearsed_step(world, tokens, folder, switche
     job = with_overlap(make_job(tokens, "llama", shape=shape, global_batch=8), switches)
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
-        own.configure(preferences=Preferences(algorithm="exchange"))
         device, busy = own.accelerator, []
         metrics = traced(own, job, ACROSS, folder, device, lambda: busy.append(device.busy_seconds))
         every = own.gather_objects((device.busy_seconds - busy[0], [m["step_seconds"] for m in metrics]))

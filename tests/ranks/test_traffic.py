@@ -1,25 +1,16 @@
 """Weights gathered early and gradients scattered late, on ranks: the same bits, few alive, bytes by formula."""
 
-from dataclasses import replace
-
 import pytest
 
 from hpctrain.architectures.description import inner_of
 from hpctrain.checkpoint.folder import latest_checkpoint
-from hpctrain.comm.topology import Preferences
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of
-from tests.ranks.small_runs import (
-    bytes_of_a_step,
-    make_job,
-    make_trainer,
-    parametrize_by_turns,
-    whole,
-)
+from tests.ranks.small_runs import by, bytes_of_a_step, make_job, make_trainer, parametrize_by_turns, whole
 
 STEPS, SAVED = 3, 2
 SHAPE = {"num_layers": 4}
@@ -92,7 +83,7 @@ def assert_same_bits(world, job, folder, plan: Plan | None = None) -> None:
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(300)
 def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens, folder, layout, route, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
+    monkeypatch.setattr(world, "settings", by(route, world.settings))
     model = "llama" if route == "auto" else "gpt2"
     assert_same_bits(world, make_job(tokens, model, layout, shape=SHAPE, steps=STEPS), folder)
 
@@ -100,7 +91,7 @@ def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens,
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(300)
 def test_row_chunks_and_different_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     tiles = (
         Tile(Interval(0, 10), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
         Tile(Interval(0, 10), Interval(5, 8), (2, 3), TensorGrid(y=2)),
@@ -111,7 +102,7 @@ def test_row_chunks_and_different_grids_are_bit_equal_too(world, tokens, folder,
 
 def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
     """The layer in use and, where that is overlapped, the next one; as many in their buffers for gradients."""
-    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
     _, training, _ = open_datasets(job.data, job.train.seed)
     for switches, most in ((OFF, 1), ({**OFF, "z": True}, 2), ({**OFF, "z": True, "keep_gathered": 3}, 5)):
@@ -145,9 +136,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     Where another item is gathered early anyway, the blocks next to these wait for their turn in its place.
     What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
     """
-    monkeypatch.setattr(
-        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
-    )
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     n, microbatches, kept = world.size, min(4, 16 // world.size), 3
 
     def job_of(**overlap):
@@ -170,9 +159,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
 @pytest.mark.parametrize("zero", [2, 3])
 def test_shards_of_zero_move_as_often_as_the_formula_says(world, tokens, on, zero, monkeypatch):
     """ZeRO 3 over data is what z does; with ZeRO 2 weights are gathered once a step, after the update."""
-    monkeypatch.setattr(
-        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
-    )
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
     n, microbatches = world.size, 2
     shape = {"num_kv_heads": 8, "vocab_size": 64}
     plan = {"data": n, "microbatch": 16 // n // microbatches, "zero": zero}

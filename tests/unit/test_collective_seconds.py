@@ -31,10 +31,8 @@ def taken(cluster, groups, operation: str) -> float:
             inside = VirtualTransports(virtual, domain)
             for place, rank in enumerate(domain):
                 at = ranks.index(rank)
-                flat = [
-                    FlatCollectives(transport, lambda *_: "exchange") for transport in (inside[place], everyone[at])
-                ]
-                collectives = HierarchicalCollectives(*flat, everyone[at], places, lambda *_: "domains")
+                flat = [FlatCollectives(transport, lambda _: "domains") for transport in (inside[place], everyone[at])]
+                collectives = HierarchicalCollectives(*flat, places)
                 steps.append(steps_of(collectives, operation, cuts, at))
     return virtual.run(steps)
 
@@ -110,7 +108,7 @@ def all_reduce_seconds(cluster, algorithm: str, num_bytes: int) -> float:
     """Return what an all-reduce of all devices takes by the steps of their ranks, which send no other messages."""
     virtual, ranks = VirtualRanks(PretendedNetwork(cluster)), range(cluster.num_devices)
     transports = VirtualTransports(virtual, ranks)
-    flat = [FlatCollectives(transports[rank], lambda *_: algorithm) for rank in ranks]
+    flat = [FlatCollectives(transports[rank], lambda _: algorithm) for rank in ranks]
     return virtual.run([each.all_reduce(torch.ones(num_bytes // 4), "sum") for each in flat])
 
 
@@ -119,7 +117,7 @@ def all_reduce_seconds(cluster, algorithm: str, num_bytes: int) -> float:
 def test_the_algorithm_that_is_selected_is_the_fastest_and_takes_what_is_predicted(num_nodes, num_bytes):
     cluster = cluster_of([("a", num_nodes, 1)], nic=1e8, latency=2e-3)
     network, ranks = ClusterNetwork(cluster), range(num_nodes)
-    taken = {each: all_reduce_seconds(cluster, each, num_bytes) for each in ("exchange", "doubling", "ring")}
+    taken = {each: all_reduce_seconds(cluster, each, num_bytes) for each in ("exchange", "doubling")}
     resolved = network.algorithm("all_reduce", num_bytes, ranks)
     assert taken[resolved] <= 1.01 * min(taken.values())
     assert network.group_seconds("all_reduce", num_bytes, ranks) == pytest.approx(taken[resolved], rel=0.02)

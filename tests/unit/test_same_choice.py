@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.network import CONCURRENT, ClusterNetwork
+from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.settings import Settings
-from hpctrain.comm.topology import Preferences, Topology, places_of
+from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest, TensorSizes
 from hpctrain.engine.resolve_overlap import resolve_on
@@ -37,47 +38,38 @@ class Priced(ClusterNetwork):
 
     def __init__(self, cluster):
         super().__init__(cluster)
-        self._by: dict[tuple, str] = {}
-        self._asked: dict[tuple[int, ...], set[tuple]] = {}
+        self._priced: dict[tuple[int, ...], set[tuple[str, int, str]]] = {}
 
-    def group_seconds(self, operation, num_bytes, ranks, concurrent=None):
-        seconds = super().group_seconds(operation, num_bytes, ranks, concurrent)
-        if seconds:
-            form = self._form(tuple(ranks), concurrent)
-            self._asked.setdefault(tuple(ranks), set()).add((operation, int(num_bytes), form))
-        return seconds
-
-    def _seconds_by(self, algorithm, operation, num_bytes, form, concurrent):
-        if concurrent == CONCURRENT:
-            self._by[operation, num_bytes, form] = algorithm
-        return super()._seconds_by(algorithm, operation, num_bytes, form, concurrent)
+    def algorithm(self, operation, num_bytes, ranks, by_domains=True):
+        algorithm = super().algorithm(operation, num_bytes, ranks, by_domains)
+        self._priced.setdefault(tuple(ranks), set()).add((operation, num_bytes, algorithm))
+        return algorithm
 
     def exchanged(self, num_ranks: int) -> set[tuple[str, int]]:
         """Return operation and bytes of what groups of this size exchange: of groups of a tile one is priced."""
-        return {key[:2] for ranks, asked in self._asked.items() for key in asked if len(ranks) == num_ranks}
+        return {each[:2] for ranks, priced in self._priced.items() for each in priced if len(ranks) == num_ranks}
 
     def priced(self, ranks: tuple[int, ...]) -> set[tuple[str, int, str]]:
         """Return operation, bytes and algorithm of what a group was priced for."""
-        return {(*key[:2], self._by[key]) for key in self._asked[ranks]}
+        return self._priced[ranks]
 
 
 class Unconnected(RouteMaker):
     """Makes a rank's collectives as in a rehearsal, over transports that lead nowhere."""
 
-    def __init__(self, cluster, rank: int, preferences: Preferences):
+    def __init__(self, cluster, rank: int):
         topology = Topology(places_of(cluster), shares_memory=False)
-        super().__init__(None, SimpleNamespace(rank=rank), Settings(topology, preferences))
+        super().__init__(None, SimpleNamespace(rank=rank), Settings(topology, ClusterNetwork(cluster)))
 
     def transport(self, ranks, pace=None):
         return SimpleNamespace(rank=ranks.index(self.rank), size=len(ranks), name="messages")
 
     def algorithm(self, operation: str, num_bytes: int, ranks: tuple[int, ...]) -> str:
         """Return the algorithm that the group's collectives take, as they ask for it."""
-        made = self._collectives(ranks, self.transport(ranks), self._preferences.route)
-        if hasattr(made, "_across"):
-            choice = made._choose(operation, num_bytes)
-            return choice if choice == "domains" else made._across._choose(operation, num_bytes)
-        return made._choose(operation, num_bytes)
+        collectives = self._collectives(ranks, self.transport(ranks))
+        if operation == "all_reduce":
+            return collectives.algorithm(num_bytes)
+        return "domains" if isinstance(collectives, HierarchicalCollectives) else "exchange"
 
 
 def resolved(job: Job, cluster, plan=None) -> Job:
@@ -113,7 +105,6 @@ def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
     network = Priced(cluster)
     setup = Setup.of_job(job)
     Predictor(setup, plan, cluster, prices=Prices(setup, cluster, network=network)).predict()
-    preferences = Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster))
     crowd = network.crowd(tuple(plan.ranks))
     for ranks in sorted(groups_of(job, plan)):
         exchanged = network.exchanged(len(ranks))
@@ -122,6 +113,6 @@ def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
             network.group_seconds(operation, num_bytes, ranks, crowd)
         priced = network.priced(ranks)
         for rank in ranks:
-            engine = Unconnected(cluster, rank, preferences)
+            engine = Unconnected(cluster, rank)
             taken = {(operation, n, engine.algorithm(operation, n, ranks)) for operation, n, _ in priced}
             assert taken == priced, f"rank {rank} of {ranks}"

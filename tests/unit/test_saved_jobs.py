@@ -48,6 +48,13 @@ def test_a_key_that_is_gone_is_left_out_of_what_was_written_and_refused_elsewher
         load_job(str(path))
 
 
+def test_nothing_is_said_of_a_key_that_is_gone_and_was_auto():
+    saved, said = json.loads(load_job("tiny", ["model.vocab_size=100"]).model_dump_json()), []
+    saved["comm"] |= {"route": "auto", "algorithm": "doubling"}
+    read_job(SimpleNamespace(path=Path("step-00000003"), about={"job": json.dumps(saved)}), said.append)
+    assert len(said) == 1 and said[0].startswith("step-00000003: comm.algorithm is of an older version")
+
+
 def test_tables_within_sections_are_read_back(tmp_path):
     """Sources to mix, a scaling of rotary positions, and where training starts."""
     (tmp_path / "job.toml").write_text(

@@ -1,8 +1,8 @@
 """Collectives of ranks that are all equally far from each other, over any transport.
 
-Names as in the literature (Thakur, Rabenseifner, Gropp 2005): `exchange` sends each rank its part directly, `ring`
-sends to the neighbour only, `doubling` is recursive doubling of whole tensors, for small ones. Every element is reduced
-in an order that depends on ranks alone, by one rank or by each of them: the result is the same bits on every rank.
+Names as in the literature (Thakur, Rabenseifner, Gropp 2005): `exchange` sends each rank its part directly, `doubling`
+is recursive doubling of whole tensors, for small ones. Every element is reduced in an order that depends on ranks
+alone, by one rank or by each of them: the result is the same bits on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +18,17 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 # A broadcast of less goes down a tree whole; of more it is scattered and gathered, which uses every rank's network.
 SMALL_BROADCAST_BYTES = 64 * 1024
 
-Choose = Callable[[str, int], str]
-"""From the operation's name and its bytes to the name of an algorithm."""
-
 
 class FlatCollectives:
     """Collectives as steps. Tensors are contiguous, flat and where the transport takes them."""
 
-    def __init__(self, transport: Transport, choose: Choose):
-        self.name = transport.name
-        self.rank, self.size = transport.rank, transport.size
-        self._transport, self._choose = transport, choose
+    def __init__(self, transport: Transport, algorithm: Callable[[int], str]):
+        """`algorithm` names that of an all-reduce by its bytes: all but `doubling` are an exchange."""
+        self.name, self.rank, self.size = transport.name, transport.rank, transport.size
+        self.transport, self.algorithm = transport, algorithm
 
     def _others(self) -> list[int]:
-        """The other ranks, each rank starting after itself, so that not all send to the same one first."""
+        """Return the other ranks, beginning with the next one, so that not all send to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _awaited(self, peer: int) -> str:
@@ -40,19 +37,25 @@ class FlatCollectives:
     def _messages(self, ready: Sequence[Ready]) -> Steps:
         yield from until_all(ready, f"the other {self.size - 1} ranks")
 
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        """Send every other rank its tensor of `sent`, and receive that of `received` from it; none that is empty."""
+        ready = [self.transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
+        ready += [self.transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
+        yield from self._messages(ready)
+
     def barrier(self) -> Steps:
         """Dissemination (Hensgen, Finkel, Manber 1988): after round k everybody has heard of 2^k others."""
         token, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         distance = 1
         while distance < self.size:
             source = (self.rank - distance) % self.size
-            received = self._transport.receive(source, heard)
-            sent = self._transport.send((self.rank + distance) % self.size, token)
+            received = self.transport.receive(source, heard)
+            sent = self.transport.send((self.rank + distance) % self.size, token)
             yield from until_all([received, sent], self._awaited(source))
             distance *= 2
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        if self._choose("all_reduce", flat.numel() * flat.element_size()) == "doubling":
+        if self.algorithm(flat.numel() * flat.element_size()) == "doubling":
             yield from self._doubling(flat, op)
             return
         cuts = cut_evenly(flat.numel(), self.size)
@@ -64,110 +67,73 @@ class FlatCollectives:
         total = flat.to(partial_dtype(flat.dtype, op), copy=True)
         theirs = torch.empty_like(total)
         power = 1 << (self.size.bit_length() - 1)
+        partner = self.rank ^ power
         if self.rank >= power:
-            yield from until_all([self._transport.send(self.rank - power, total)], self._awaited(self.rank - power))
+            yield from until_all([self.transport.send(partner, total)], self._awaited(partner))
+            yield from until_all([self.transport.receive(partner, total)], self._awaited(partner))
         else:
-            if self.rank + power < self.size:
-                yield from self._combine(self.rank + power, total, theirs, op, send=False)
+            if partner < self.size:
+                yield from self._combine(partner, total, theirs, op, send=False)
             distance = 1
             while distance < power:
                 yield from self._combine(self.rank ^ distance, total, theirs, op)
                 distance *= 2
-        partner = self.rank ^ power
-        if self.rank >= power:
-            yield from until_all([self._transport.receive(partner, total)], self._awaited(partner))
-        elif partner < self.size:
-            yield from until_all([self._transport.send(partner, total)], self._awaited(partner))
+            if partner < self.size:
+                yield from until_all([self.transport.send(partner, total)], self._awaited(partner))
         flat.copy_(total)
 
     def _combine(self, partner: int, total: torch.Tensor, theirs: torch.Tensor, op: str, send: bool = True) -> Steps:
-        ready = [self._transport.receive(partner, theirs)]
+        ready = [self.transport.receive(partner, theirs)]
         if send:
-            ready.append(self._transport.send(partner, total))
+            ready.append(self.transport.send(partner, total))
         yield from until_all(ready, self._awaited(partner))
         reduce_in_order([total, theirs] if self.rank < partner else [theirs, total], total, op)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        if self._choose("reduce_scatter", flat.numel() * flat.element_size()) == "ring":
-            yield from self._ring_reduce_scatter(flat, cuts, out, op)
-            return
         step = max(1, SEGMENT_BYTES // flat.element_size())
         parts = flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
         for start in range(0, max(cut.size for cut in cuts), step):
-            windows = [window_of(cut, start, step) for cut in cuts]
-            own = windows[self.rank]
-            seen = [part[: own.size] for part in parts]
-            seen.insert(self.rank, flat[slice(*own)])
-            ready = [self._transport.receive(i, seen[i]) for i in self._others() if own.size]
-            ready += [self._transport.send(i, flat[slice(*windows[i])]) for i in self._others() if windows[i].size]
-            yield from self._messages(ready)
-            if own.size:
-                reduce_in_order(seen, out[start : start + own.size], op)
-
-    def _ring_reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        """What ends on rank r starts on r + 1, and every rank that it passes adds to it."""
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        travelling = partial_dtype(flat.dtype, op)
-        total = flat[slice(*cuts[before])].to(travelling, copy=True)
-        for step in range(2, self.size + 1):
-            own = flat[slice(*cuts[(self.rank - step) % self.size])]
-            arrived = torch.empty(own.shape, dtype=travelling, device=flat.device)
-            ready = [self._transport.receive(before, arrived)] if own.numel() else []
-            if total.numel():
-                ready.append(self._transport.send(after, total))
-            yield from until_all(ready, self._awaited(before))
-            if own.numel():
-                reduce_in_order([arrived, own.to(travelling)], arrived, op)
-            total = arrived
-        out.copy_(total)
+            sent = [flat[slice(*window_of(cut, start, step))] for cut in cuts]
+            size = sent[self.rank].numel()
+            seen = [part[:size] for part in parts]
+            seen.insert(self.rank, sent[self.rank])
+            yield from self._exchange(sent, seen)
+            if size:
+                reduce_in_order(seen, out[start : start + size], op)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         parts = [flat[slice(*cut)] for cut in cuts]
-        if self._choose("all_gather", flat.numel() * flat.element_size()) == "ring":
-            before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-            for step in range(self.size - 1):
-                sent, received = parts[(self.rank - step) % self.size], parts[(self.rank - step - 1) % self.size]
-                ready = [self._transport.receive(before, received)] if received.numel() else []
-                if sent.numel():
-                    ready.append(self._transport.send(after, sent))
-                yield from until_all(ready, self._awaited(before))
-            return
-        ready = [self._transport.receive(i, parts[i]) for i in self._others() if parts[i].numel()]
-        if parts[self.rank].numel():
-            ready += [self._transport.send(i, parts[self.rank]) for i in self._others()]
-        yield from self._messages(ready)
+        yield from self._exchange([parts[self.rank]] * self.size, parts)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         if flat.numel() * flat.element_size() > SMALL_BROADCAST_BYTES:
             cuts = cut_evenly(flat.numel(), self.size)
             parts = [flat[slice(*cut)] for cut in cuts]
             if self.rank == root:
-                yield from self._messages([self._transport.send(i, parts[i]) for i in self._others()])
+                yield from self._messages([self.transport.send(i, parts[i]) for i in self._others()])
             else:
-                yield from until_all([self._transport.receive(root, parts[self.rank])], self._awaited(root))
+                yield from until_all([self.transport.receive(root, parts[self.rank])], self._awaited(root))
             yield from self.all_gather(flat, cuts)
             return
         place = (self.rank - root) % self.size  # a binomial tree from place 0
         if place:
             above = (root + (place & (place - 1))) % self.size
-            yield from until_all([self._transport.receive(above, flat)], self._awaited(above))
+            yield from until_all([self.transport.receive(above, flat)], self._awaited(above))
         bit = (place & -place) >> 1 if place else 1 << (self.size - 1).bit_length() >> 1
         below = []
         while bit:
             if place + bit < self.size:
                 below.append((root + place + bit) % self.size)
             bit >>= 1
-        yield from self._messages([self._transport.send(i, flat) for i in below])
+        yield from self._messages([self.transport.send(i, flat) for i in below])
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
-        ready = [self._transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
-        ready += [self._transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
         received[self.rank].copy_(sent[self.rank])
-        yield from self._messages(ready)
+        yield from self._exchange(sent, received)
 
     def abandon(self) -> None:
-        self._transport.abandon()
+        self.transport.abandon()
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()

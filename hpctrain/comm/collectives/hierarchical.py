@@ -6,19 +6,20 @@ domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D
 Domains of different size exchange the intersections of their shards' intervals.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order
-from hpctrain.comm.routes.transport import Transport
 from hpctrain.comm.steps import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
 class Collectives(Protocol):
-    """What every route offers: collectives on flat tensors, as steps, that all ranks of the group must take."""
+    """Every route offers these: collectives on flat tensors, as steps, that all ranks of the group must take."""
 
     name: str
     rank: int
@@ -42,178 +43,149 @@ class Collectives(Protocol):
 
 
 class HierarchicalCollectives:
-    """Collectives of a group made of `domains`; each lists positions in the group, in ascending order."""
+    """Collectives of a group made of `domains`; each lists positions in the group, in ascending order.
 
-    def __init__(
-        self,
-        inner: Collectives | None,
-        across: Collectives,
-        transport: Transport,
-        domains: Sequence,
-        choose: Callable[[str, int], str],
-    ):
+    A tensor is *packed* where the parts of ranks follow each other domain by domain. `owned` says what each domain's
+    ranks own of a packed tensor.
+    """
+
+    def __init__(self, inner: Collectives | None, across: FlatCollectives, domains: Sequence[Sequence[int]]):
         """`inner` is this rank's domain's, None where it is alone; `across` is over the whole group.
 
-        An all-reduce that `choose` does not name `domains` is that of `across`. `across` and `transport` may share one
-        communicator of MPI.
+        An all-reduce whose algorithm is not `domains` is that of `across`, whose transport connects the domains.
         """
-        self.rank, self.size = transport.rank, transport.size
-        self.name = f"{inner.name if inner else 'alone'} inside, {transport.name} across"
-        self._inner, self._across, self._transport = inner, across, transport
-        self._choose = choose
-        self._domains = [tuple(domain) for domain in domains]
-        self._mine = next(i for i, domain in enumerate(self._domains) if self.rank in domain)
-        self._place = self._domains[self._mine].index(self.rank)
-
-    def _regions(self, cuts: Sequence[Interval]) -> tuple[list[Interval], list[list[Interval]]]:
-        """Return what each domain's ranks own of a tensor packed domain by domain, together and one by one."""
-        at = 0
-        owned = []
-        for domain in self._domains:
-            of_domain = []
-            for member in domain:
-                of_domain.append(Interval(at, at + cuts[member].size))
-                at += cuts[member].size
-            owned.append(of_domain)
-        return [Interval(of_domain[0].start, of_domain[-1].stop) for of_domain in owned], owned
-
-    def _is_packed(self, cuts: Sequence[Interval]) -> bool:
-        _, owned = self._regions(cuts)
-        placed = zip(self._domains, owned, strict=True)
-        return all(cuts[m] == at for domain, of_domain in placed for m, at in zip(domain, of_domain, strict=True))
-
-    def _packed_evenly(self, size: int) -> list[Interval]:
-        """Cut a tensor of `size` elements evenly among all ranks, so that it is packed."""
-        cuts = dict(zip((m for domain in self._domains for m in domain), cut_evenly(size, self.size), strict=True))
-        return [cuts[i] for i in range(self.size)]
-
-    def _others(self) -> list[int]:
+        self.rank, self.size, self.algorithm = across.rank, across.size, across.algorithm
+        self.name = f"{inner.name if inner else 'alone'} inside, {across.name} across"
+        self._inner, self._across, self._transport = inner, across, across.transport
+        self._domains = domains
+        self._order = tuple(itertools.chain(*domains))
+        self._mine = next(i for i, domain in enumerate(domains) if self.rank in domain)
+        self._place = domains[self._mine].index(self.rank)
+        self._others = [(self._mine + i) % len(domains) for i in range(1, len(domains))]
         """The other domains, each starting after itself, so that not all send to the same one first."""
-        count = len(self._domains)
-        return [(self._mine + i) % count for i in range(1, count)]
 
-    def _meetings(self, region: Interval, theirs: Sequence[Interval], own: Interval) -> Iterator[tuple[int, Interval]]:
-        """Yield the places in another domain whose intervals intersect `own`, and the elements in common."""
-        for place, interval in enumerate(theirs):
-            common = interval.shift(region.start).intersect(own)
+    def _owned(self, sizes: Iterable[int]) -> list[list[Interval]]:
+        """Return what each domain's ranks own of a packed tensor, by the sizes of their parts in that order."""
+        pieces = itertools.starmap(Interval, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        return [list(itertools.islice(pieces, len(domain))) for domain in self._domains]
+
+    def _owned_by(self, cuts: Sequence[Interval]) -> tuple[list[list[Interval]], bool]:
+        """Return what ranks own of a tensor once it is packed, and whether it is packed as it is cut."""
+        owned = self._owned(cuts[member].size for member in self._order)
+        return owned, all(cuts[m] == at for m, at in zip(self._order, itertools.chain(*owned), strict=True))
+
+    def _shares(self, region: Interval, domain: int) -> list[Interval]:
+        """Cut a region of the tensor evenly among the ranks of a domain."""
+        return [cut.shift(region.start) for cut in cut_evenly(region.size, len(self._domains[domain]))]
+
+    def _meetings(self, domain: int, theirs: Sequence[Interval], own: Interval) -> Iterator[tuple[int, Interval]]:
+        """Yield the ranks of another domain whose intervals intersect `own`, and the elements in common."""
+        for rank, interval in zip(self._domains[domain], theirs, strict=True):
+            common = interval.intersect(own)
             if common.size:
-                yield place, common
+                yield rank, common
 
     def barrier(self) -> Steps:
         yield from self._across.barrier()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        if self._choose("all_reduce", flat.numel() * flat.element_size()) != "domains":
+        if self.algorithm(flat.numel() * flat.element_size()) != "domains":
             yield from self._across.all_reduce(flat, op)
             return
-        cuts = self._packed_evenly(flat.numel())
-        yield from self._reduce_packed(flat, cuts, flat[slice(*cuts[self.rank])], op)
-        yield from self._gather_packed(flat, cuts)
+        owned = self._owned(cut.size for cut in cut_evenly(flat.numel(), self.size))
+        yield from self._reduce_packed(flat, owned, flat[slice(*owned[self._mine][self._place])], op)
+        yield from self._gather_packed(flat, owned)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        if not self._is_packed(cuts):
-            flat = torch.cat([flat[slice(*cuts[member])] for domain in self._domains for member in domain])
-        yield from self._reduce_packed(flat, cuts, out, op)
+        owned, is_packed = self._owned_by(cuts)
+        if not is_packed:
+            flat = torch.cat([flat[slice(*cuts[member])] for member in self._order])
+        yield from self._reduce_packed(flat, owned, out, op)
 
-    def _reduce_packed(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        regions, owned = self._regions(cuts)
-        region, own = regions[self._mine], owned[self._mine][self._place]
-        partial = partial_dtype(flat.dtype, op)
-        parts: list[torch.Tensor] = []
-        arriving: list[Ready] = []
-        for d, domain in enumerate(self._domains):
-            parts.append(torch.empty(own.size, dtype=partial, device=flat.device))
-            if d != self._mine:
-                for place, met in self._meetings(region, cut_evenly(region.size, len(domain)), own):
-                    section = parts[d][slice(*met.shift(-own.start))]
-                    arriving.append(self._transport.receive(domain[place], section))
+    def _reduce_packed(self, flat: torch.Tensor, owned: list[list[Interval]], out: torch.Tensor, op: str) -> Steps:
+        mine = owned[self._mine]
+        region, own, partial = _region(mine), mine[self._place], partial_dtype(flat.dtype, op)
+        parts = [torch.empty(own.size, dtype=partial, device=flat.device) for _ in owned]
+        arriving = [
+            self._transport.receive(rank, parts[d][slice(*met.shift(-own.start))])
+            for d in self._others
+            for rank, met in self._meetings(d, self._shares(region, d), own)
+        ]
         leaving: list[Ready] = []
-        for d in self._others():  # theirs is in flight while ours is summed
-            share, summed = yield from self._reduce_inside(flat, regions[d], None, partial, op)
-            for place, met in self._meetings(Interval(0, 0), owned[d], share):
-                leaving.append(self._transport.send(self._domains[d][place], summed[slice(*met.shift(-share.start))]))
-        _, parts[self._mine] = yield from self._reduce_inside(flat, region, owned[self._mine], partial, op)
-        yield from until_all(arriving, f"the shards of the other {len(self._domains) - 1} domains")
+        for d in self._others:  # theirs is in flight while ours is summed
+            shares = self._shares(_region(owned[d]), self._mine)
+            summed = yield from self._reduce_inside(flat, shares, partial, op)
+            for rank, met in self._meetings(d, owned[d], shares[self._place]):
+                leaving.append(self._transport.send(rank, summed[slice(*met.shift(-shares[self._place].start))]))
+        parts[self._mine] = yield from self._reduce_inside(flat, mine, partial, op)
+        yield from until_all(arriving, f"the shards of the other {len(self._others)} domains")
         if own.size:
             reduce_in_order(parts, out, op)
-        yield from until_all(leaving, f"the other {len(self._domains) - 1} domains to take their shards")
+        yield from until_all(leaving, f"the other {len(self._others)} domains to take their shards")
 
-    def _reduce_inside(self, flat: torch.Tensor, region: Interval, owned: list[Interval] | None, dtype, op: str):
-        """Sum a region over this domain; return which elements this rank has then (even shares if not said), and them.
-
-        They are of the dtype of partial results.
-        """
-        num_ranks = len(self._domains[self._mine])
-        cuts = [i.shift(-region.start) for i in owned] if owned else list(cut_evenly(region.size, num_ranks))
-        share = cuts[self._place]
-        summed = torch.empty(share.size, dtype=dtype, device=flat.device)
+    def _reduce_inside(self, flat: torch.Tensor, cuts: Sequence[Interval], dtype: torch.dtype, op: str):
+        """Sum a region over this domain, which is cut among its ranks; return this rank's part, of a `dtype`."""
+        own, region = cuts[self._place], _region(cuts)
+        summed = torch.empty(own.size, dtype=dtype, device=flat.device)
         if self._inner is None:
-            summed.copy_(flat[slice(*share.shift(region.start))])
+            summed.copy_(flat[slice(*own)])
         elif region.size:
-            yield from self._inner.reduce_scatter(flat[slice(*region)], cuts, summed, op)
-        return share.shift(region.start), summed
+            inside = [cut.shift(-region.start) for cut in cuts]
+            yield from self._inner.reduce_scatter(flat[slice(*region)], inside, summed, op)
+        return summed
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        if self._is_packed(cuts):
-            yield from self._gather_packed(flat, cuts)
+        owned, is_packed = self._owned_by(cuts)
+        if is_packed:
+            yield from self._gather_packed(flat, owned)
             return
-        _, owned = self._regions(cuts)
         packed = torch.empty_like(flat[: sum(cut.size for cut in cuts)])
         packed[slice(*owned[self._mine][self._place])] = flat[slice(*cuts[self.rank])]
-        yield from self._gather_packed(packed, cuts)
-        for domain, of_domain in zip(self._domains, owned, strict=True):
-            for member, at in zip(domain, of_domain, strict=True):
-                flat[slice(*cuts[member])] = packed[slice(*at)]
+        yield from self._gather_packed(packed, owned)
+        for member, at in zip(self._order, itertools.chain(*owned), strict=True):
+            flat[slice(*cuts[member])] = packed[slice(*at)]
 
-    def _gather_packed(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        regions, owned = self._regions(cuts)
-        region, own = regions[self._mine], owned[self._mine][self._place]
-        num_ranks = len(self._domains[self._mine])
-        shares = [cut_evenly(r.size, num_ranks) for r in regions]
+    def _gather_packed(self, flat: torch.Tensor, owned: list[list[Interval]]) -> Steps:
+        mine = owned[self._mine]
+        shares = {d: self._shares(_region(owned[d]), self._mine) for d in self._others}
         arriving, leaving = [], []
-        for d in self._others():
-            domain = self._domains[d]
-            share = shares[d][self._place].shift(regions[d].start)
-            for place, met in self._meetings(Interval(0, 0), owned[d], share):
-                arriving.append(self._transport.receive(domain[place], flat[slice(*met)]))
-            for place, met in self._meetings(region, cut_evenly(region.size, len(domain)), own):
-                leaving.append(self._transport.send(domain[place], flat[slice(*met)]))
-        yield from self._gather_inside(flat, region, [i.shift(-region.start) for i in owned[self._mine]])
+        for d in self._others:
+            for rank, met in self._meetings(d, owned[d], shares[d][self._place]):
+                arriving.append(self._transport.receive(rank, flat[slice(*met)]))
+            for rank, met in self._meetings(d, self._shares(_region(mine), d), mine[self._place]):
+                leaving.append(self._transport.send(rank, flat[slice(*met)]))
+        yield from self._gather_inside(flat, mine)
         if getattr(self._transport, "is_direct", False):  # while a library waits, messages may: all have left before
             arriving += leaving
-        yield from until_all(arriving, f"the shards of the other {len(self._domains) - 1} domains")
-        for d in self._others():
-            yield from self._gather_inside(flat, regions[d], shares[d])
-        yield from until_all(leaving, f"the other {len(self._domains) - 1} domains to take their shards")
+        yield from until_all(arriving, f"the shards of the other {len(self._others)} domains")
+        for d in self._others:
+            yield from self._gather_inside(flat, shares[d])
+        yield from until_all(leaving, f"the other {len(self._others)} domains to take their shards")
 
-    def _gather_inside(self, flat: torch.Tensor, region: Interval, cuts: Sequence[Interval]) -> Steps:
+    def _gather_inside(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        """Gather a region, which is cut among the ranks of this domain."""
+        region = _region(cuts)
         if self._inner is not None and region.size:
-            yield from self._inner.all_gather(flat[slice(*region)], cuts)
+            yield from self._inner.all_gather(flat[slice(*region)], [cut.shift(-region.start) for cut in cuts])
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Inside the root's domain first; then each of its ranks sends its shares, and the others gather."""
-        source = next(i for i, domain in enumerate(self._domains) if root in domain)
-        senders = self._domains[source]
-        if self._mine == source:
-            if self._inner is not None:
-                yield from self._inner.broadcast(flat, senders.index(root))
-            own = cut_evenly(flat.numel(), len(senders))[self._place]
-            leaving = []
-            for d, domain in enumerate(self._domains):
-                if d != source:
-                    for place, met in self._meetings(Interval(0, 0), cut_evenly(flat.numel(), len(domain)), own):
-                        leaving.append(self._transport.send(domain[place], flat[slice(*met)]))
-            yield from until_all(leaving, "the other domains to take their shares")
+        source, whole = next(i for i, domain in enumerate(self._domains) if root in domain), Interval(0, flat.numel())
+        shares, sending = self._shares(whole, self._mine), self._shares(whole, source)
+        if self._mine != source:
+            met = self._meetings(source, sending, shares[self._place])
+            arriving = [self._transport.receive(rank, flat[slice(*common)]) for rank, common in met]
+            yield from until_all(arriving, f"the shares of rank {root}'s domain")
+            yield from self._gather_inside(flat, shares)
             return
-        shares = cut_evenly(flat.numel(), len(self._domains[self._mine]))
-        arriving = [
-            self._transport.receive(senders[place], flat[slice(*met)])
-            for place, met in self._meetings(
-                Interval(0, 0), cut_evenly(flat.numel(), len(senders)), shares[self._place]
-            )
+        if self._inner is not None:
+            yield from self._inner.broadcast(flat, self._domains[source].index(root))
+        leaving = [
+            self._transport.send(rank, flat[slice(*common)])
+            for d in self._others
+            for rank, common in self._meetings(d, self._shares(whole, d), shares[self._place])
         ]
-        yield from until_all(arriving, f"the shares of rank {root}'s domain")
-        yield from self._gather_inside(flat, Interval(0, flat.numel()), shares)
+        yield from until_all(leaving, "the other domains to take their shares")
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         yield from self._across.all_to_all(sent, received)
@@ -221,9 +193,14 @@ class HierarchicalCollectives:
     def abandon(self) -> None:
         if self._inner is not None:
             self._inner.abandon()
-        self._transport.abandon()
+        self._across.abandon()
 
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
-        self._transport.close()
+        self._across.close()
+
+
+def _region(cuts: Sequence[Interval]) -> Interval:
+    """Return what consecutive intervals cover together."""
+    return Interval(cuts[0].start, cuts[-1].stop)

@@ -193,15 +193,6 @@ class SharedCollectives:
             yield from self._gather_seen(seen, cuts)
             return
         yield from self._settle()
-        if flat.numel() * flat.element_size() <= SMALL_BYTES:
-            half, dtype, own = self._turn(), flat.dtype, cuts[self.rank]
-            if own.size:
-                self._view(self.rank, half, dtype, *own).copy_(flat[own.start : own.stop])
-            yield from self._announce()
-            for other, cut in enumerate(cuts):
-                if other != self.rank and cut.size:
-                    flat[cut.start : cut.stop].copy_(self._view(other, half, dtype, *cut))
-            return
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             half = self._turn()

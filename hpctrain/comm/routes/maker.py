@@ -35,9 +35,8 @@ class RouteMaker:
         """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
-        self._topology, self._preferences = settings.topology, settings.preferences
+        self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
-        self._settings = settings
         self._natives: list[NativeCollectives] = []
         """Of the last group."""
 
@@ -51,7 +50,7 @@ class RouteMaker:
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
-        equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
+        equivalent = self._topology.route(ranks).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
     def backend(self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None) -> Backend | None:
@@ -63,24 +62,24 @@ class RouteMaker:
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
             return RouteMaker(self.mpi, self._parent, as_hosts).backend(ranks, pace=pace)
-        on_host, asked = self._topology.ranks_on_host(self.rank), self._preferences.route
+        on_host = self._topology.ranks_on_host(self.rank)
         self._natives = []
         transport = self.transport(ranks, pace)
-        collectives = self._collectives(ranks, transport, asked, pace)
+        collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
-            return Backend(collectives, transport, self._topology.route(ranks, asked).reason, on_host)
+            return Backend(collectives, transport, self._topology.route(ranks).reason, on_host)
         streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, self._natives)
         return Backend(streamed, transport, self._device_reason(ranks), on_host)
 
     def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        peers, reason = None, self._topology.route(ranks, self._preferences.route).reason
+        peers, reason = None, self._topology.route(ranks).reason
         if self._has_devices(ranks):
             peers = self._connect_peers(ranks)
             reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
         transport = self.transport(ranks, pace, peers if isinstance(peers, PeerMemory) else None)
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
+        flat = self._flat(ranks, transport)
         return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank))
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
@@ -109,34 +108,31 @@ class RouteMaker:
             return HostTransport(comm)
         return self._rehearsal.transport(comm, ranks, pace)
 
-    def _collectives(
-        self, ranks: Sequence[int], transport: Transport, asked: str, pace: Pace | None = None
-    ) -> Collectives:
+    def _collectives(self, ranks: Sequence[int], transport: Transport, pace: Pace | None = None) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
-        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
         if not isinstance(transport, DeviceTransport):
-            route = self._topology.route(ranks, asked)
+            route = self._topology.route(ranks)
             if route.kind == "shared":
                 return SharedCollectives(self.mpi, self.sub_communicator(ranks))
             domains = route.domains
-        elif asked == "messages":
-            domains = ()
         else:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
                 make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
                 self._natives.append(connect_native(make, transport.comm, accelerator))
-                return ByMemory(self._natives[-1], flat, accelerator)
+                return ByMemory(self._natives[-1], self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
         if not domains:
-            return flat
+            return self._flat(ranks, transport)
         members, inner = self._members(ranks, domains), None
         if len(members) > 1:
-            inner = self._collectives(members, self.transport(members, pace), "auto", pace)
-        choose = self._preferences.chooser(ranks, by_domains=True)
-        return HierarchicalCollectives(inner, flat, transport, domains, choose)
+            inner = self._collectives(members, self.transport(members, pace), pace)
+        return HierarchicalCollectives(inner, self._flat(ranks, transport, by_domains=True), domains)
+
+    def _flat(self, ranks: Sequence[int], transport: Transport, by_domains: bool = False) -> FlatCollectives:
+        return FlatCollectives(transport, self._settings.algorithm_by_bytes(ranks, by_domains))
 
     def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
         """Return the ranks of this rank's domain."""
