@@ -19,10 +19,10 @@ from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS,
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.efficiency import Efficiency, efficiency_of
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predictor import Prediction, Predictor
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.stack import Stack
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hpctrain.comm.network import ClusterNetwork, Port
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.setup import Setup
 
 
 def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:

@@ -61,9 +61,9 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
 
 def _row_counts(most: int, device: DeviceModel) -> list[int]:
     """Return the numbers of rows whose seconds are looked up: all that a measurement may favour, where there is one."""
-    if not device.profiled and not device.family.products:
+    if not device.profile and not device.family.products:
         return [1, VERY_MANY_ROWS]
-    profiled = device.profiled.profile.times[-1].rows if device.profiled else 0
+    profiled = device.profile.times[-1].rows if device.profile else 0
     result = list(range(1, max(EVERY_COUNT_UP_TO, profiled) + 1))
     while result[-1] < most:
         result.append(min(most, int(result[-1] * NEXT_COUNT)))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, unit_elements
+from hpctrain.planner.cost import unit_elements
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 
 SUMMED_BYTES = 4

@@ -11,11 +11,11 @@ from hpctrain.config.precision import TRAINED_DTYPES, choose_dtypes
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import EQUAL_SHARE, runner_up
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import Limits, SearchResult, search
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import StageCosts, StageShape

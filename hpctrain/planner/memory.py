@@ -17,7 +17,8 @@ from hpctrain.plan.holders import RankShards, ShardGroup
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
-from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, layer_elements
+from hpctrain.planner.cost import goes_in_halves, heads_on, layer_elements
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import EMBEDDING, is_attention, layers

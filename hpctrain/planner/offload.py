@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.config.cluster import HOST_COPY_SHARE, Cluster
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, update_seconds
+from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import StageMemory, state_bytes
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.offload import SLOTS, bucket_elements
 
 ADAMW_SHARE = 32 / 48

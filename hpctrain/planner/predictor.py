@@ -15,7 +15,7 @@ from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
 from hpctrain.planner.buffers import largest_message_bytes, waiting_share
-from hpctrain.planner.cost import Setup, model_flops, update_seconds
+from hpctrain.planner.cost import model_flops, update_seconds
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, layer_moved, memory_of
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
@@ -30,6 +30,7 @@ from hpctrain.planner.prices import (
     TileCost,
     part_counts,
 )
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -155,7 +156,7 @@ class Predictor:
         families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
         peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
         used = [self._devices[family] for family in self._used_families]
-        error = MEASURED_ERROR if all(d.profiled or d.family.products for d in used) else DATASHEET_ERROR
+        error = MEASURED_ERROR if all(d.profile or d.family.products for d in used) else DATASHEET_ERROR
         return Prediction(
             step,
             (step * (1 - error), step * (1 + error)),
@@ -164,7 +165,7 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.assumed_inputs,
-            tuple(device.name for device in used if device.profiled),
+            tuple(device.name for device in used if device.profile),
             exposed,
             host_shortage(self.plan, self.cluster, self._memory),
         )
@@ -186,11 +187,11 @@ class Predictor:
         """Return which inputs nobody measured or read in a data sheet, by their keys."""
         result, used = assumed_figures(self.cluster), self._used_families
         overlaps = bool(self.setup.overlaps) or self._overlapped_work
-        are_profiled = any(self._devices[family].profiled for family in used)
+        are_profiled = any(self._devices[family].profile for family in used)
         for family in used:
             device, tiles = self._devices[family], [tile for tile, own in self._families.items() if family in own]
-            result += device.profiled.assumptions(tiles) if device.profiled else device.guesses
-            if are_profiled and not device.profiled:
+            result += device.assumptions(tiles)
+            if are_profiled and not device.profile:
                 result.append(f"families.{family}: no profile of this job, which other families have")
             if overlaps and device.family.overlap_slowdown is None:
                 times = device.overlap_slowdown

@@ -9,10 +9,11 @@ from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.profiled import device_models
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -86,12 +87,12 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
     overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
-    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
+    compute = max(device.work_seconds(work, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
     alone: dict[MatrixProduct, float] = {}  # parts of a product overlap equal ones
 
     def seconds_of(meanwhile: PassWork) -> float:
-        return min(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices)
+        return min(device.work_seconds(meanwhile, setup.dtype, setup.stack) for device in devices)
 
     def overlapped_seconds(exchange: Exchange) -> float:
         """Return the seconds of what overlaps a collective over the tensor grid; 0 where nothing does."""

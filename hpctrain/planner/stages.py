@@ -18,12 +18,13 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
-from hpctrain.planner.cost import Setup, layer_elements, update_seconds
+from hpctrain.planner.cost import layer_elements, update_seconds
 from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import AGREED_BYTES
 from hpctrain.planner.prices import Prices, Site, part_counts
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

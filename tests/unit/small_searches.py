@@ -14,10 +14,10 @@ from hpctrain.config.job import Model
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN

@@ -8,9 +8,10 @@ from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.nccl import NcclNetwork
 from benchmarks.evidence.stacks import DEEPSPEED, EAGER, MEGATRON
 from hpctrain.planner.arrivals import arrivals
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.stack import HPCTRAIN, Stack
 from hpctrain.sharding.grid import TensorGrid
 
