@@ -32,8 +32,7 @@ from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import FLASH_2, HPCTRAIN
+from hpctrain.planner.setup import FLASH_2, HPCTRAIN, Setup
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.work import MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid

@@ -18,8 +18,7 @@ from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 
 BUCKET_BYTES = 4 << 20

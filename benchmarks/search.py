@@ -26,9 +26,8 @@ from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.space import by_speed_space, even_space
-from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.sharding.grid import TensorGrid
 
 PER_NODE = 8

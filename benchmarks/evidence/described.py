@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
-from benchmarks.evidence.stacks import ROWS_FIRST, STACKS
+from benchmarks.evidence.stacks import ROWS_FIRST, STACKS, Software
 from benchmarks.evidence.ties import TiedByPairs
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
@@ -23,7 +22,6 @@ from hpctrain.planner.efficiency import Efficiency, efficiency_of
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import Stack
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -121,17 +119,15 @@ class DescribedRun:
             tie_head=self.tie_head,
         )
 
-    def setup(self, stack: Stack | None = None) -> Setup:
+    def setup(self, stack: Software | None = None) -> Setup:
         """Return what is trained; `stack` in place of the named one, for fitting its constants."""
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
-        stack = replace(stack, sequence_parallel=cut, kept_inner=kept, tensor_slowdown=1.0)
-        if cut and stack.network is NcclNetwork:
-            stack = replace(stack, network=ScatteringNetwork)
+        stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept, tensor_slowdown=1.0)
         if self.overlapped:
             size = ITEM_BYTES[self.dtype]
-            stack = replace(stack, gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
+            stack = replace(stack, own_gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
@@ -208,7 +204,7 @@ class DescribedRun:
 
     def predict(
         self,
-        stack: Stack | None = None,
+        stack: Software | None = None,
         efficiency: Efficiency | None = None,
         layers: LayerTimes | None = None,
     ) -> Prediction:
@@ -224,7 +220,7 @@ class DescribedRun:
         memory = self._predictor(None, None, None).memory
         return memory if self.interleave == 1 else interleaved_memory(memory, self.plan, self.interleave)
 
-    def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
+    def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         setup = self.setup(stack)
         if self.blocking_launches:
             known = efficiency or efficiency_of(ACCELERATORS[self.accelerator].kind, self.accelerator)

@@ -26,8 +26,7 @@ from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.miniature import miniature
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"

@@ -41,7 +41,7 @@ def least_seconds(costs: StageCosts, global_batch: int, space: Space) -> float:
     weights = count_parameters(setup.model)
     updates = sum(pool.num_devices / update_seconds(setup, pool.device, weights) for pool in costs.pools)
     busy = global_batch * (setup.model.num_layers + head) / speed
-    return CERTAIN_SHARE * busy + costs.agree_seconds + 1 / updates + setup.stack.step_seconds
+    return CERTAIN_SHARE * busy + costs.agree_seconds + 1 / updates
 
 
 def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> Iterator[tuple[float, float]]:

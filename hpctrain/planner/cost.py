@@ -58,7 +58,7 @@ def layer_cost(
     else:
         cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
-    if recompute == "full" and (is_block or setup.stack.recomputes_ends):
+    if recompute == "full" and (is_block or setup.stack.is_hpctrain):
         again = cost.forward
     elif recompute == "selective":
         again = selected
@@ -112,7 +112,7 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
         if grid.z > 1:
             before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
             after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
-            if setup.stack.copies_shards:
+            if setup.stack.is_hpctrain:
                 placed += 2 * setup.item_bytes * elements / grid.z
                 added += 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
         if zero >= 2:
@@ -191,8 +191,7 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
-    products = {"keys": (setup.model.hidden_size // grid.x, key), "output": (query, setup.model.hidden_size // grid.x)}
-    again = _computed_again(setup, grid, tokens, 0, forward, products)
+    again = _computed_again(setup, grid, tokens, attention, forward)
     if attention.score_cap is not None or not setup.stack.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
@@ -203,27 +202,23 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
-    products = {"gate": (setup.model.hidden_size // grid.x, inner)} if mlp.gated else {}
-    again = _computed_again(setup, grid, rows * setup.positions, 1, forward.passed_bytes, products)
+    again = _computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
-def _computed_again(
-    setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float, products: dict[str, tuple[int, int]]
-) -> PassWork:
-    """Return what selective recomputing runs again of attention (0) or feed-forward part (1), apart from its scores.
+def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
+    """Return what selective recomputing runs again of a branch, apart from attention's scores.
 
-    That is the norm, by statistics that are kept, what passes over so many bytes between the products, and those of the
-    `products`, features in and out by name, whose results the software drops.
+    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
     """
     operations = setup.stack.again_operations
     if operations is None:
         return PassWork()
-    dropped = (size for name, size in products.items() if name in setup.stack.again_products)
-    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in dropped]
+    sizes = setup.stack.again_products(setup, grid, branch)
+    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in sizes]
     tokens = -(-tokens // setup.position_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
-    return PassWork(again, normed + passed, operations[branch])
+    return PassWork(again, normed + passed, operations[isinstance(branch, Mlp)])
 
 
 def _branch(
@@ -323,7 +318,7 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    if setup.stack.chunks_logits and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
+    if setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
         backward = PassWork.joined((product.forward, backward))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 

@@ -14,7 +14,7 @@ from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family, Profile
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.efficiency import Efficiency, efficiency_of
-from hpctrain.planner.stack import Stack
+from hpctrain.planner.setup import Stack
 from hpctrain.planner.work import PassWork
 
 # Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS

@@ -18,11 +18,11 @@ def linear(
     num_bytes = setup.item_bytes
     cut = _sizes(tokens, parts if sizes[of_in] > 1 else 1)
     dtype = setup.linear_dtype
-    of_input, of_output = (each if dtype else 0.0 for each in setup.stack.cast_bytes)
-    forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], of_input * tokens * into)
+    cast_bytes = setup.stack.cast_bytes if dtype else 0.0
+    forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], cast_bytes * tokens * into)
     if sizes[of_in] > 1:
         forward.exchanges += _sums(of_in, "all_reduce", forward.products, num_bytes)
-    backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], of_output * tokens * out)
+    backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], cast_bytes * tokens * out)
     of_weight = MatrixProduct(out, tokens, into, dtype=dtype)
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))

@@ -149,9 +149,7 @@ class Predictor:
     def predict(self) -> Prediction:
         simulated = self.simulated
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
-        step = simulated.step_seconds + self.setup.stack.step_seconds
-        breakdown["optimizer"] += self.setup.stack.step_seconds
-        exposed["optimizer"] += self.setup.stack.step_seconds
+        step = simulated.step_seconds
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
         families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
         peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
@@ -211,7 +209,7 @@ class Predictor:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
         messages, agree, crossed = self._messages
-        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossed)
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share() or 0.0, crossed)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
@@ -220,14 +218,12 @@ class Predictor:
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)
 
-    def _blocking_share(self) -> float:
+    def _blocking_share(self) -> float | None:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
-        if not stack.blocking_sends:
-            return 0.0
         parts = tile.tensor.y if stack.gathers_parts else 1
         rows = tile.rank_rows
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
-        return max(0.0, 1 - stack.buffered_bytes / sent)
+        return stack.blocking_share(sent)
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:
@@ -332,7 +328,7 @@ class Predictor:
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._shards_by_tile:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
-            if not self.setup.stack.evens_families:
+            if not self.setup.stack.is_hpctrain:
                 groups = tuple(map(self._with_declared_zero, shards.shard_groups))
                 shards = replace(shards, shard_groups=groups)
             self._shards_by_tile[key] = shards, tile.ranks[0]
@@ -464,7 +460,7 @@ class Predictor:
         return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
-        if self.setup.stack.blocking_sends or len(self.plan.virtual_stages(tile)) > 1:
+        if self._blocking_share() is not None or len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))

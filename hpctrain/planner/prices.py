@@ -159,7 +159,7 @@ class Prices:
     ):
         """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
         self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
-        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self.network = network or setup.stack.network(cluster)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
         self._sites: dict[tuple, Site] = {}
         self._costs: dict[tuple, LayerCost] = {}

@@ -18,8 +18,7 @@ from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.curves import Curve
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import HPCTRAIN, Stack
+from hpctrain.planner.setup import Setup, Stack
 from hpctrain.planner.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -113,6 +112,6 @@ def device_models(
 
 def timed_profiles(cluster: Cluster, setup: Setup) -> dict[str, Profile]:
     """Return by family the profiles whose times hold for a setup: of its model, positions and dtype."""
-    if not cluster.profiles or setup.stack.name != HPCTRAIN.name:
+    if not cluster.profiles or not setup.stack.is_hpctrain:
         return {}
     return {p.family: p for work in setup.works for p in cluster.profiles if p.work == work and p.zero == TIMED_ZERO}

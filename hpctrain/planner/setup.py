@@ -1,18 +1,162 @@
 """The model that is trained, by which software and in which kernels: what prices and memory depend on. Pure."""
 
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 from hpctrain.architectures.description import Attention, Layer, Mlp
-from hpctrain.config.cluster import ITEM_BYTES
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.config.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES
+from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.curves import describe_training
-from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
+
+GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BytePasses:
+    """Bytes read and written per element, forward and backward, by everything in a model that is no product."""
+
+    norm: tuple[float, float]
+    """Per hidden feature of a token, for one norm."""
+    residual: tuple[float, float]
+    """Per hidden feature of a token, for all of a block outside its norms, dropout included."""
+    rotary: tuple[float, float]
+    """Per feature of queries and keys, where there are rotary positions."""
+    inner: tuple[float, float]
+    """Per inner feature of a token: activation function, gate, bias."""
+    scores: tuple[float, float]
+    """Per pair of positions and head; 0 where a fused kernel never writes them."""
+    logits: tuple[float, float]
+    """Per token and id of the vocabulary."""
+    weight: float
+    """Per weight and backward pass, in addition to the product itself: to add its gradient, and for all copies and
+    casts that sharding it takes."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The software that trains, as far as prices and memory depend on it: here our engine. What other software does
+    otherwise, its subclass in `benchmarks/evidence/stacks.py` says."""
+
+    is_hpctrain: ClassVar[bool] = True
+    """Whether it is our engine: `full` recomputing is also of embedding and head; many logits are there some tokens at
+    a time, see `tokens_at_once`; a rank copies its z-shard of weights and adds to that of gradients, on top of
+    `BytePasses.weight`; ranks add up what others send them (`buffers.py`); and weights that several families hold are
+    updated by one of them each, whatever ZeRO stage is asked for."""
+
+    name: str
+    passes: Mapping[int, BytePasses]
+    """By bytes of a number: 2 and 4."""
+    update_bytes: float
+    """Read and written per weight that a rank updates."""
+    block_operations: tuple[int, int]
+    """How many operations a block starts, forward and backward."""
+    flash: tuple[float, float] | None = None
+    """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
+    product's speed, forward and backward."""
+    native_attention: bool = False
+    """Whether that kernel is written for each generation (cuDNN, FlashAttention-3 and 4), not for an A100."""
+    sequence_parallel: bool = False
+    """Whether norms and residuals are cut over y, also where the tensor grid does not say so."""
+    again_operations: tuple[int, int] | None = None
+    """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
+    between products, whose results it drops. None: it is of attention's scores, where these are kept."""
+    cast_bytes: float = 4.0
+    """Read and written per number of a linear layer's input, and of its output's gradient, to cast it to fp8 in both
+    operand layouts."""
+    loss_bytes: Mapping[int, int] = field(default_factory=dict)
+    """For each logit, in addition to what is kept, while the loss is computed; by bytes of a number."""
+    splits_backward: bool = True
+    """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
+    gathers_parts: bool = False
+    """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
+    tensor_slowdown: float | None = None
+    """How many times as long products take while collectives of x and y overlap them; None: as on the device else."""
+    dispatch_seconds: float = 8e-6
+    """That the host needs to start an operation: what small ones take at the least, one after the other."""
+    vocabulary_multiple: int = 1
+    """To which the ids of a rank of y are padded."""
+
+    def network(self, cluster: Cluster) -> ClusterNetwork:
+        """Return what prices its messages and collectives."""
+        return ClusterNetwork(cluster)
+
+    def blocking_share(self, _num_bytes: float) -> float | None:
+        """Return the share of a message's time during which its sender computes nothing; None where no message goes
+        through the stream that computes."""
+        return None
+
+    def exchanged_bytes(self, _dtype: str) -> int:
+        """Return the bytes of a gradient that replicas exchange."""
+        return GRADIENT_BYTES
+
+    def gathered_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a weight that comes over z, and of a number of the residual stream."""
+        return item_bytes
+
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a weight as it is used, on a rank that stores it."""
+        return item_bytes
+
+    def gradient_bytes(self, _dtype: str) -> tuple[int, int]:
+        """Return the bytes of a gradient that a rank keeps, and of what ZeRO 1 sums it into."""
+        return GRADIENT_BYTES, GRADIENT_BYTES
+
+    def taken_bytes(self, _available: int, _num_groups: int) -> int:
+        """Return the bytes of a device that libraries and an allocator take, with so many communicators."""
+        return 0
+
+    def again_products(self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp) -> list[tuple[int, int]]:
+        """Return the features in and out of the products of a branch that `selective` recomputing computes again."""
+        return []
+
+    def branch_kept(self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp, _recompute: str, own: float):
+        """Return the bytes that a branch keeps of a row, where our engine keeps its `own`."""
+        return own
+
+
+# FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half
+# that it computes forward, 140 to 170 backward, where large products come to 271.
+FLASH_2 = 0.65, 0.57
+
+# Counted by hand in model/functions.py, model/linear_layers.py and engine/optimizer.py: one pass for each operation. In
+# half precision the product of a weight's gradient adds to fp32, which it reads and writes.
+EAGER_PASSES = {
+    4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),
+    2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (30, 36), 8),
+}
+HPCTRAIN = Stack(
+    "hpctrain",
+    EAGER_PASSES,
+    update_bytes=48,  # its norm 4, clipped 8, updated 32, zeroed 4
+    block_operations=(28, 60),
+    flash=FLASH_2,
+    again_operations=(10, 6),
+    loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
+    gathers_parts=True,
+)
+# Counted in model/pure.py: a norm, a rotary position and a gated activation read their operands and write their results
+# once, and read them once more for what is summed over tokens. The loss reads logits twice forward. The host starts 281
+# operations of a block instead of 402 (`benchmarks.gpu`).
+FUSED_PASSES = {
+    4: replace(EAGER_PASSES[4], norm=(8, 20), rotary=(8, 8), inner=(12, 20), logits=(8, 8)),
+    2: replace(EAGER_PASSES[2], norm=(4, 10), rotary=(4, 4), inner=(6, 10), logits=(4, 4)),
+}
+HPCTRAIN_FUSED = replace(
+    HPCTRAIN,
+    passes=FUSED_PASSES,
+    block_operations=(20, 42),
+    again_operations=(3, 2),
+    loss_bytes={4: 4, 2: 2},  # the gradient
+)
+"""With `kernels.fused`."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +263,23 @@ class Setup:
         return self.tensor_parts or 1
 
     @property
+    def expected_messages(self) -> int:
+        """For how many messages between stages a rank has buffers before it comes to receive them."""
+        return EXPECTED_AHEAD if self.stack.is_hpctrain else 0
+
+    @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a gradient that replicas exchange."""
-        return self.item_bytes if self.dtype in self.stack.plain_gradients else self.stack.gradient_bytes
+        """The bytes of a gradient that replicas exchange."""
+        return self.stack.exchanged_bytes(self.dtype)
 
     @property
     def gathered_bytes(self) -> int:
-        """Of a weight that is stored in shards, in flight."""
-        return self.stack.gathered_bytes or self.item_bytes
+        """The bytes of a weight that is stored in shards, in flight."""
+        return self.stack.gathered_bytes(self.item_bytes)
 
     @property
     def passes(self) -> BytePasses:

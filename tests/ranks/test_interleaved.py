@@ -14,9 +14,8 @@ from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (

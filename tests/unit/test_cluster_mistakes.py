@@ -16,8 +16,7 @@ from hpctrain.config.links import link_between
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.predictor import predict
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.unit.described import FAMILY, TEXT
 

@@ -13,8 +13,8 @@ from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, Site, TileCost, pass_cost, slowed_by
+from hpctrain.planner.setup import HPCTRAIN
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, layers
 from tests.pretended import CLUSTER

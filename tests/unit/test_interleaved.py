@@ -22,10 +22,9 @@ from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space, StageChoice
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import BlockLine, StageShape, StageVariant
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

@@ -22,9 +22,8 @@ from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK

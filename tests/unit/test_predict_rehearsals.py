@@ -11,8 +11,7 @@ from hpctrain.config.job import load_job
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from tests import clusters
 
 

@@ -29,9 +29,8 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models, timed_profiles
 from hpctrain.planner.search import Limits, search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.planner.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

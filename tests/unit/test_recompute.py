@@ -10,9 +10,8 @@ from hpctrain.model.stage import Stage
 from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.unit.test_model import MODELS, make_stage
