@@ -1,4 +1,4 @@
-"""What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
+"""Prices the messages between the tiles of a plan: activations forward, their gradients back. Pure."""
 
 import itertools
 from collections import Counter
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What a tile is sent of a microbatch: activations (forward) or gradients."""
+    """The messages that bring a tile its part of a microbatch: activations (forward) or gradients."""
 
     tile: Tile
     sources: tuple[Tile, ...]

@@ -1,4 +1,4 @@
-"""What a layer of the model costs a rank, operator by operator: products, passes over memory, what is exchanged. Pure.
+"""Counts what a layer of the model costs a rank: products, passes over memory, what is exchanged. Pure.
 
 The same for every device; `seconds` then says how long one takes. It follows hpctrain/model/transformer.py: weights
 are cut by x over one dim and by y over the other; blocks go from features cut by x to heads cut by y and back.

@@ -1,4 +1,4 @@
-"""How long a device takes for an operation of a given shape: from what was measured, else from its data sheet. Pure.
+"""Says how long a device takes for an operation: by what was measured of it, else by its data sheet. Pure.
 
 From data sheets: a product is cut into tiles of its result; tiles are computed by so many processors in waves, the last
 of which may be partly empty; each tile fills a pipeline before it computes (`FILL`); no product is faster than its
@@ -63,7 +63,7 @@ class DeviceModel:
 
     @property
     def overlap_slowdown(self) -> float:
-        """How many times as long it computes while it communicates."""
+        """Return how many times as long it computes while it communicates."""
         return self.family.overlap_slowdown or self.efficiency.overlap_slowdown
 
     def speed(self, dtype: str) -> float:
@@ -157,7 +157,7 @@ class DeviceModel:
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
-        """By dtype, for each measured shape its place and by how much the formula is wrong there, in logarithms."""
+        """Return by dtype each measured shape's place, and by how much the formula is wrong there, in logarithms."""
         result: dict[str, list] = {}
         for product in self.family.products:
             m, k, n = product.shape

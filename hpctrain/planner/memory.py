@@ -52,13 +52,13 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """The bytes of the device."""
         return sum(vars(self).values()) - self.on_host
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank of a tile needs, and has."""
+    """The memory that a rank of a tile needs, and has."""
 
     tile: Tile
     """The first one of the rank."""

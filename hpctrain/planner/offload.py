@@ -1,4 +1,4 @@
-"""What copies between a device and host memory add to a step, where tiles offload, and what hosts must hold. Pure."""
+"""Prices the copies between a device and host memory, where tiles offload, and what hosts must hold. Pure."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence

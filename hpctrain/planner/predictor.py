@@ -100,7 +100,7 @@ def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
 
 
 class Predictor:
-    """What is known of one plan on one cluster."""
+    """Predicts one plan on one cluster, each part of it once, when it is asked for."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class Predictor:
 
     @cached_property
     def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
-        """What each group exchanges, but for when gradients are made and weights needed."""
+        """Return the exchange of each group, but for when gradients are made and weights needed."""
         result: dict[tuple, tuple[ShardGroup, Sharing]] = {}
         for tile in self.plan.tiles:
             self._rank_shards(tile)

@@ -59,7 +59,7 @@ def slowed_by(overlapped: float, moving: float, times: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where passes run. Its identity is a key."""
+    """A place where passes run. Its identity is a key."""
 
     devices: tuple[DeviceModel, ...]
     """Of the ranks, the slowest of which counts."""
@@ -148,7 +148,7 @@ def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
 
 
 class Prices:
-    """What passes over layers take on a cluster, computed once for all plans of a search and all their predictions."""
+    """The seconds of passes over layers on a cluster, computed once for all plans of a search and all predictions."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the same ranks exchange of their gradients and weights in a step."""
+    """The exchange of gradients and weights among the same ranks in a step."""
 
     tiles: tuple[Tile, ...]
     reduce_seconds: float
@@ -209,7 +209,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class TileCost:
-    """What the instructions of a tile take for one microbatch, in seconds."""
+    """The seconds of a tile's instructions for one microbatch."""
 
     forward: tuple[PassCost, ...]
     """For each row chunk."""
@@ -229,7 +229,7 @@ class TileCost:
 
     @property
     def seconds(self) -> float:
-        """Of a microbatch, there and back."""
+        """The seconds of a microbatch, there and back."""
         return sum(each.seconds for each in (*self.forward, *self.backward))
 
 

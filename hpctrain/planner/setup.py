@@ -161,7 +161,7 @@ HPCTRAIN_FUSED = replace(
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and by which software: everything about a run but its plan and its cluster."""
+    """The model that is trained, and the software: everything about a run but its plan and its cluster."""
 
     model: Model
     positions: int
@@ -216,19 +216,19 @@ class Setup:
 
     @cached_property
     def works(self) -> tuple[str, str]:
-        """What a profile may hold for: with the other kernels, fused or separate, and with those of this setup."""
+        """Return what a profile may hold for: with the other kernels, fused or separate, and with these."""
         fused = self.stack.passes is HPCTRAIN_FUSED.passes
         given = self.model, self.positions, self.dtype, self.by_family
         return describe_training(*given, not fused), describe_training(*given, fused)
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:
-        """What each layer is made of."""
+        """Return what each layer is made of."""
         return self.model.description.blocks
 
     @cached_property
     def first_equal(self) -> tuple[int, ...]:
-        """For each item the first one that costs the same: attention with a window and without is of two kinds."""
+        """Return for each item the first one that costs the same: attention with and without a window are two kinds."""
         first: dict[Attention | Mlp, int] = {}
         branches = (branch for block in self.blocks for branch in (block.attention, block.mlp))
         equal = [first.setdefault(branch, number) for number, branch in enumerate(branches, 1)]
@@ -264,7 +264,7 @@ class Setup:
 
     @property
     def expected_messages(self) -> int:
-        """For how many messages between stages a rank has buffers before it comes to receive them."""
+        """Return for how many messages between stages a rank has buffers before it comes to receive them."""
         return EXPECTED_AHEAD if self.stack.is_hpctrain else 0
 
     @property

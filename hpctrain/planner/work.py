@@ -50,7 +50,7 @@ class ItemPass(NamedTuple):
 
 @dataclass
 class PassWork:
-    """What a rank does in one pass over one layer."""
+    """The work of a rank in one pass over one layer."""
 
     products: list[MatrixProduct] = field(default_factory=list)
     passed_bytes: float = 0.0
