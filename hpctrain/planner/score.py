@@ -14,9 +14,9 @@ from hpctrain.planner.buffers import message_bytes, waiting_share
 from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
-from hpctrain.planner.memory import GRADIENT_BYTES
 from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
+from hpctrain.planner.setup import GRADIENT_BYTES
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
 from hpctrain.planner.stages import (
     BlockLine,
