@@ -80,8 +80,9 @@ def _in_halves(
     The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
     blocks = [_block(setup, grid, layer, half, regathers) for half in (rows - rows // 2, rows // 2)]
-    cut = _joining_halves(setup, grid, rows)
-    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
+    features = setup.model.hidden_size // grid.x / grid.position_parts
+    joined = PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)  # halves of the residuals
+    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), joined))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
     halves_in_order = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
     overlapped = [replace(following, exchanges=[]) for following in (*halves_in_order[1:], PassWork())]
@@ -89,15 +90,9 @@ def _in_halves(
         replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
         for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
     ]
-    return LayerCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(
+    return LayerCost(PassWork.joined((*forward, joined)), backward, weight), PassWork.joined(
         block.again for block in blocks
     )
-
-
-def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
-    """Return what it takes to put the halves of the residual stream side by side."""
-    features = setup.model.hidden_size // grid.x / grid.position_parts
-    return PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:

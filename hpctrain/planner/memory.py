@@ -156,7 +156,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
     sizes = [layer_elements(setup.model, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(group.ranks) for group in shards.shard_groups if group.zero >= 2), default=0)
-    splits = any(_splits(setup, plan, each) for each in virtual_stages)
+    splits = any(splits_backward(setup, plan, each) for each in virtual_stages)
     return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
 
 
@@ -177,7 +177,8 @@ def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, 
     return of_weights * weights + whole * setup.gradient_bytes + coming * shares * setup.gradient_bytes
 
 
-def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
+def splits_backward(setup: Setup, plan: Plan, tile: Tile) -> bool:
+    """Say whether a tile sends the gradient of its input before it computes those of its weights."""
     return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
@@ -190,7 +191,7 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
     wraps = len(virtual_stages) > 1 or in_flight(plan, tile) > 1
     kept, left, moved, computing = [], [], [], 0.0
     for each in virtual_stages:
-        splits, at_loss = _splits(setup, plan, each), not plan.downstream(each)
+        splits, at_loss = splits_backward(setup, plan, each), not plan.downstream(each)
         row = row_bytes(
             setup,
             each.tensor,
@@ -225,7 +226,7 @@ def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
     if not left:
         return 0.0
     at_once = -(-rows // tile.row_chunks)
-    offloads, splits = tile.offloads_activations, _splits(setup, plan, tile)
+    offloads, splits = tile.offloads_activations, splits_backward(setup, plan, tile)
     row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, rows=at_once)
     return (rows if plan.downstream(tile) else at_once) * row.kept + at_once * row.computing
 
@@ -240,7 +241,7 @@ def _most_alive(
     """
     if not any(kept):
         return 0.0
-    delays = [weight_delay(plan, each) or 0 if _splits(setup, plan, each) else 0 for each in virtual_stages]
+    delays = [weight_delay(plan, each) or 0 if splits_backward(setup, plan, each) else 0 for each in virtual_stages]
     alive = most = 0.0
     waiting: deque[float] = deque()
     for op, number, _ in passes(plan, virtual_stages[0]):

@@ -11,13 +11,13 @@ from hpctrain.comm.network import Crowd
 from hpctrain.config.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
-from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
+from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
 from hpctrain.planner.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.cost import model_flops, update_seconds
 from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.memory import StageMemory, layer_moved, memory_of
+from hpctrain.planner.memory import StageMemory, layer_moved, memory_of, splits_backward
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prices import (
     PART_COUNTS,
@@ -168,9 +168,6 @@ class Predictor:
             host_shortage(self.plan, self.cluster, self._memory),
         )
 
-    def _weight_delay(self, tile: Tile) -> int | None:
-        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
-
     def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
         tiles = self.plan.first_tiles
         num_ranks = sum(len(tile.ranks) for tile in tiles)
@@ -203,7 +200,7 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            site, splits = self._site(tile), self._weight_delay(tile) is not None
+            site, splits = self._site(tile), splits_backward(self.setup, self.plan, tile)
             key = tile.items, tile.chunk_rows, site, tile.recompute, splits, tile.offload
             if key not in known:
                 known[key] = self._tile_cost(tile, splits)
@@ -400,7 +397,7 @@ class Predictor:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
         if tile not in self._until:
-            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
             rows = tile.rank_rows // tile.row_chunks
             key = self._site(tile), tile.items, rows, tile.recompute, last
             if key not in self._sums:
