@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.cluster import Cluster, Profile, RowTimes
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.curves import Curve
@@ -35,13 +35,17 @@ class ProfiledDevice(DeviceModel):
 
     _: KW_ONLY
     setup: Setup
-    profile: Profile
+
+    @property
+    def times(self) -> tuple[RowTimes, ...]:
+        """Return the seconds of the profile, by ascending rows."""
+        return self.profile.times if self.profile else ()
 
     @cached_property
     def _curves(self) -> dict[tuple[str, int], Curve]:
-        rows = [time.rows for time in self.profile.times]
+        rows = [time.rows for time in self.times]
         return {
-            (item, direction): Curve(rows, [getattr(time, f"{item}_seconds")[direction] for time in self.profile.times])
+            (item, direction): Curve(rows, [getattr(time, f"{item}_seconds")[direction] for time in self.times])
             for item in ITEMS
             for direction in (0, 1)
         }
@@ -77,11 +81,11 @@ class ProfiledDevice(DeviceModel):
             result.append(f"{key}: what tensor grids ({', '.join(grids)}) change of the profiled passes, by formula")
         if any(tile.zero >= 2 for tile in tiles):
             result.append(f"{key}: passes in ZeRO 2 and 3, as profiled in {TIMED_ZERO}")
-        if self.profile.work != self.setup.works[-1]:
+        if self.profile and self.profile.work != self.setup.works[-1]:
             profiled = "fused" if self.profile.work.endswith("fused kernels") else "separate"
             result.append(f"{key}: passes with this run's kernels, as profiled with {profiled} ones")
         most = max(-(-tile.rows.size // (tile.tensor.z * tile.row_chunks)) for tile in tiles)
-        if most > (last := self.profile.times[-1].rows):
+        if most > (last := self.times[-1].rows):
             result.append(f"{key}: {most} rows at once, at the speed of the {last} that were profiled")
         if self.element_seconds is None:
             result.append(f"{key}: seconds of updates, by formula")

@@ -52,7 +52,7 @@ class Stack:
     updated by one of them each, whatever ZeRO stage is asked for."""
 
     name: str
-    passes: Mapping[int, BytePasses]
+    passes: dict[int, BytePasses]
     """By bytes of a number: 2 and 4."""
     update_bytes: float
     """Read and written per weight that a rank updates."""
@@ -117,7 +117,9 @@ class Stack:
         """Return the features in and out of the products of a branch that `selective` recomputing computes again."""
         return []
 
-    def branch_kept(self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp, _recompute: str, own: float):
+    def branch_kept(
+        self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp, _recompute: str, own: float
+    ) -> float:
         """Return the bytes that a branch keeps of a row, where our engine keeps its `own`."""
         return own
 
