@@ -17,9 +17,9 @@ from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.truth import PretendDevice
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 
 WAYS = ("none", "optimizer", "activations", "all")

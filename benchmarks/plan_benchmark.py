@@ -19,8 +19,8 @@ from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import Limits, search
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 

@@ -27,12 +27,12 @@ from hpctrain.config.job import Job, Model, load_job
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import SQUARES_PASSED, Setup, seen_share
+from hpctrain.planner.cost import SQUARES_PASSED, seen_share
 from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import search
-from hpctrain.planner.stack import FLASH_2, HPCTRAIN
+from hpctrain.planner.setup import FLASH_2, HPCTRAIN, Setup
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.work import MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid

@@ -16,10 +16,9 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 
 BUCKET_BYTES = 4 << 20

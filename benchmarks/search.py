@@ -24,11 +24,10 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.space import by_speed_space, even_space
-from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.sharding.grid import TensorGrid
 
 PER_NODE = 8

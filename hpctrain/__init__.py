@@ -25,7 +25,7 @@ PUBLIC = {
     "Limits": "hpctrain.planner.search",
     "Space": "hpctrain.planner.space",
     "search_best": "hpctrain.planner.choose",
-    "Setup": "hpctrain.planner.cost",
+    "Setup": "hpctrain.planner.setup",
     "predict": "hpctrain.planner.predictor",
 }
 """Each public name and the module that defines it."""

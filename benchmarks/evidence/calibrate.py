@@ -15,12 +15,11 @@ import numpy as np
 
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes
-from benchmarks.evidence.stacks import FITTED, STACKS
+from benchmarks.evidence.stacks import FITTED, STACKS, Software
 from hpctrain.config.device_catalogue import ACCELERATORS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.planner.efficiency import EFFICIENCIES, Efficiency, efficiency_name
 from hpctrain.planner.predictor import Prediction
-from hpctrain.planner.stack import Stack
 
 SHARES = ("product_share", "memory_share")
 """What is fitted of a family."""
@@ -63,7 +62,7 @@ class Parameters:
     """All parameter sets, those of families and those of software."""
 
     efficiencies: Mapping[str, Efficiency]
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, Software]
 
     def efficiency_of(self, model: str | None) -> Efficiency | None:
         """Return the set of an accelerator, named as in the catalogue or by its maker; None if it is in none."""

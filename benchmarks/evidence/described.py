@@ -10,20 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
-from benchmarks.evidence.stacks import ROWS_FIRST, STACKS
-from benchmarks.evidence.ties import TiedByPairs
+from benchmarks.evidence.stacks import ROWS_FIRST, STACKS, Software
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
-from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
+from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.efficiency import Efficiency, efficiency_of
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.stack import Stack
+from hpctrain.planner.prices import Sharing
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -121,17 +119,15 @@ class DescribedRun:
             tie_head=self.tie_head,
         )
 
-    def setup(self, stack: Stack | None = None) -> Setup:
+    def setup(self, stack: Software | None = None) -> Setup:
         """Return what is trained; `stack` in place of the named one, for fitting its constants."""
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
-        stack = replace(stack, sequence_parallel=cut, kept_inner=kept, tensor_slowdown=1.0)
-        if cut and stack.network is NcclNetwork:
-            stack = replace(stack, network=ScatteringNetwork)
+        stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept, tensor_slowdown=1.0)
         if self.overlapped:
             size = ITEM_BYTES[self.dtype]
-            stack = replace(stack, gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
+            stack = replace(stack, own_gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
@@ -208,7 +204,7 @@ class DescribedRun:
 
     def predict(
         self,
-        stack: Stack | None = None,
+        stack: Software | None = None,
         efficiency: Efficiency | None = None,
         layers: LayerTimes | None = None,
     ) -> Prediction:
@@ -224,7 +220,7 @@ class DescribedRun:
         memory = self._predictor(None, None, None).memory
         return memory if self.interleave == 1 else interleaved_memory(memory, self.plan, self.interleave)
 
-    def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
+    def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         setup = self.setup(stack)
         if self.blocking_launches:
             known = efficiency or efficiency_of(ACCELERATORS[self.accelerator].kind, self.accelerator)
@@ -234,6 +230,34 @@ class DescribedRun:
         if layers:
             return LayeredPredictor(layers, *arguments)
         return predictor_of(self)(*arguments)
+
+
+class TiedByPairs(Predictor):
+    """A predictor of software like Megatron, which sums the gradients of a tied embedding twice, where our ranks that
+    hold it sum as one group. All replicas of a stage sum what they hold, the embedding with the rest. Each replica's
+    first and last stage sum the embedding between the two of them (Narayanan et al. 2021; DeepSpeed's
+    `_exec_reduce_tied_grads` before `_exec_reduce_grads`). All of these pairs share the NICs. Replicas are equal."""
+
+    def _sharings(self) -> tuple[Sharing, ...]:
+        return tuple(
+            self._by_pairs(sharing) if len({tile.items for tile in sharing.tiles}) > 1 else sharing
+            for sharing in super()._sharings()
+        )
+
+    def _by_pairs(self, sharing: Sharing) -> Sharing:
+        stages: dict[object, list[Tile]] = {}
+        for tile in sharing.tiles:
+            stages.setdefault(tile.items, []).append(tile)
+        ends = list(stages.values())
+        (tied,) = (group for group in self._rank_shards(ends[0][0]).shard_groups if group.is_tied)
+        num_bytes = self._stored(tied, ends[0][0].tensor.z) * self.setup.gradient_bytes
+        pair = tuple(tiles[0].ranks[0] for tiles in ends)
+        every = self.network.crowd(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
+        between = self.network.group_seconds("all_reduce", num_bytes, pair, every)
+        operation = "reduce_scatter" if tied.zero else "all_reduce"
+        replicas = (tuple(tile.ranks[0] for tile in tiles) for tiles in ends)
+        of_stage = max(self.network.group_seconds(operation, num_bytes, ranks, self._sharers) for ranks in replicas)
+        return replace(sharing, reduce_seconds=between + of_stage)
 
 
 def predictor_of(run: DescribedRun) -> type[Predictor]:

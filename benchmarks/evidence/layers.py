@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError, did_you_mean
-from hpctrain.plan.tiling import Tile
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import Curve
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.prices import PassCost
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, layers
 
@@ -128,11 +130,10 @@ class LayeredPredictor(Predictor):
     device's data sheet.
     """
 
-    def __init__(self, layers: LayerTimes, *arguments):
+    def __init__(self, layers: LayerTimes, setup: Setup, plan: Plan, cluster: Cluster, efficiencies=None):
         """Raises PlanError for a plan with z, over which layers were not measured."""
-        super().__init__(*arguments)
+        super().__init__(setup, plan, cluster.model_copy(update={"profiles": ()}), efficiencies)
         self._layers = layers
-        self._devices |= {name: replace(device, profiled=None) for name, device in self._devices.items()}
         if any(tile.tensor.z > 1 for tile in self.plan.tiles):
             raise PlanError("a table of layers tells nothing of weights that come over z: predict from data sheets")
 

@@ -6,12 +6,12 @@ from typing import Self
 
 from benchmarks.evidence.described import DescribedRun, predictor_of
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
+from benchmarks.evidence.stacks import Software
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MixedRun(DescribedRun):
             nodes=tuple(nodes),
         )
 
-    def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
+    def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         """Return the predictor; a fitted `efficiency` is of the first family, the others keep the catalogue's."""
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies

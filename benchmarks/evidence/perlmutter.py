@@ -20,9 +20,8 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.parameters import check_grid
 

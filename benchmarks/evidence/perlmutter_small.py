@@ -25,9 +25,8 @@ from hpctrain.observe.console import trust
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.miniature import miniature
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"

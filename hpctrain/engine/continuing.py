@@ -115,8 +115,8 @@ def keep(job: Job, theirs: Job, facts: Facts, cluster: "Cluster | None", reasons
 
 def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds: float) -> str:
     """Say what changes in plan and predicted step for a run that continues on other devices."""
-    from hpctrain.planner.cost import Setup
     from hpctrain.planner.predictor import predict
+    from hpctrain.planner.setup import Setup
 
     try:
         before = f"{predict(Setup.of_job(job), plan, cluster).step_seconds:.4g} s a step"

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.choose import PlanChoice
-    from hpctrain.planner.cost import Setup
     from hpctrain.planner.predictor import Prediction
+    from hpctrain.planner.setup import Setup
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 1.5
@@ -326,8 +326,8 @@ def predict_step(job: Job, facts: Facts) -> Resolution:
     with facts.world.all_or_none():
         if facts.world.rank == 0:
             from hpctrain.planner.choose import check_fits
-            from hpctrain.planner.cost import Setup
             from hpctrain.planner.predictor import predict
+            from hpctrain.planner.setup import Setup
 
             try:
                 prediction = predict(Setup.of_job(_priced(job, facts)), facts.plan, described.cluster)

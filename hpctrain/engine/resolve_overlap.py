@@ -12,9 +12,9 @@ from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import PAYS, Predictor, predict_in_parts
 from hpctrain.planner.prices import gathers_while_summing
+from hpctrain.planner.setup import Setup
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

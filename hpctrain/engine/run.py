@@ -257,8 +257,8 @@ class TrainingRun:
         """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
         from hpctrain.comm.probe.machine import note_overflow
         from hpctrain.config.cluster import MemoryOverflow
-        from hpctrain.planner.cost import Setup
         from hpctrain.planner.predictor import Predictor
+        from hpctrain.planner.setup import Setup
 
         cluster, rank = self._described.cluster, self._world.rank
         stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory

@@ -15,9 +15,9 @@ from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.engine.facts import Described
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import DATASHEET_ERROR
 from hpctrain.planner.search import Limits, search
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space, even_space
 
 YARDSTICK = "yardstick.json"

@@ -22,9 +22,9 @@ from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.search import Limits, SearchResult
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space, by_speed_space, even_space
 
 out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")

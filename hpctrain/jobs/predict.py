@@ -15,8 +15,8 @@ from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
+from hpctrain.planner.setup import Setup
 
 
 @click.command("predict")

@@ -1,4 +1,4 @@
-"""What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
+"""Prices the messages between the tiles of a plan: activations forward, their gradients back. Pure."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hpctrain.comm.network import ClusterNetwork, Port
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.setup import Setup
 
 
 def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What a tile is sent of a microbatch: activations (forward) or gradients."""
+    """The messages that bring a tile its part of a microbatch: activations (forward) or gradients."""
 
     tile: Tile
     sources: tuple[Tile, ...]

@@ -41,7 +41,7 @@ def least_seconds(costs: StageCosts, global_batch: int, space: Space) -> float:
     weights = count_parameters(setup.model)
     updates = sum(pool.num_devices / update_seconds(setup, pool.device, weights) for pool in costs.pools)
     busy = global_batch * (setup.model.num_layers + head) / speed
-    return CERTAIN_SHARE * busy + costs.agree_seconds + 1 / updates + setup.stack.step_seconds
+    return CERTAIN_SHARE * busy + costs.agree_seconds + 1 / updates
 
 
 def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> Iterator[tuple[float, float]]:
@@ -61,9 +61,9 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
 
 def _row_counts(most: int, device: DeviceModel) -> list[int]:
     """Return the numbers of rows whose seconds are looked up: all that a measurement may favour, where there is one."""
-    if not device.profiled and not device.family.products:
+    if not device.profile and not device.family.products:
         return [1, VERY_MANY_ROWS]
-    profiled = device.profiled.profile.times[-1].rows if device.profiled else 0
+    profiled = device.profile.times[-1].rows if device.profile else 0
     result = list(range(1, max(EVERY_COUNT_UP_TO, profiled) + 1))
     while result[-1] < most:
         result.append(min(most, int(result[-1] * NEXT_COUNT)))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, unit_elements
+from hpctrain.planner.cost import unit_elements
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 
 SUMMED_BYTES = 4
@@ -121,4 +122,4 @@ def num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
 
     kinds = has_messages(plan.upstream(tile)) + has_messages(plan.downstream(tile))
     sending = sum(has_messages((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
-    return min(setup.stack.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)
+    return min(setup.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)

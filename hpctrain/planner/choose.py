@@ -11,13 +11,12 @@ from hpctrain.config.precision import TRAINED_DTYPES, choose_dtypes
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import EQUAL_SHARE, runner_up
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import Limits, SearchResult, search
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space, StageChoice
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
@@ -188,7 +187,7 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
         for p in cluster.profiles
         if p.work in setup.works and p.replicas == cluster.num_devices and p.largest_rows is not None
     ]
-    if not profiles or setup.stack.name != HPCTRAIN.name:
+    if not profiles or not setup.stack.is_hpctrain:
         return []
     costs, result = StageCosts(setup, cluster, ()), []
     for profile in profiles:

@@ -1,4 +1,4 @@
-"""What a layer of the model costs a rank, operator by operator: products, passes over memory, what is exchanged. Pure.
+"""Counts what a layer of the model costs a rank: products, passes over memory, what is exchanged. Pure.
 
 The same for every device; `seconds` then says how long one takes. It follows hpctrain/model/transformer.py: weights
 are cut by x over one dim and by y over the other; blocks go from features cut by x to heads cut by y and back.
@@ -6,23 +6,20 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache
-from typing import NamedTuple, Self
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
-from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
-from hpctrain.config.cluster import ITEM_BYTES
+from hpctrain.architectures.description import Attention, Mlp, Norm
 from hpctrain.config.errors import PlanError
-from hpctrain.config.job import Job, Model
-from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
-from hpctrain.planner.curves import describe_training
+from hpctrain.config.job import Model
+from hpctrain.config.kernels import tokens_at_once
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
-from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
-from hpctrain.sharding.items import block_of, is_attention
 from hpctrain.sharding.parameters import item_units, padded_vocabulary
 
 RECOMPUTE = ("none", "selective", "full")
@@ -31,128 +28,6 @@ CAPPED_SCORES_PASSED = 18, 24
 """Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
 SQUARES_PASSED = 4
 """Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained, and by which software: everything about a run but its plan and its cluster."""
-
-    model: Model
-    positions: int
-    dtype: str
-    stack: Stack
-    overlaps: frozenset[str] = frozenset()
-    """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
-    "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
-    the other half of the rows."""
-    _: KW_ONLY
-    masks_documents: bool = False
-    """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
-    bucket_bytes: int | None = None
-    """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
-    is computed."""
-    by_family: tuple[tuple[str, str], ...] = ()
-    """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
-    linear_dtype: str | None = None
-    """In which linear layers of blocks compute, where it is another dtype: fp8, to which software casts operands."""
-    context_parts: int = 1
-    """Into how many parts other software's context parallelism cuts the positions of a row; `positions` are of a part,
-    whose queries see the keys of all parts."""
-    tensor_parts: int | None = 1
-    """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
-    what is not searched for is not cut."""
-    logits_bytes: int = LOGITS_BYTES
-    """Of logits, as if in fp32, that may be there at once, where the head goes through its tokens in parts."""
-
-    @classmethod
-    def of_job(cls, job: Job, dtype: str | None = None) -> Self:
-        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
-        kernels as fused where they are in all families."""
-        dtype = dtype or job.train.resolved_dtype
-        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
-        stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
-        native = job.kernels.attention in ("cudnn", "flash3", "flash4")
-        stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
-        data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
-        differing = tuple(sorted(job.precision.by_family.items()))
-        return cls(
-            job.model,
-            data.sequence_length,
-            dtype,
-            stack,
-            overlaps,
-            masks_documents=data.mask_documents,
-            bucket_bytes=bucket_bytes,
-            by_family=differing,
-            tensor_parts=job.overlap.tensor_parts,
-            logits_bytes=job.kernels.logits_bytes,
-        )
-
-    @cached_property
-    def works(self) -> tuple[str, str]:
-        """What a profile may hold for: with the other kernels, fused or separate, and with those of this setup."""
-        fused = self.stack.passes is HPCTRAIN_FUSED.passes
-        given = self.model, self.positions, self.dtype, self.by_family
-        return describe_training(*given, not fused), describe_training(*given, fused)
-
-    @cached_property
-    def blocks(self) -> tuple[Layer, ...]:
-        """What each layer is made of."""
-        return self.model.description.blocks
-
-    @cached_property
-    def first_equal(self) -> tuple[int, ...]:
-        """For each item the first one that costs the same: attention with a window and without is of two kinds."""
-        first: dict[Attention | Mlp, int] = {}
-        branches = (branch for block in self.blocks for branch in (block.attention, block.mlp))
-        equal = [first.setdefault(branch, number) for number, branch in enumerate(branches, 1)]
-        return (0, *equal, self.model.num_items - 1)
-
-    @cached_property
-    def head(self) -> Interval:
-        """The last layer."""
-        return Interval(self.model.num_items - 1, self.model.num_items)
-
-    def is_block(self, layer: Interval) -> bool:
-        """Say whether a layer is a block, or one branch of it."""
-        return 0 < layer.start < self.head.start
-
-    def branches(self, layer: Interval) -> tuple[Attention | None, Mlp | None]:
-        """Return what a layer has of its block."""
-        block = self.blocks[block_of(layer.start)]
-        return (
-            block.attention if is_attention(layer.start) else None,
-            None if is_attention(layer.stop - 1) else block.mlp,
-        )
-
-    def position_parts(self, grid: TensorGrid) -> int:
-        """Return into how many parts y cuts the positions of hidden states, as the grid says or the software does."""
-        return grid.y if self.stack.sequence_parallel else grid.position_parts
-
-    @property
-    def block_parts(self) -> int:
-        """Into how many parts blocks cut products next to collectives of x and y."""
-        if "tensor" not in self.overlaps or "forward" in self.overlaps:
-            return 1
-        return self.tensor_parts or 1
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of a gradient that replicas exchange."""
-        return self.item_bytes if self.dtype in self.stack.plain_gradients else self.stack.gradient_bytes
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Of a weight that is stored in shards, in flight."""
-        return self.stack.gathered_bytes or self.item_bytes
-
-    @property
-    def passes(self) -> BytePasses:
-        return self.stack.passes[4 if self.item_bytes >= 4 else 2]
 
 
 @lru_cache(maxsize=4096)
@@ -183,7 +58,7 @@ def layer_cost(
     else:
         cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
-    if recompute == "full" and (is_block or setup.stack.recomputes_ends):
+    if recompute == "full" and (is_block or setup.stack.is_hpctrain):
         again = cost.forward
     elif recompute == "selective":
         again = selected
@@ -205,8 +80,9 @@ def _in_halves(
     The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
     blocks = [_block(setup, grid, layer, half, regathers) for half in (rows - rows // 2, rows // 2)]
-    cut = _joining_halves(setup, grid, rows)
-    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
+    features = setup.model.hidden_size // grid.x / grid.position_parts
+    joined = PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)  # halves of the residuals
+    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), joined))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
     halves_in_order = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
     overlapped = [replace(following, exchanges=[]) for following in (*halves_in_order[1:], PassWork())]
@@ -214,15 +90,9 @@ def _in_halves(
         replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
         for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
     ]
-    return LayerCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(
+    return LayerCost(PassWork.joined((*forward, joined)), backward, weight), PassWork.joined(
         block.again for block in blocks
     )
-
-
-def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
-    """Return what it takes to put the halves of the residual stream side by side."""
-    features = setup.model.hidden_size // grid.x / grid.position_parts
-    return PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:
@@ -237,7 +107,7 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
         if grid.z > 1:
             before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
             after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
-            if setup.stack.copies_shards:
+            if setup.stack.is_hpctrain:
                 placed += 2 * setup.item_bytes * elements / grid.z
                 added += 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
         if zero >= 2:
@@ -316,8 +186,7 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
-    products = {"keys": (setup.model.hidden_size // grid.x, key), "output": (query, setup.model.hidden_size // grid.x)}
-    again = _computed_again(setup, grid, tokens, 0, forward, products)
+    again = _computed_again(setup, grid, tokens, attention, forward)
     if attention.score_cap is not None or not setup.stack.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
@@ -328,27 +197,23 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
-    products = {"gate": (setup.model.hidden_size // grid.x, inner)} if mlp.gated else {}
-    again = _computed_again(setup, grid, rows * setup.positions, 1, forward.passed_bytes, products)
+    again = _computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
-def _computed_again(
-    setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float, products: dict[str, tuple[int, int]]
-) -> PassWork:
-    """Return what selective recomputing runs again of attention (0) or feed-forward part (1), apart from its scores.
+def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
+    """Return what selective recomputing runs again of a branch, apart from attention's scores.
 
-    That is the norm, by statistics that are kept, what passes over so many bytes between the products, and those of the
-    `products`, features in and out by name, whose results the software drops.
+    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
     """
     operations = setup.stack.again_operations
     if operations is None:
         return PassWork()
-    dropped = (size for name, size in products.items() if name in setup.stack.again_products)
-    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in dropped]
+    sizes = setup.stack.again_products(setup, grid, branch)
+    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in sizes]
     tokens = -(-tokens // setup.position_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
-    return PassWork(again, normed + passed, operations[branch])
+    return PassWork(again, normed + passed, operations[isinstance(branch, Mlp)])
 
 
 def _branch(
@@ -448,15 +313,15 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    if setup.stack.chunks_logits and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
+    if setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
         backward = PassWork.joined((product.forward, backward))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 
 
 def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
     """Return what a rank's part of the optimizer takes, for the elements that it updates: as profiled, where it was."""
-    if device.profiled and device.profiled.element_seconds is not None:
-        return num_elements * device.profiled.element_seconds
+    if device.element_seconds is not None:
+        return num_elements * device.element_seconds
     return device.pass_seconds(num_elements * setup.stack.update_bytes)
 
 

@@ -1,4 +1,4 @@
-"""How long a device takes for an operation of a given shape: from what was measured, else from its data sheet. Pure.
+"""Says how long a device takes for an operation: by what was measured of it, else by its data sheet. Pure.
 
 From data sheets: a product is cut into tiles of its result; tiles are computed by so many processors in waves, the last
 of which may be partly empty; each tile fills a pipeline before it computes (`FILL`); no product is faster than its
@@ -6,16 +6,16 @@ operands are read. Where products were measured, the same formula is stretched t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family
+from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family, Profile
 from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.efficiency import Efficiency, efficiency_of
-
-if TYPE_CHECKING:
-    from hpctrain.planner.profiled import ProfiledPasses
+from hpctrain.planner.setup import Stack
+from hpctrain.planner.work import PassWork
 
 # Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
 # and CUTLASS; smaller ones read their operands more often).
@@ -42,10 +42,12 @@ class DeviceModel:
     family: Family
     fitted: Efficiency | None = None
     """In place of the catalogue's."""
-    profiled: "ProfiledPasses | None" = None
-    """What a profile of the job says of it, which goes before all that is modelled here."""
     computes_in: str | None = None
     """The dtype in which its ranks compute, whatever those of other families do."""
+    profile: Profile | None = None
+    """A profile of the job, which corrects what is modelled here: see `profiled.ProfiledDevice`."""
+    element_seconds: float | None = None
+    """Seconds of an update by a profile, for each weight that a rank updates."""
 
     @cached_property
     def efficiency(self) -> Efficiency:
@@ -61,7 +63,7 @@ class DeviceModel:
 
     @property
     def overlap_slowdown(self) -> float:
-        """How many times as long it computes while it communicates."""
+        """Return how many times as long it computes while it communicates."""
         return self.family.overlap_slowdown or self.efficiency.overlap_slowdown
 
     def speed(self, dtype: str) -> float:
@@ -116,6 +118,17 @@ class DeviceModel:
         """Return what reading and writing so many bytes takes."""
         return num_bytes / self.memory_bytes_per_second
 
+    def work_seconds(self, work: PassWork, dtype: str, stack: Stack) -> float:
+        """Return what computing a pass takes, by products and bytes: the longer of the device's time and its host's."""
+        gain = self.efficiency.native_gain if stack.native_attention else 1.0
+        computed = sum(
+            self.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
+            for p in work.products
+        )
+        computed += self.pass_seconds(work.passed_bytes) + work.operations * self.efficiency.launch_seconds
+        dispatch = 0.0 if self.family.kind == "cpu" else stack.dispatch_seconds
+        return max(computed, (len(work.products) + work.operations) * dispatch)
+
     def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
         speed, processors = self.speed(dtype), self.efficiency.processors
         if batch > 1 and self._misses_tensor_cores(dtype, m, k, n):
@@ -144,7 +157,7 @@ class DeviceModel:
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
-        """By dtype, for each measured shape its place and by how much the formula is wrong there, in logarithms."""
+        """Return by dtype each measured shape's place, and by how much the formula is wrong there, in logarithms."""
         result: dict[str, list] = {}
         for product in self.family.products:
             m, k, n = product.shape
@@ -162,8 +175,7 @@ class DeviceModel:
         weights = [(1.0 / (math.dist(place, where) ** 2 + 1e-9), ratio) for where, ratio in points]
         return math.exp(sum(w * ratio for w, ratio in weights) / sum(w for w, _ in weights))
 
-    @cached_property
-    def guesses(self) -> list[str]:
+    def assumptions(self, _tiles: Sequence[Tile]) -> list[str]:
         """Return what was assumed of the family rather than given or known of its model."""
         result = []
         if not self.efficiency.known:

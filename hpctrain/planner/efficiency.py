@@ -1,4 +1,4 @@
-"""How near accelerators of the catalogue (`hpctrain.config.device_catalogue`) come to their data sheets.
+"""Says how near accelerators of `hpctrain.config.device_catalogue` come to their data sheets.
 
 `Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
 `benchmarks/evidence/predictor.py`, or are those of a family like it, the source of the rest is given there.
@@ -11,7 +11,7 @@ from hpctrain.config.device_catalogue import ACCELERATORS
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How near a family comes to its data sheet."""
+    """The shares of its data sheet that a family reaches."""
 
     product_share: float
     """Of peak FLOP/s, for large products."""

@@ -1,32 +1,28 @@
-"""What a linear layer costs a rank of a tensor grid: its products, whole or cut by rows, and their collectives. Pure.
+"""Counts what a linear layer costs a rank of a tensor grid: products, whole or cut, and their collectives. Pure.
 
 It follows hpctrain/model/linear_layers.py and sequence_parallel.py. A product that is cut in parts computes one while
 the collective of another is in flight: of all parts the last sum, or the first gather, overlaps none.
 """
 
-from typing import TYPE_CHECKING
-
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import cut_evenly
 
-if TYPE_CHECKING:
-    from hpctrain.planner.cost import Setup
-
 
 def linear(
-    setup: "Setup", tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int], parts: int = 1
+    setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int], parts: int = 1
 ) -> LayerCost:
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
     num_bytes = setup.item_bytes
     cut = _sizes(tokens, parts if sizes[of_in] > 1 else 1)
     dtype = setup.linear_dtype
-    of_input, of_output = (each if dtype else 0.0 for each in setup.stack.cast_bytes)
-    forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], of_input * tokens * into)
+    cast_bytes = setup.stack.cast_bytes if dtype else 0.0
+    forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], cast_bytes * tokens * into)
     if sizes[of_in] > 1:
         forward.exchanges += _sums(of_in, "all_reduce", forward.products, num_bytes)
-    backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], of_output * tokens * out)
+    backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], cast_bytes * tokens * out)
     of_weight = MatrixProduct(out, tokens, into, dtype=dtype)
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
@@ -35,7 +31,7 @@ def linear(
 
 
 def gathering_linear(
-    setup: "Setup", rows: int, into: int, out: int, grid: TensorGrid, regathers: bool, parts: int = 1
+    setup: Setup, rows: int, into: int, out: int, grid: TensorGrid, regathers: bool, parts: int = 1
 ) -> LayerCost:
     """Return the passes of a layer whose input is cut by positions over y, and whose weight is [out / y, in / x].
 
@@ -61,7 +57,7 @@ def gathering_linear(
     return LayerCost(forward, cost.backward_input, cost.backward_weight)
 
 
-def scattering_linear(setup: "Setup", rows: int, into: int, out: int, grid: TensorGrid, parts: int = 1) -> LayerCost:
+def scattering_linear(setup: Setup, rows: int, into: int, out: int, grid: TensorGrid, parts: int = 1) -> LayerCost:
     """Return the passes of a layer whose weight is [out / x, in / y], and whose output is cut by positions over y."""
     tokens, num_bytes = rows * setup.positions, setup.item_bytes
     cost = linear(setup, tokens, into, out, ("y", "x"), {"x": grid.x, "y": 1})
@@ -79,7 +75,7 @@ def scattering_linear(setup: "Setup", rows: int, into: int, out: int, grid: Tens
 class _Parts:
     """The parts in which a product next to y's positions is computed: some rows, or positions of a single one."""
 
-    def __init__(self, setup: "Setup", grid: TensorGrid, rows: int, parts: int):
+    def __init__(self, setup: Setup, grid: TensorGrid, rows: int, parts: int):
         positions, y = setup.positions, grid.y
         self.cut_positions = rows == 1 and parts > 1
         cut = [y * size for size in _sizes(positions // y, parts)] if rows == 1 else _sizes(rows, parts)

@@ -17,14 +17,15 @@ from hpctrain.plan.holders import RankShards, ShardGroup
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
-from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, layer_elements
+from hpctrain.planner.cost import goes_in_halves, heads_on, layer_elements
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import EMBEDDING, is_attention, layers
 from hpctrain.sharding.offload import SLOTS, bucket_elements, moves
 from hpctrain.sharding.parameters import padded_vocabulary
 
-MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
+MASTER_BYTES, MOMENT_BYTES = 4, 8
 INDEX_BYTES, STATISTIC_BYTES = 8, 4
 LOSS_BYTES = 28
 """For each token while its loss is computed: maxima, sums, and its own logit."""
@@ -51,13 +52,13 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """The bytes of the device."""
         return sum(vars(self).values()) - self.on_host
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank of a tile needs, and has."""
+    """The memory that a rank of a tile needs, and has."""
 
     tile: Tile
     """The first one of the rank."""
@@ -87,12 +88,12 @@ def state_of(setup: Setup, stored: float, updated: float, packed: float, zero: i
     `packed` are those that it has once more, to exchange them with other grids, and where they are used.
     """
     stack, b = setup.stack, setup.item_bytes
-    weights = b * (updated if zero == 3 else stored) if stack.stores_halves or b >= MASTER_BYTES else 0
+    weights = stack.stored_bytes(b) * (updated if zero == 3 else stored)
     weights += b * packed if zero < 3 else 0
-    kept = stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
+    kept, summed = stack.gradient_bytes(setup.dtype)
     gradients = (updated if zero >= 2 else stored) * kept
-    if zero == 1 and num_holders > 1 and not stack.sums_in_place:
-        gradients += updated * GRADIENT_BYTES  # what is summed, in addition to what is added to
+    if zero == 1 and num_holders > 1:
+        gradients += updated * summed
     return State(weights, gradients, updated * state_bytes(setup))
 
 
@@ -131,13 +132,12 @@ def memory_of(
     others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
     buffers = (waiting + num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
-    buffers += int(stack.reserved_bytes) + int(stack.overhead_share * available)
-    buffers += int(num_groups * stack.communicator_bytes)
+    buffers += stack.taken_bytes(available, num_groups)
     kept = gathered = on_host = 0
     if not tile.is_idle:
         kept, computing, on_host = _activations(setup, plan, tile)
         gathered = _gathered(setup, plan, tile, shards)
-        if stack.sums_by_messages:
+        if stack.is_hpctrain:
             overlapped, blocking = scattered_scratch(setup, network, plan, tile, held, rank)
             alive_before = partial(_alive_before, setup, plan, tile)
             exchanged = exchanged_bytes(setup, network, plan, tile, held, rank, alive_before)
@@ -156,7 +156,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
     sizes = [layer_elements(setup.model, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(group.ranks) for group in shards.shard_groups if group.zero >= 2), default=0)
-    splits = any(_splits(setup, plan, each) for each in virtual_stages)
+    splits = any(splits_backward(setup, plan, each) for each in virtual_stages)
     return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
 
 
@@ -177,7 +177,8 @@ def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, 
     return of_weights * weights + whole * setup.gradient_bytes + coming * shares * setup.gradient_bytes
 
 
-def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
+def splits_backward(setup: Setup, plan: Plan, tile: Tile) -> bool:
+    """Say whether a tile sends the gradient of its input before it computes those of its weights."""
     return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
@@ -190,7 +191,7 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
     wraps = len(virtual_stages) > 1 or in_flight(plan, tile) > 1
     kept, left, moved, computing = [], [], [], 0.0
     for each in virtual_stages:
-        splits, at_loss = _splits(setup, plan, each), not plan.downstream(each)
+        splits, at_loss = splits_backward(setup, plan, each), not plan.downstream(each)
         row = row_bytes(
             setup,
             each.tensor,
@@ -225,7 +226,7 @@ def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
     if not left:
         return 0.0
     at_once = -(-rows // tile.row_chunks)
-    offloads, splits = tile.offloads_activations, _splits(setup, plan, tile)
+    offloads, splits = tile.offloads_activations, splits_backward(setup, plan, tile)
     row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, rows=at_once)
     return (rows if plan.downstream(tile) else at_once) * row.kept + at_once * row.computing
 
@@ -240,7 +241,7 @@ def _most_alive(
     """
     if not any(kept):
         return 0.0
-    delays = [weight_delay(plan, each) or 0 if _splits(setup, plan, each) else 0 for each in virtual_stages]
+    delays = [weight_delay(plan, each) or 0 if splits_backward(setup, plan, each) else 0 for each in virtual_stages]
     alive = most = 0.0
     waiting: deque[float] = deque()
     for op, number, _ in passes(plan, virtual_stages[0]):
@@ -361,7 +362,7 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
     Of operators that follow each other it is the largest result: the input of the last product, or capped scores.
     """
     is_block, stack = setup.is_block(layer), setup.stack
-    if recompute == "none" or (recompute == "full" and not is_block and not stack.recomputes_ends):
+    if recompute == "none" or (recompute == "full" and not is_block and not stack.is_hpctrain):
         return 0.0
     if recompute == "full" or not stack.again_operations:
         return layer_kept(setup, grid, layer, "none")
@@ -429,22 +430,23 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
-    model, stack, b = setup.model, setup.stack, setup.item_bytes
+    model, b = setup.model, setup.item_bytes
     cut = setup.position_parts(grid)
     hidden = setup.positions * model.hidden_size / grid.x
     if layer == EMBEDDING:
         return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
     if recompute == "full":
-        return hidden * b * stack.kept_inputs / cut
+        return hidden * setup.gathered_bytes / cut
     if layer == setup.head:
         logits, _ = _logits(setup, grid, rows)
         return (
             hidden * 2 * b / grid.position_parts
-            + logits * stack.kept_logit_bytes.get(b, 4)
+            + logits * (b if setup.stack.is_hpctrain else STATISTIC_BYTES)
             + setup.positions * (INDEX_BYTES + STATISTIC_BYTES)  # targets, and logarithms of sums
             + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
-    return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
+    own = ((branch, branch_kept(setup, grid, branch, recompute)) for branch in setup.branches(layer) if branch)
+    return sum(setup.stack.branch_kept(setup, grid, branch, recompute, kept) for branch, kept in own)
 
 
 def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
@@ -454,32 +456,24 @@ def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
     """
     columns = padded_vocabulary(setup.model, grid) // grid.y
     at_once = setup.positions
-    if setup.stack.chunks_logits:
+    if setup.stack.is_hpctrain:
         at_once = tokens_at_once(setup.positions, columns, setup.logits_bytes // rows)
     return (0.0, at_once * columns) if at_once < setup.positions else (at_once * columns, 0.0)
 
 
-def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:
-    stack, b = setup.stack, setup.item_bytes
-    cut, drops = setup.position_parts(grid), recompute == "selective" and stack.again_operations is not None
+def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str) -> float:
+    """Return the bytes that our engine keeps of a branch, for one row: its input, normed, too; queries, keys, values,
+    mixed; gate and up. Selective recomputing drops what is between products."""
+    drops, b = recompute == "selective", setup.item_bytes
+    hidden = setup.positions * setup.model.hidden_size / grid.x
     norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
-    # With fused attention the input, normed, too; queries, keys, values, mixed; gate and up. Else also two masks.
-    kept = b * (1 + len(norms) - drops) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
-    if stack.flash:
-        kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
-    dropped = stack.again_products if drops else frozenset()
+    kept = b * (1 + len(norms) - drops) * hidden / setup.position_parts(grid)
+    kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
     if isinstance(branch, Mlp):
-        inner = setup.positions * branch.inner / grid.y
-        if drops:  # its input is computed again from attention's output, what it adds may be kept
-            kept += b * hidden / cut * (stack.keeps_outputs - ("output" in dropped))
-        copies = (3 - ("gate" in dropped) if branch.gated else 2) - drops
-        return kept + b * inner * (copies if stack.flash else stack.kept_inner)
+        return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
-    heads = branch.heads / grid.y
-    kept += b * (2 * query + (2 - ("keys" in dropped)) * key)
-    if not stack.flash:
-        of_scores = 2 * b + 1 if stack.dropped_scores else b
-        return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)
-    if not drops:
-        kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
-    return kept + (0.0 if drops and branch.score_cap is not None else _core_bytes(setup, grid, branch))
+    kept += b * (2 * query + 2 * key)
+    if drops:
+        return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))
+    kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
+    return kept + _core_bytes(setup, grid, branch)

@@ -1,13 +1,14 @@
-"""What copies between a device and host memory add to a step, where tiles offload, and what hosts must hold. Pure."""
+"""Prices the copies between a device and host memory, where tiles offload, and what hosts must hold. Pure."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.config.cluster import HOST_COPY_SHARE, Cluster
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, update_seconds
+from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import StageMemory, state_bytes
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.offload import SLOTS, bucket_elements
 
 ADAMW_SHARE = 32 / 48

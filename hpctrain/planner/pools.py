@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.config.cluster import Cluster, Nodes
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.profiled import device_models
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 
 
@@ -88,7 +88,7 @@ def _equivalent(cluster: Cluster, device: DeviceModel) -> str:
         if name in link.families:
             others = sorted("" if family == name else family for family in link.families)
             links.append(f"{others} {link.model_dump(exclude={'families'})}")
-    profile = device.profiled.profile.model_dump(exclude={"family"}) if device.profiled else ""
+    profile = device.profile.model_dump(exclude={"family"}) if device.profile else ""
     return f"{device.family.model_dump()} {sorted(links)} {profile}"
 
 

@@ -11,13 +11,13 @@ from hpctrain.comm.network import Crowd
 from hpctrain.config.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
-from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
+from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
 from hpctrain.planner.buffers import largest_message_bytes, waiting_share
-from hpctrain.planner.cost import Setup, model_flops, update_seconds
+from hpctrain.planner.cost import model_flops, update_seconds
 from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.memory import StageMemory, layer_moved, memory_of
+from hpctrain.planner.memory import StageMemory, layer_moved, memory_of, splits_backward
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prices import (
     PART_COUNTS,
@@ -30,6 +30,7 @@ from hpctrain.planner.prices import (
     TileCost,
     part_counts,
 )
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -99,7 +100,7 @@ def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
 
 
 class Predictor:
-    """What is known of one plan on one cluster."""
+    """Predicts one plan on one cluster, each part of it once, when it is asked for."""
 
     def __init__(
         self,
@@ -148,14 +149,12 @@ class Predictor:
     def predict(self) -> Prediction:
         simulated = self.simulated
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
-        step = simulated.step_seconds + self.setup.stack.step_seconds
-        breakdown["optimizer"] += self.setup.stack.step_seconds
-        exposed["optimizer"] += self.setup.stack.step_seconds
+        step = simulated.step_seconds
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
         families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
         peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
         used = [self._devices[family] for family in self._used_families]
-        error = MEASURED_ERROR if all(d.profiled or d.family.products for d in used) else DATASHEET_ERROR
+        error = MEASURED_ERROR if all(d.profile or d.family.products for d in used) else DATASHEET_ERROR
         return Prediction(
             step,
             (step * (1 - error), step * (1 + error)),
@@ -164,13 +163,10 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.assumed_inputs,
-            tuple(device.name for device in used if device.profiled),
+            tuple(device.name for device in used if device.profile),
             exposed,
             host_shortage(self.plan, self.cluster, self._memory),
         )
-
-    def _weight_delay(self, tile: Tile) -> int | None:
-        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
     def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
         tiles = self.plan.first_tiles
@@ -186,11 +182,11 @@ class Predictor:
         """Return which inputs nobody measured or read in a data sheet, by their keys."""
         result, used = assumed_figures(self.cluster), self._used_families
         overlaps = bool(self.setup.overlaps) or self._overlapped_work
-        are_profiled = any(self._devices[family].profiled for family in used)
+        are_profiled = any(self._devices[family].profile for family in used)
         for family in used:
             device, tiles = self._devices[family], [tile for tile, own in self._families.items() if family in own]
-            result += device.profiled.assumptions(tiles) if device.profiled else device.guesses
-            if are_profiled and not device.profiled:
+            result += device.assumptions(tiles)
+            if are_profiled and not device.profile:
                 result.append(f"families.{family}: no profile of this job, which other families have")
             if overlaps and device.family.overlap_slowdown is None:
                 times = device.overlap_slowdown
@@ -204,13 +200,13 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            site, splits = self._site(tile), self._weight_delay(tile) is not None
+            site, splits = self._site(tile), splits_backward(self.setup, self.plan, tile)
             key = tile.items, tile.chunk_rows, site, tile.recompute, splits, tile.offload
             if key not in known:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
         messages, agree, crossed = self._messages
-        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossed)
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share() or 0.0, crossed)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
@@ -219,14 +215,12 @@ class Predictor:
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)
 
-    def _blocking_share(self) -> float:
+    def _blocking_share(self) -> float | None:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
-        if not stack.blocking_sends:
-            return 0.0
         parts = tile.tensor.y if stack.gathers_parts else 1
         rows = tile.rank_rows
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
-        return max(0.0, 1 - stack.buffered_bytes / sent)
+        return stack.blocking_share(sent)
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:
@@ -331,7 +325,7 @@ class Predictor:
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._shards_by_tile:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
-            if not self.setup.stack.evens_families:
+            if not self.setup.stack.is_hpctrain:
                 groups = tuple(map(self._with_declared_zero, shards.shard_groups))
                 shards = replace(shards, shard_groups=groups)
             self._shards_by_tile[key] = shards, tile.ranks[0]
@@ -358,7 +352,7 @@ class Predictor:
 
     @cached_property
     def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
-        """What each group exchanges, but for when gradients are made and weights needed."""
+        """Return the exchange of each group, but for when gradients are made and weights needed."""
         result: dict[tuple, tuple[ShardGroup, Sharing]] = {}
         for tile in self.plan.tiles:
             self._rank_shards(tile)
@@ -403,7 +397,7 @@ class Predictor:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
         if tile not in self._until:
-            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
             rows = tile.rank_rows // tile.row_chunks
             key = self._site(tile), tile.items, rows, tile.recompute, last
             if key not in self._sums:
@@ -463,7 +457,7 @@ class Predictor:
         return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
-        if self.setup.stack.blocking_sends or len(self.plan.virtual_stages(tile)) > 1:
+        if self._blocking_share() is not None or len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))

@@ -9,10 +9,11 @@ from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.profiled import device_models
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -58,7 +59,7 @@ def slowed_by(overlapped: float, moving: float, times: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where passes run. Its identity is a key."""
+    """A place where passes run. Its identity is a key."""
 
     devices: tuple[DeviceModel, ...]
     """Of the ranks, the slowest of which counts."""
@@ -86,12 +87,12 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
     overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
-    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
+    compute = max(device.work_seconds(work, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
     alone: dict[MatrixProduct, float] = {}  # parts of a product overlap equal ones
 
     def seconds_of(meanwhile: PassWork) -> float:
-        return min(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices)
+        return min(device.work_seconds(meanwhile, setup.dtype, setup.stack) for device in devices)
 
     def overlapped_seconds(exchange: Exchange) -> float:
         """Return the seconds of what overlaps a collective over the tensor grid; 0 where nothing does."""
@@ -147,7 +148,7 @@ def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
 
 
 class Prices:
-    """What passes over layers take on a cluster, computed once for all plans of a search and all their predictions."""
+    """The seconds of passes over layers on a cluster, computed once for all plans of a search and all predictions."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Prices:
     ):
         """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
         self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
-        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self.network = network or setup.stack.network(cluster)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
         self._sites: dict[tuple, Site] = {}
         self._costs: dict[tuple, LayerCost] = {}
@@ -194,7 +195,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the same ranks exchange of their gradients and weights in a step."""
+    """The exchange of gradients and weights among the same ranks in a step."""
 
     tiles: tuple[Tile, ...]
     reduce_seconds: float
@@ -208,7 +209,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class TileCost:
-    """What the instructions of a tile take for one microbatch, in seconds."""
+    """The seconds of a tile's instructions for one microbatch."""
 
     forward: tuple[PassCost, ...]
     """For each row chunk."""
@@ -228,7 +229,7 @@ class TileCost:
 
     @property
     def seconds(self) -> float:
-        """Of a microbatch, there and back."""
+        """The seconds of a microbatch, there and back."""
         return sum(each.seconds for each in (*self.forward, *self.backward))
 
 

@@ -14,9 +14,9 @@ from hpctrain.planner.buffers import message_bytes, waiting_share
 from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
-from hpctrain.planner.memory import GRADIENT_BYTES
 from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
+from hpctrain.planner.setup import GRADIENT_BYTES
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
 from hpctrain.planner.stages import (
     BlockLine,
@@ -240,7 +240,7 @@ class Scorer:
                 gathers.append((shared.members, gather))
         for members, gather in gathers:
             _exchange(updated, members, gather)
-        return max(map(max, passed)) + costs.agree_seconds + max(map(max, updated)) + setup.stack.step_seconds
+        return max(map(max, passed)) + costs.agree_seconds + max(map(max, updated))
 
     def _headroom(self, stages: Sequence[Placed], messages: Sequence[float], microbatches: int) -> list[float]:
         """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
@@ -253,7 +253,7 @@ class Scorer:
         setup, result = self.costs.setup, []
         for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
             kept = min(depth + 1, microbatches)
-            share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
+            share = waiting_share(placed.forward, seconds)
             message = message_bytes(setup, placed.choice.grid, placed.stage.rows) if share else 0
             waiting = math.ceil(share * (kept - 1)) * message
             free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting

@@ -24,11 +24,11 @@ from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout, recut
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
 from hpctrain.planner.stages import StageCosts

@@ -18,12 +18,13 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
-from hpctrain.planner.cost import Setup, layer_elements, update_seconds
+from hpctrain.planner.cost import layer_elements, update_seconds
 from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import AGREED_BYTES
 from hpctrain.planner.prices import Prices, Site, part_counts
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -357,14 +358,14 @@ class StageCosts:
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
         block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
-        messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.stack.expected_messages
+        messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.expected_messages
         buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         pair = self.elements_of(grid, BLOCK) + max(sizes)
         buffers += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
         kept = BlockLine(others.kept, block.kept).times(at_once)
         on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
-        if setup.stack.sums_by_messages:
+        if setup.stack.is_hpctrain:
             on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
         return Needs(
             on_device._replace(base=on_device.base + buffers),

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.stack import Stack
-
 
 class MatrixProduct(NamedTuple):
     """`batch` products [m, k] @ [k, n] at once, of which only `share` is computed."""
@@ -53,7 +50,7 @@ class ItemPass(NamedTuple):
 
 @dataclass
 class PassWork:
-    """What a rank does in one pass over one layer."""
+    """The work of a rank in one pass over one layer."""
 
     products: list[MatrixProduct] = field(default_factory=list)
     passed_bytes: float = 0.0
@@ -78,22 +75,6 @@ class PassWork:
         """Return it as a pass over an item, or as a part of one."""
         of_item = (ItemPass(item, direction, rows, self),)
         return type(self)(self.products, self.passed_bytes, self.operations, self.exchanges, of_item)
-
-    def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes, by the device's best source: a profile of the job, else the formula."""
-        seconds = self.formula_seconds(device, dtype, stack)
-        return seconds * device.profiled.ratio(self.passes) if device.profiled and self.passes else seconds
-
-    def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
-        gain = device.efficiency.native_gain if stack.native_attention else 1.0
-        computed = sum(
-            device.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
-            for p in self.products
-        )
-        computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
-        dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
-        return max(computed, (len(self.products) + self.operations) * dispatch)
 
 
 @dataclass(frozen=True)

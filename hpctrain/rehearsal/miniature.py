@@ -21,9 +21,10 @@ from hpctrain.config.tables import Table
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.cost import Setup, model_flops
+from hpctrain.planner.cost import model_flops
 from hpctrain.planner.devices import SLOWEST_WITH_TILES, DeviceModel
 from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.setup import Setup
 
 T = TypeVar("T", bound=Table)
 TILE = 128

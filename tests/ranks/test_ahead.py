@@ -14,8 +14,8 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters
 from tests.ranks.punctual import TOO_LATE, punctual_step

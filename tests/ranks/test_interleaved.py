@@ -12,10 +12,9 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (

@@ -11,8 +11,8 @@ from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.punctual import MOST_STEPS, Measurement, punctual_step

@@ -10,8 +10,8 @@ from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import predict
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import by, bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world

@@ -8,8 +8,8 @@ from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
 from hpctrain.observe.run import ReportFiles, RunFolder, write_json
 from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import forecast
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.simulate import EXPOSED
 from tests import clusters
 

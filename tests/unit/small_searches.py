@@ -14,13 +14,12 @@ from hpctrain.config.job import Model
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -318,7 +317,7 @@ def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
 
     def simulated(plan: Plan, predictor: Predictor) -> float:
         schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
-        return simulate(plan, schedules, predictor.costs).step_seconds + setup.stack.step_seconds
+        return simulate(plan, schedules, predictor.costs).step_seconds
 
     predictor = Predictor(setup, plan, cluster)
     result = [simulated(plan, predictor)]

@@ -13,8 +13,7 @@ from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, receives
 from hpctrain.planner.arrivals import arrivals
-from hpctrain.planner.cost import Setup
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.fabric import PretendedNetwork, max_min_rates
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly

@@ -6,8 +6,9 @@ import pytest
 
 from hpctrain.config.cluster import Family
 from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice, tokens_at_once
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.memory import layer_computing, layer_kept
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.unit.test_predict import CLUSTER, SETUP
 

@@ -14,10 +14,9 @@ from hpctrain.config.errors import HpctrainError, TopologyError
 from hpctrain.config.job import load_job
 from hpctrain.config.links import link_between
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.predictor import predict
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.unit.described import FAMILY, TEXT
 

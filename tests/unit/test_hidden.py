@@ -13,8 +13,8 @@ from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, Site, TileCost, pass_cost, slowed_by
+from hpctrain.planner.setup import HPCTRAIN
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, layers
 from tests.pretended import CLUSTER
@@ -148,7 +148,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         exposed, hidden = (pass_cost(s, network, cost.backward, Site(tuple(device), tile)) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
         assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
-        products = sum(PassWork([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
+        products = sum(device[0].work_seconds(PassWork([product]), "fp32", HPCTRAIN) for product in behind)
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
         alone = pass_cost(HIDING, network, cost.backward_input, Site(tuple(device), tile))
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
@@ -172,7 +172,7 @@ def alternating(halves: list[list[PassWork]], device: DeviceModel, message_secon
     arrived = [0.0, 0.0]
     for segments in zip(*halves, strict=True):
         for half, segment in enumerate(segments):
-            now = max(now, arrived[half]) + segment.seconds(device, "fp32", HPCTRAIN)
+            now = max(now, arrived[half]) + device.work_seconds(segment, "fp32", HPCTRAIN)
             if any(exchange.is_output for exchange in segment.exchanges):
                 arrived[half] = lane = max(now, lane) + message_seconds
             now += message_seconds * sum(not exchange.is_output for exchange in segment.exchanges)
@@ -190,8 +190,8 @@ def test_outputs_are_summed_during_the_other_half_of_the_rows(grid, rows):
         moved = [sum(e.num_bytes for e in getattr(each, name).exchanges) for each in (whole, cost)]
         assert moved[0] == moved[1], "the same bytes"
     halves = [_block(SETUP, grid, BLOCK, half).segments for half in ((rows + 1) // 2, rows // 2)]
-    compute = cost.forward.seconds(device, "fp32", HPCTRAIN)
-    copied = compute - sum(s.seconds(device, "fp32", HPCTRAIN) for segments in halves for s in segments)
+    compute = device.work_seconds(cost.forward, "fp32", HPCTRAIN)
+    copied = compute - sum(device.work_seconds(s, "fp32", HPCTRAIN) for segments in halves for s in segments)
     again = layer_cost(IN_HALVES, grid, BLOCK, rows, "full").backward_input
     for seconds in (1e-6, compute / 20, compute / 5, 1e3):
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)

@@ -17,15 +17,14 @@ from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_fli
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.closed_form import PassSeconds, done_interleaved
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import Placed, dealt_cuts
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space, StageChoice
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import BlockLine, StageShape, StageVariant
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

@@ -13,10 +13,11 @@ from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.buffers import message_bytes
-from hpctrain.planner.cost import Setup, model_flops
+from hpctrain.planner.cost import model_flops
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.predictor import predict
+from hpctrain.planner.setup import Setup
 from hpctrain.rehearsal.miniature import choose_width, miniature, with_exact_links
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK

@@ -25,12 +25,13 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import Setup, update_seconds
+from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.memory import state_bytes
 from hpctrain.planner.offload import ADAMW_SHARE, exposed_copies, offloaded_update_seconds
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

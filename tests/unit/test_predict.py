@@ -18,12 +18,12 @@ from hpctrain.jobs.predict import command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK

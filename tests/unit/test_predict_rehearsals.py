@@ -9,10 +9,9 @@ import pytest
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.job import load_job
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from tests import clusters
 
 

@@ -23,14 +23,14 @@ from hpctrain.planner import pools as pools_module
 from hpctrain.planner import prices as prices_module
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.choose import memory_warnings
-from hpctrain.planner.cost import Setup, layer_cost, update_seconds
+from hpctrain.planner.cost import layer_cost, update_seconds
 from hpctrain.planner.curves import describe_work, has_times
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
-from hpctrain.planner.profiled import ProfiledPasses, device_models, timed_profiles
+from hpctrain.planner.profiled import device_models, timed_profiles
 from hpctrain.planner.search import Limits, search
+from hpctrain.planner.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.planner.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -126,7 +126,7 @@ def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
 
     def passes(layer: Interval, rows: int) -> tuple[float, float]:
         cost = layer_cost(SETUP, TensorGrid(), layer, rows)
-        return tuple(work.seconds(device, "fp32", SETUP.stack) for work in (cost.forward, cost.backward))
+        return tuple(device.work_seconds(work, "fp32", SETUP.stack) for work in (cost.forward, cost.backward))
 
     figures = {
         "origin": "measured",
@@ -172,7 +172,7 @@ def passes_of(cluster: Cluster, grid: TensorGrid, layer: Interval, rows: int, re
     device = device_models(cluster, SETUP)["fast"]
     cost = layer_cost(SETUP, grid, layer, rows, recompute)
     works = cost.forward, cost.backward, cost.backward_input, cost.backward_weight
-    return [work.seconds(device, SETUP.dtype, SETUP.stack) for work in works]
+    return [device.work_seconds(work, SETUP.dtype, SETUP.stack) for work in works]
 
 
 @pytest.mark.parametrize("layer", [EMBEDDING, BLOCK, SETUP.head])
@@ -208,7 +208,8 @@ def test_other_tensor_grids_are_corrected_by_as_many_rows_on_one_rank(grid):
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, rows):
     cluster = profiled()
-    true = layer_cost(SETUP, grid, BLOCK, rows).forward.seconds(true_models(cluster)["fast"], "fp32", SETUP.stack)
+    work = layer_cost(SETUP, grid, BLOCK, rows).forward
+    true = true_models(cluster)["fast"].work_seconds(work, "fp32", SETUP.stack)
     plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, BLOCK, rows)[0]
     result = passes_of(cluster, grid, BLOCK, rows)[0]
     assert result == pytest.approx(true, rel=0.05) and abs(result - true) < 0.3 * abs(plain - true)
@@ -220,7 +221,7 @@ def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, ro
     ids=["dtype", "positions", "software"],
 )
 def test_a_profile_of_other_work_does_not_count(setup):
-    assert all(device.profiled is None for device in device_models(profiled(), setup).values())
+    assert all(device.profile is None for device in device_models(profiled(), setup).values())
 
 
 def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
@@ -352,9 +353,7 @@ def test_a_setup_takes_the_profile_of_its_own_kernels():
     cluster = profiled(families=("fast",))
     fused = replace(SETUP, stack=HPCTRAIN_FUSED)
     assert timed_profiles(cluster, fused) == timed_profiles(cluster, SETUP), "better than none"
-    assumed = ProfiledPasses(fused, device_models(cluster)["fast"], cluster.profiles[0], 8).assumptions(
-        replicas_plan().tiles
-    )
+    assumed = device_models(cluster, fused)["fast"].assumptions(replicas_plan().tiles)
     assert "families.fast: passes with this run's kernels, as profiled with separate ones" in assumed
     own = cluster.profiles[0].model_copy(update={"work": describe_work(with_kernels(True), "fp32")})
     both = cluster.model_copy(update={"profiles": (own, *cluster.profiles)})

@@ -7,11 +7,11 @@ from benchmarks.recompute import DEVICE, GLOBAL_BATCH, OLD, SETTINGS, cluster_of
 from hpctrain.config.job import load_job
 from hpctrain.model.recompute import dropping, keeping_inputs
 from hpctrain.model.stage import Stage
-from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.search import search
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.unit.test_model import MODELS, make_stage

@@ -16,10 +16,10 @@ from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.role import role_of
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import search_best
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.prices import Prices
 from hpctrain.planner.search import Limits
+from hpctrain.planner.setup import Setup
 from tests.unit.test_ready_clusters import DEVICES
 
 PLANS = 100

@@ -16,12 +16,11 @@ from hpctrain.jobs.common import check_runs, ready_miniature
 from hpctrain.jobs.plan import command
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import load_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.search import Limits, Search, search
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.unit.small_searches import (

@@ -14,11 +14,10 @@ from hpctrain.jobs.common import Described, check_runs, ready_miniature
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.search import CLOSED_FORM_ERROR, EVERY_PLAN, Limits, Search, search
+from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space, by_speed_space, even_space
-from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from tests.examples import costly

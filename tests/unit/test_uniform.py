@@ -10,8 +10,8 @@ from hpctrain.config.job import load_job
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import with_enough_rows
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import predict
+from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 
 

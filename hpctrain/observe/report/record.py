@@ -23,8 +23,8 @@ from hpctrain.observe.run import CLUSTER, END, EVENTS, METRICS, PLAN, RESOLVED, 
 from hpctrain.observe.sample import TIMELINE, TRAFFIC
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Forecast, forecast
+from hpctrain.planner.setup import Setup
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
