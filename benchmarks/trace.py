@@ -25,7 +25,7 @@ def main(job, overrides, steps):
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
-        from hpctrain.observe.recorder import StepRecorder
+        from hpctrain.observe.spans import StepRecorder
 
         accelerator = bind_accelerator(world)
         recording = StepRecorder(accelerator)

@@ -105,7 +105,7 @@ def launch_plan(
     from hpctrain.config.launch import Launch
     from hpctrain.launch.components import Component, components_of
     from hpctrain.launch.folder import launch_files
-    from hpctrain.observe.run import default_run_folder
+    from hpctrain.observe.run_folder import default_run_folder
 
     if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
         raise click.UsageError("give --cluster CLUSTER, or --nodes N and --ranks-per-node N")

@@ -1,7 +1,7 @@
 """Passes metrics on to other software where the job asks for it: TensorBoard, Weights & Biases, Prometheus."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -18,17 +18,17 @@ class MetricsWriter(Protocol):
     path: Path
     """Where they go."""
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         """Pass one step's metrics on. Raises OSError where a disk refuses."""
 
     def close(self) -> None:
         """Pass on what was kept back."""
 
 
-def flat(metrics: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
+def flat(metrics: Mapping, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield every figure with its name; those of a table are named after both, such as `compute_seconds_max`."""
     for name, value in metrics.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}_")
         elif isinstance(value, (int, float)):
             yield prefix + name, value
@@ -42,7 +42,7 @@ class TensorBoardWriter:
         self.path = folder / "tensorboard"
         self._writer = package.SummaryWriter(str(self.path))
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         for name, value in flat(metrics):
             if name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
@@ -62,7 +62,7 @@ class WandbWriter:
         what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
         self._run = package.init(dir=str(folder), config=config, **what)
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         self._run.log(dict(flat(metrics)), step=metrics["step"])
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class PrometheusWriter:
         except OSError as error:
             raise JobError(f"observe.prometheus_file = {path}: {describe_os_error(error)}; name another file") from None
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         lines = []
         for name, value in flat(metrics):
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]

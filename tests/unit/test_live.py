@@ -10,11 +10,12 @@ import pytest
 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
+from hpctrain.observe.anomalies import SLOW_FACTOR, STEPS_IN_A_ROW, StragglerWatch
 from hpctrain.observe.console import Console, describe_slowest, format_duration, wrap
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
-from hpctrain.observe.live import SLOW_FACTOR, STEPS_IN_A_ROW, LiveMetrics, StragglerWatch
+from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import summarise_ranks
-from hpctrain.observe.run import ReportFiles, RunFolder, read_events, read_metrics
+from hpctrain.observe.run_folder import ReportFiles, RunFolder, read_events, read_metrics
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.sharding.grid import TensorGrid
