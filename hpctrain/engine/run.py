@@ -77,19 +77,17 @@ class TrainingRun:
             raise
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
-            self._folder = RunFolder(self.path) if world.rank == 0 else None
-            if self._folder:
+            if self._lock:
                 note_failure(self.path, self.path / FLIGHT)
         world.keep_records(self.path / FLIGHT)
 
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.trainer import Trainer
         from hpctrain.observe.console import Console
-        from hpctrain.observe.run_folder import ReportFiles
 
         accelerator = bind_accelerator(world)
         self._console = Console(world.rank == 0, on_stderr, bar)
-        self._files = ReportFiles(self.path, self._console.say)
+        self._folder = RunFolder(self.path, self._console.say)
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._metrics = self._make_metrics()
@@ -110,7 +108,7 @@ class TrainingRun:
 
         self._recorder, described = StepRecorder(accelerator), self._described
         self._world.configure(tracer=self._recorder)
-        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._files)
+        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._folder)
         self._tracker = PredictionTracker(self._observed, self._prepared.prediction, described.name, described.doubt)
         self._overrun = None
         observers: list[Observer] = [StepSample(self._observed, lambda: self._steps_before + 1), self._tracker]
@@ -129,8 +127,8 @@ class TrainingRun:
         from hpctrain.observe.metrics import RunMetrics
 
         with self._world.all_or_none():
-            writers = make_writers(self.job, self.path) if self._folder else []
-        self._live = LiveMetrics(self._files, self._prepared.plan, writers)
+            writers = make_writers(self.job, self.path) if self._lock else []
+        self._live = LiveMetrics(self._folder, self._prepared.plan, writers)
         return RunMetrics(self._observed, self._live.take)
 
     def _introduce(self) -> None:
@@ -140,9 +138,10 @@ class TrainingRun:
         prepared, done = self._prepared, self._trainer.steps_done
         self._steps_before = done
         routes = describe_routes(self._world, self._trainer.layout)
-        reasons = prepared.reasons | ({"routes": routes} if routes else {})
+        more = {"routes": routes, "rehearsal": self._described.scale}
+        reasons = prepared.reasons | {key: reason for key, reason in more.items() if reason}
         with self._world.all_or_none():
-            if self._folder:
+            if self._lock:
                 self._folder.describe(self.job, prepared.plan, reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
                 self._families = keep_families(self.path, self.job, self._described)
@@ -174,14 +173,14 @@ class TrainingRun:
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
-            if self._folder:
+            if self._lock:
                 self._rates.add_shares(metrics)
             if due:
                 self._metrics.record(metrics)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
                 metrics["overrun"] = overrun
             self._console.step(metrics, self._metrics.latest, until, due)
-            if self._folder:
+            if self._lock:
                 self._note_findings(metrics["step"], jumps.look(metrics))
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
@@ -194,7 +193,7 @@ class TrainingRun:
         self._recorder.begin_step()
         is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
         requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
-        live = self._live if self._folder else None
+        live = self._live if self._lock else None
         saves = Saves(
             trainer.saver(self.path, self._about()),
             self.job.checkpoint,
@@ -208,8 +207,8 @@ class TrainingRun:
         except CorruptionError as error:
             self._console.close_line()
             self._metrics.flush()
-            if self._folder:
-                self._files.note(CORRUPTION, trainer.steps_done, str(error))
+            if self._lock:
+                self._folder.note(CORRUPTION, trainer.steps_done, str(error))
             raise
         self.checkpoint = saves.latest
         self._console.close_line()
@@ -221,7 +220,7 @@ class TrainingRun:
             self._lock.release()
         if self._world.rank == 0 and last and not ended:
             summary |= self._yardstick(last["tokens_per_second"])
-        if self._folder:
+        if self._lock:
             self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
 
@@ -231,15 +230,15 @@ class TrainingRun:
 
         for jump in jumps:
             self._console.say(str(jump))
-            self._files.note(JUMP, text=str(jump), **jump._asdict())
+            self._folder.note(JUMP, text=str(jump), **jump._asdict())
         for text in take_losses():
-            self._files.note(LOST, step, text)
+            self._folder.note(LOST, step, text)
 
     def _leave_steps_out(self, why: str) -> None:
         """Take note that figures of the steps so far mean nothing."""
         self._tracker.forget()
         self._console.forget_speed()
-        if self._folder:
+        if self._lock:
             self._live.note_slower(why)
 
     def _note_overflow(self, needed_bytes: int) -> str:

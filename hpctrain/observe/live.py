@@ -11,7 +11,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.observe.anomalies import StragglerWatch
 from hpctrain.observe.exports import MetricsWriter
 from hpctrain.observe.metrics import FIGURES
-from hpctrain.observe.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, ReportFiles
+from hpctrain.observe.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
 from hpctrain.observe.sample import SAMPLED_STEP
 from hpctrain.observe.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.plan.tiling import Plan
@@ -24,7 +24,7 @@ RANKS_SECONDS = 60.0
 class LiveMetrics:
     """Takes what rank 0 knows of a run while it lasts."""
 
-    def __init__(self, files: ReportFiles, plan: Plan, writers: Sequence[MetricsWriter] = ()):
+    def __init__(self, files: RunFolder, plan: Plan, writers: Sequence[MetricsWriter] = ()):
         """`writers` get every line, in addition to the run folder."""
         self._files, self._plan, self._writers = files, plan, writers
         self._watch = StragglerWatch(plan)

@@ -39,21 +39,18 @@ def default_run_folder(name: str) -> Path:
 
 
 class RunFolder:
-    """The folder of one run; made and written by one rank."""
+    """The folder of one run, which is there; for one rank to write.
 
-    def __init__(self, path: Path):
-        """Make the folder. Raises JobError where it cannot be made or written."""
+    What a start needs raises an error where it cannot be written. Files that only people and reports read do not:
+    training continues without them; each is said once, and noted as an event.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None):
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / ".writable"
-            probe.unlink(missing_ok=True)  # what is there may be a pipe
-            probe.touch(exist_ok=False)
-            probe.unlink()
-        except OSError as error:
-            raise JobError(
-                f"{path}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
-            ) from None
+        self.step = 0
+        """Of the last event, or the last step that is done."""
+        self._say = say
+        self._refused: set[Path] = set()
 
     def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
@@ -85,35 +82,21 @@ class RunFolder:
             said.append(f"{file}: steps {again[0]} to {again[-1]}, of which there is no checkpoint, are computed again")
         return "; ".join(said) or None
 
-
-class ReportFiles:
-    """Writes the files of a run folder that only people and reports read: training continues without them.
-
-    A file that cannot be written is said once, and noted as an event. For one rank to use.
-    """
-
-    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None):
-        self.folder = folder
-        self.step = 0
-        """Of the last event, or the last step that is done."""
-        self._say = say
-        self._refused: set[Path] = set()
-
     def append(self, file: SavedFile[T], line: T) -> None:
         """Append a line to a file."""
-        path = self.folder / file.name
+        path = self.path / file.name
         self.attempt(path, lambda: append_line(path, line))
 
     def write(self, file: SavedFile[T], value: T, indent: int | None = None) -> None:
         """Write a file, whole or not at all."""
-        path = self.folder / file.name
+        path = self.path / file.name
         self.attempt(path, lambda: write_json(path, value, indent))
 
     def note(self, event: str, step: int, text: str, **more: object) -> None:
         """Append an event."""
         self.step = step
-        path = self.folder / EVENTS.name
-        self.attempt(path, lambda: append_event(self.folder, event, step, text, more))
+        path = self.path / EVENTS.name
+        self.attempt(path, lambda: append_event(self.path, event, step, text, more))
 
     def attempt(self, path: Path, write: Callable[[], object]) -> bool:
         """Do what writes a file, and return whether it was written; say it once where the disk refuses."""

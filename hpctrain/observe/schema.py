@@ -102,7 +102,7 @@ class SavedMetrics(SavedFigures):
 
 
 class SavedYardstick(Saved):
-    """What families are predicted to do alone, and what a mixed run is of that."""
+    """The speeds of families alone, as predicted, and the ratios of a mixed run to them."""
 
     predicted_alone: NotRequired[dict[str, float | None]]
     """Tokens/s by family; None where it cannot hold the model."""
@@ -112,7 +112,7 @@ class SavedYardstick(Saved):
 
 
 class SavedNote(Saved):
-    """What every line of events.jsonl has."""
+    """The keys that every line of events.jsonl has."""
 
     time: float
     """Seconds since 1970."""
@@ -158,7 +158,7 @@ SavedSend = TypedDict(
 
 
 class SavedCollective(Saved):
-    """What a group of ranks moved together."""
+    """A collective: the bytes that a group of ranks moved together."""
 
     group: str
     operation: str
@@ -177,7 +177,7 @@ class SavedAxis(Saved):
 
 
 class SavedTraffic(Saved):
-    """What every group of ranks moved in one step: tensors, not what an algorithm made of them."""
+    """The traffic of one step by group of ranks: its tensors, not what an algorithm made of them."""
 
     step: int
     groups: list[SavedSend | SavedCollective]

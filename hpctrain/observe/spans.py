@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.tracing import Tracer
-from hpctrain.observe.run_folder import ReportFiles
+from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.schema import SavedAxis
 from hpctrain.plan.schedule import COMPUTING, Instruction, Op
 from hpctrain.plan.tiling import Plan
@@ -95,7 +95,7 @@ class Observed(NamedTuple):
     accelerator: "Accelerator"
     recorder: StepRecorder
     plan: Plan
-    files: ReportFiles
+    files: RunFolder
 
 
 class Observer:

@@ -59,7 +59,7 @@ class RunTrace(Observer):
         traces = self._observed.world.gather_objects(self._rank_trace())
         if not traces:
             return None
-        summary, path = summarise(traces, self._num_steps), files.folder / TRACE
+        summary, path = summarise(traces, self._num_steps), files.path / TRACE
         files.write(TRACE_SUMMARY, summary, indent=1)
         is_written = files.attempt(path, lambda: _write(path, traces))
         return table(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written

@@ -14,7 +14,7 @@ from hpctrain.comm.tracing import UNTRACED
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.observe.run_folder import ReportFiles
+from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.schema import TRACE_SUMMARY
 from hpctrain.observe.spans import Observed, StepRecorder
 from hpctrain.observe.trace import TRACE, RunTrace
@@ -37,7 +37,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
     _, training, _ = open_datasets(job.data, job.train.seed)
     recorder = StepRecorder(accelerator)
     world.configure(tracer=recorder)
-    trace = RunTrace(Observed(world, accelerator, recorder, plan, ReportFiles(folder)), STEPS)
+    trace = RunTrace(Observed(world, accelerator, recorder, plan, RunFolder(folder)), STEPS)
     result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator)

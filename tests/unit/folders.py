@@ -6,7 +6,7 @@ from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
 from hpctrain.observe.prediction_check import MeasuredStep, compare
-from hpctrain.observe.run_folder import ReportFiles, RunFolder, write_json
+from hpctrain.observe.run_folder import RunFolder, write_json
 from hpctrain.observe.sample import shown_tiles
 from hpctrain.observe.schema import DRIFT, TIMELINE, TRAFFIC
 from hpctrain.planner.cost import Setup
@@ -20,11 +20,12 @@ SLOWER = 1.25
 
 def make_run(path, job, plan, cluster, steps=6, ends=True):
     """Write a run folder of so many steps; without `ends` its last start neither ended nor failed on record."""
+    path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
     reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test"}
     folder.describe(job, plan, reasons, cluster)
     expected = forecast(Setup.of_job(job), plan, cluster)
-    live = LiveMetrics(ReportFiles(path), plan)
+    live = LiveMetrics(folder, plan)
     live.note_start(0, None, reasons, cluster, True, expected.prediction)
     used = [rank for tile in plan.first_tiles for rank in tile.ranks]
     figures = np.zeros((len(plan.ranks), 2 + len(EXPOSED)))

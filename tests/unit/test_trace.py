@@ -12,7 +12,7 @@ from hpctrain.comm.topology import Place
 from hpctrain.comm.traced import StopwatchSteps
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.world import EXCHANGES, offset_to_first
-from hpctrain.observe.run_folder import ReportFiles
+from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.schema import TRACE_SUMMARY
 from hpctrain.observe.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
 from hpctrain.observe.trace import RankTrace, RunTrace, summarise, table, write_chrome
@@ -169,7 +169,7 @@ class Lonely:
 def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, most, expected):
     monkeypatch.setattr("hpctrain.observe.trace.MOST_SPANS", most)
     recorder = StepRecorder(CpuAccelerator())
-    trace = RunTrace(Observed(Lonely(), CpuAccelerator(), recorder, PLAN, ReportFiles(tmp_path)), num_steps=5)
+    trace = RunTrace(Observed(Lonely(), CpuAccelerator(), recorder, PLAN, RunFolder(tmp_path)), num_steps=5)
     assert trace.finish() is None and not list(tmp_path.iterdir())
     said = []
     for step in range(8):
@@ -183,7 +183,7 @@ def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, 
 
 def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
     said, folder = [], tmp_path / "gone"
-    files = ReportFiles(folder, said.append)
+    files = RunFolder(folder, said.append)
     trace = RunTrace(Observed(Lonely(), CpuAccelerator(), StepRecorder(CpuAccelerator()), PLAN, files), num_steps=1)
     assert "open it at" not in trace.step_is_done(1.0)
     refusal = "cannot be written: No such file or directory; training continues without it"

@@ -16,26 +16,9 @@ from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError, JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import is_file, is_folder
+from hpctrain.observe import schema
 from hpctrain.observe.report.svg import number
 from hpctrain.observe.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START, parse_metrics, read_events
-from hpctrain.observe.schema import (
-    DRIFT,
-    EVENTS,
-    METRICS,
-    RANKS,
-    TIMELINE,
-    TRAFFIC,
-    SavedComparison,
-    SavedEvent,
-    SavedFile,
-    SavedMetrics,
-    SavedRanks,
-    SavedTimeline,
-    SavedTraffic,
-    T,
-    check_lines,
-    read_saved,
-)
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan, Tile
@@ -82,12 +65,12 @@ class RunRecord:
     job: Job
     plan: Plan
     cluster: Cluster
-    metrics: list[SavedMetrics]
-    events: list[SavedEvent]
-    drift: SavedComparison | None
-    timeline: SavedTimeline | None
-    traffic: SavedTraffic | None
-    ranks: SavedRanks | None
+    metrics: list[schema.SavedMetrics]
+    events: list[schema.SavedEvent]
+    drift: schema.SavedComparison | None
+    timeline: schema.SavedTimeline | None
+    traffic: schema.SavedTraffic | None
+    ranks: schema.SavedRanks | None
     ending: tuple[str, Diagnosis] | None
     """Its last state by its flight records, if it did not end in order."""
     left_out: list[str] = field(default_factory=list)
@@ -106,18 +89,18 @@ class RunRecord:
         return groups_of(self.plan)
 
     @property
-    def start(self) -> SavedEvent | dict[str, Any]:
+    def start(self) -> schema.SavedEvent | dict[str, Any]:
         """The event of the latest start; empty where there is none."""
         return next((event for event in reversed(self.events) if event["event"] == START), {})
 
     @property
-    def end(self) -> SavedEvent | dict[str, Any]:
+    def end(self) -> schema.SavedEvent | dict[str, Any]:
         """The event by which the latest start ended in order; empty where it did not, or has not yet."""
         return self.events[-1] if self.events and self.events[-1]["event"] == END else {}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """What is known of a run that did not end in order, or has not yet; None of others."""
+        """The diagnosis of a run that did not end in order, or has not yet; None of others."""
         return self.ending[1] if self.ending and not self.end else None
 
     @property
@@ -134,12 +117,12 @@ class RunRecord:
     def _tables(self) -> dict[str, Sequence[Any]]:
         """The tables of each file in which figures are looked up, the latest first."""
         return {
-            METRICS.name: self.metrics[::-1],
-            EVENTS.name: [self.end],
-            DRIFT.name: [self.drift],
-            TRAFFIC.name: [self.traffic],
-            TIMELINE.name: [self.timeline],
-            RANKS.name: [self.ranks],
+            schema.METRICS.name: self.metrics[::-1],
+            schema.EVENTS.name: [self.end],
+            schema.DRIFT.name: [self.drift],
+            schema.TRAFFIC.name: [self.traffic],
+            schema.TIMELINE.name: [self.timeline],
+            schema.RANKS.name: [self.ranks],
             RESOLVED: [self.job],
             CLUSTER: [self.cluster],
             "forecast": [self.forecast and self.forecast.prediction],
@@ -180,22 +163,22 @@ def read_run(path: Path, name: str) -> RunRecord:
     plan, left_out = load_plan(path / PLAN), []
     job, cluster = load_job(str(path / RESOLVED), say=left_out.append), load_cluster(path / CLUSTER)
     try:
-        lines, mistakes = parse_metrics(path / METRICS.name)
+        lines, mistakes = parse_metrics(path / schema.METRICS.name)
     except OSError as error:
-        lines, mistakes = [], [f"{path / METRICS.name} cannot be read: {describe_os_error(error)}"]
+        lines, mistakes = [], [f"{path / schema.METRICS.name} cannot be read: {describe_os_error(error)}"]
     if mistakes:
         left_out.append(mistakes[0] + (f" (and {len(mistakes) - 1:,} lines more)" if mistakes[1:] else ""))
 
-    def read(file: SavedFile[T]) -> T | None:
+    def read(file: schema.SavedFile[schema.T]) -> schema.T | None:
         try:
-            return read_saved(path, file, len(plan.ranks))
+            return schema.read_saved(path, file, len(plan.ranks))
         except JobError as error:
             left_out.append(str(error))
             return None
 
-    metrics, events = check_lines(METRICS, lines), check_lines(EVENTS, read_events(path))
+    metrics, events = schema.check_lines(schema.METRICS, lines), schema.check_lines(schema.EVENTS, read_events(path))
     left_out += [said for said in (metrics[1], events[1]) if said]
-    files = read(DRIFT), read(TIMELINE), read(TRAFFIC), read(RANKS)
+    files = read(schema.DRIFT), read(schema.TIMELINE), read(schema.TRAFFIC), read(schema.RANKS)
     ending = post_mortem(path / FOLDER, time.time())
     return RunRecord(path, name, job, plan, cluster, metrics[0], events[0], *files, ending, left_out)
 

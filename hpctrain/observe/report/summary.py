@@ -1,4 +1,4 @@
-"""Sums up a run for the top of its page and for the tables at the end."""
+"""Summarises a run for the top of its page and for the tables at the end."""
 
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -8,16 +8,7 @@ from markupsafe import Markup
 from hpctrain.observe.console import describe_slowest, trust
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
-from hpctrain.observe.run_folder import (
-    CORRUPTION,
-    FAILURE,
-    JUMP,
-    LOST,
-    RESOLVED,
-    SAVE,
-    STRAGGLER,
-    VALIDATE,
-)
+from hpctrain.observe.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
 from hpctrain.observe.schema import DRIFT, EVENTS, METRICS
 from hpctrain.sharding.parameters import count_parameters
 
@@ -65,14 +56,9 @@ def trained(run: RunRecord) -> list[Fact]:
     job, model = run.job, run.job.model
     million = count_parameters(model) / 1e6
     size = f"{model.architecture}, {model.num_layers} layers x {model.hidden_size} hidden, {million:,.1f} M parameters"
-    batch, length, rate = (
-        run.figure(show, RESOLVED, *keys)
-        for show, *keys in (
-            ("{:,}".format, "train", "global_batch"),
-            ("{:,}".format, "data", "sequence_length"),
-            ("{:.4g}".format, "train", "learning_rate"),
-        )
-    )
+    batch = run.figure("{:,}".format, RESOLVED, "train", "global_batch")
+    length = run.figure("{:,}".format, RESOLVED, "data", "sequence_length")
+    rate = run.figure("{:.4g}".format, RESOLVED, "train", "learning_rate")
     facts = [
         Fact("model", f"{size}, {job.train.dtype}"),
         Fact("data", str(job.data.tokens)),
@@ -91,18 +77,14 @@ def trained(run: RunRecord) -> list[Fact]:
 
 def facts(run: RunRecord) -> list[Fact]:
     """Return the figures at the top: those that the run has."""
-    validation_loss = run.figure("{:.4f}".format, METRICS.name, "validation_loss")
-    figures = [
-        Fact("loss", run.figure("{:.4f}".format, METRICS.name, "loss"), "nats, last step"),
-        Fact("validation loss", validation_loss, "nats"),
-        Fact("speed", run.figure(show_count, METRICS.name, "tokens_per_second"), "tokens/s, last step"),
-        Fact(
-            "of the families' sum",
-            run.figure("{:.2f}".format, METRICS.name, "fraction_of_sum"),
-            "1: as much as all families alone, together",
-        ),
-        Fact("MFU", run.figure(show_percent, METRICS.name, "mfu"), "of the devices' peak"),
-    ]
+    shown = (
+        ("loss", "loss", "{:.4f}".format, "nats, last step"),
+        ("validation loss", "validation_loss", "{:.4f}".format, "nats"),
+        ("speed", "tokens_per_second", show_count, "tokens/s, last step"),
+        ("of the families' sum", "fraction_of_sum", "{:.2f}".format, "1: as much as all families alone, together"),
+        ("MFU", "mfu", show_percent, "of the devices' peak"),
+    )
+    figures = [Fact(name, run.figure(show, METRICS.name, key), note) for name, key, show, note in shown]
     last = run.metrics[-1] if run.metrics else {}
     if fullest := last.get("memory_share"):
         share = run.figure(show_percent, METRICS.name, "memory_share", "max")
@@ -140,10 +122,11 @@ def prediction_rows(run: RunRecord) -> list[tuple[Markup | str, ...]]:
         compare(name, "bytes", "memory", place)
     for family in run.value(EVENTS.name, "yardstick", "predicted_alone") or ():
         keys = "yardstick", "predicted_alone", family
-        rows.append((f"{family} alone", run.figure("{:,.0f} tokens/s".format, EVENTS.name, *keys) or "does not fit"))
+        shown = run.figure("{:,.0f} tokens/s".format, EVENTS.name, *keys) or "does not fit"
+        rows.append((f"{family} alone", shown, "", ""))
     for key, text in YARDSTICK.items():
         if shown := run.figure("{:.2f}".format, EVENTS.name, "yardstick", key):
-            rows.append((text, "", shown))
+            rows.append((text, "", shown, ""))
     return rows
 
 

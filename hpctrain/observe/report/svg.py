@@ -214,27 +214,29 @@ def show_seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if size >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
+def _with_unit(value: float, base: int, units: Sequence[str]) -> str | None:
+    """Return a value in the largest of the units that it has one of; these are powers of a base."""
+    for power in range(len(units), 0, -1):
+        if abs(value) >= base**power:
+            number = value / base**power
+            return f"{number:.3g} {units[power - 1]}" if number < 1000 else f"{number:,.0f} {units[power - 1]}"
+    return None
+
+
 def show_bytes(value: float) -> str:
     """Return bytes of memory in the unit that fits: KiB, MiB, GiB."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
-    return f"{value:.0f} B"
+    return _with_unit(value, 1024, ("KiB", "MiB", "GiB", "TiB")) or f"{value:.0f} B"
 
 
 def show_traffic(value: float) -> str:
     """Return bytes that were sent in the unit that fits: kB, MB, GB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
+    return _with_unit(value, 1000, ("kB", "MB", "GB", "TB")) or f"{value:.0f} B"
 
 
 def show_count(value: float) -> str:
     """Return a number with few digits, large ones in thousands and millions."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    if abs(value) >= 10_000:
+        return _with_unit(value, 1000, ("k", "M", "G")) or ""
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
