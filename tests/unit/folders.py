@@ -22,7 +22,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     """Write a run folder of so many steps; without `ends` its last start neither ended nor failed on record."""
     path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
-    reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test"}
+    reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test", "rehearsal": "FLOP/s 1/3,000"}
     folder.describe(job, plan, reasons, cluster)
     expected = forecast(Setup.of_job(job), plan, cluster)
     live = LiveMetrics(folder, plan)

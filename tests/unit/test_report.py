@@ -158,6 +158,21 @@ def test_a_page_needs_nothing_else_and_runs_nothing(run, page):
     assert "prefers-color-scheme: dark" in text and "@media print" in text
 
 
+def test_the_first_lines_say_what_was_trained(run):
+    text = render_report(read_runs([run])).split('<ul class="facts">')[0]
+    model = "llama, 4 layers x 192 hidden, 2.0 M parameters, fp32"
+    scale = "the devices that the ranks impersonate; FLOP/s 1/3,000"
+    for part in (model, "tokens/stdlib.h5", ">32</data> sequences of", ">0.003</data>", PLAN.describe(), scale, " UTC"):
+        assert part in text
+
+
+def test_a_family_has_one_colour_in_all_runs_of_a_page(run, tmp_path):
+    plan = even_plan(JOB.model.num_items, TensorGrid(1, 1, 1), 1, 4, 4, 8, family="slow")
+    other = make_run(tmp_path / "b", JOB, plan, CLUSTER)
+    fills = re.findall(r'class="tile (f\d)"[^>]*><title>(\w+)', render_report(read_runs([other, run])))
+    assert set(fills) == {("f0", "fast"), ("f1", "slow")}
+
+
 def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
     other = make_run(tmp_path / "b", JOB, plan_of(pipeline=1, data=4), CLUSTER, steps=4)
     text = render_report(read_runs([run, other]))
