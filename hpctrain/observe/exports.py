@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job
@@ -12,11 +11,11 @@ from hpctrain.config.paths import replace_text
 PREFIX = "hpctrain_"
 
 
-class MetricsWriter(Protocol):
+class MetricsWriter:
     """Takes the metrics of logged steps, on rank 0."""
 
     path: Path
-    """Where they go."""
+    """The place that they go to."""
 
     def write(self, metrics: Mapping) -> None:
         """Pass one step's metrics on. Raises OSError where a disk refuses."""
@@ -34,7 +33,7 @@ def flat(metrics: Mapping, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield prefix + name, value
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricsWriter):
     """Writes event files that TensorBoard shows, in the run folder."""
 
     def __init__(self, folder: Path):
@@ -51,7 +50,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(MetricsWriter):
     """Logs to a project of Weights & Biases; what it does without a network is up to its own variables (WANDB_MODE)."""
 
     def __init__(self, project: str, job: Job, folder: Path):
@@ -69,7 +68,7 @@ class WandbWriter:
         self._run.finish()
 
 
-class PrometheusWriter:
+class PrometheusWriter(MetricsWriter):
     """Keeps a text file of the latest figures, as node_exporter's textfile collector reads it."""
 
     def __init__(self, path: Path, job: str):
@@ -87,20 +86,17 @@ class PrometheusWriter:
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
         replace_text(self.path, "\n".join(lines) + "\n")
 
-    def close(self) -> None:
-        """Leave the last figures where they are."""
-
 
 def make_writers(job: Job, folder: Path) -> list[MetricsWriter]:
     """Return what the job asks for. Raises JobError where the software for it is not installed."""
-    observe, made = job.observe, []
+    observe, writers = job.observe, []
     if observe.tensorboard:
-        made.append(TensorBoardWriter(folder))
+        writers.append(TensorBoardWriter(folder))
     if observe.wandb:
-        made.append(WandbWriter(observe.wandb, job, folder))
+        writers.append(WandbWriter(observe.wandb, job, folder))
     if observe.prometheus_file:
-        made.append(PrometheusWriter(observe.prometheus_file, job.name))
-    return made
+        writers.append(PrometheusWriter(observe.prometheus_file, job.name))
+    return writers
 
 
 def _import(module: str, package: str, setting: str):

@@ -110,8 +110,10 @@ def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def memory_panel(run: RunRecord) -> Panel:
     """Return predicted memory by part above the measured peak, against the device's capacity."""
-    families = run.cluster.families
-    lines = [Line(group, memory_stacks(run, group), _capacity(run, group)) for group in run.groups]
+    lines = [
+        Line(group, memory_stacks(run, group), run.value(CLUSTER, "families", group.tile.family, "memory_bytes"))
+        for group in run.groups
+    ]
     bars = [(line, bar, line.limit) for line in lines for bar in line.bars]
     filled = [(bar.name == "measured", bar.total / limit, line) for line, bar, limit in bars if limit]
     if not filled:
@@ -124,15 +126,10 @@ def memory_panel(run: RunRecord) -> Panel:
         show_percent(share),
         run.figure(show_bytes, CLUSTER, "families", family, "memory_bytes"),
     )
-    is_cpu = families[family].kind == "cpu"
+    is_cpu = run.cluster.families[family].kind == "cpu"
     note = "A CPU rank's peak is its whole process: Python, torch and buffers of MPI are in it, and no part above."
     title_of_axis = "memory of the fullest rank"
     return Panel(title, lambda width: _draw(lines, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else "")
-
-
-def _capacity(run: RunRecord, group: TileGroup) -> float | None:
-    family = run.cluster.families.get(group.tile.family)
-    return float(family.memory_bytes) if family else None
 
 
 def _draw(
