@@ -167,8 +167,7 @@ def test_the_first_lines_say_what_was_trained(run):
 
 
 def test_a_family_has_one_colour_in_all_runs_of_a_page(run, tmp_path):
-    plan = even_plan(JOB.model.num_items, TensorGrid(1, 1, 1), 1, 4, 4, 8, family="slow")
-    other = make_run(tmp_path / "b", JOB, plan, CLUSTER)
+    other = make_run(tmp_path / "b", JOB, plan_of(pipeline=1, data=4), CLUSTER, steps=4)
     fills = re.findall(r'class="tile (f\d)"[^>]*><title>(\w+)', render_report(read_runs([other, run])))
     assert set(fills) == {("f0", "fast"), ("f1", "slow")}
 
