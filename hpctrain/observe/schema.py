@@ -50,11 +50,11 @@ Column = Annotated[list[NonNegative | None], AfterValidator(_has_all_ranks)]
 
 
 @with_config(ConfigDict(strict=True))
-class Saved(TypedDict):
+class SavedTable(TypedDict):
     """A table of a file. A number is a number: text is not taken for one."""
 
 
-class SavedSpread(Saved):
+class SavedSpread(SavedTable):
     """The extremes and the median of a figure by rank, and which ranks have them."""
 
     min: float
@@ -64,7 +64,7 @@ class SavedSpread(Saved):
     max_rank: int
 
 
-class SavedSlowest(Saved):
+class SavedSlowest(SavedTable):
     """The rank that computed longest in a step."""
 
     rank: int
@@ -73,7 +73,7 @@ class SavedSlowest(Saved):
     waits_for: str
 
 
-class SavedFigures(Saved):
+class SavedFigures(SavedTable):
     """The figures of a logged step that differ by rank; those of time where the host knows when it computes."""
 
     memory_peak_bytes: NotRequired[SavedSpread]
@@ -101,7 +101,7 @@ class SavedMetrics(SavedFigures):
     """Of a rehearsal: shown, and not written."""
 
 
-class SavedYardstick(Saved):
+class SavedYardstick(SavedTable):
     """The speeds of families alone, as predicted, and the ratios of a mixed run to them."""
 
     predicted_alone: NotRequired[dict[str, float | None]]
@@ -111,7 +111,7 @@ class SavedYardstick(Saved):
     speedup_over_even: NotRequired[float]
 
 
-class SavedNote(Saved):
+class SavedNote(SavedTable):
     """The keys that every line of events.jsonl has."""
 
     time: float
@@ -135,7 +135,7 @@ class SavedEvent(SavedNote):
     yardstick: NotRequired[SavedYardstick]
 
 
-class SavedGrid(Saved):
+class SavedGrid(SavedTable):
     """The instructions that the first rank of a tensor grid executed."""
 
     rank: Rank
@@ -143,7 +143,7 @@ class SavedGrid(Saved):
     """Kind, virtual stage, micro-batch, begin and end of an instruction."""
 
 
-class SavedTimeline(Saved):
+class SavedTimeline(SavedTable):
     """When the instructions of one step ran."""
 
     step: int
@@ -157,7 +157,7 @@ SavedSend = TypedDict(
 """What one rank sent to another."""
 
 
-class SavedCollective(Saved):
+class SavedCollective(SavedTable):
     """A collective: the bytes that a group of ranks moved together."""
 
     group: str
@@ -167,7 +167,7 @@ class SavedCollective(Saved):
     calls: int
 
 
-class SavedAxis(Saved):
+class SavedAxis(SavedTable):
     """The seconds of a rank in a step in which an axis communicated, those that computing hid, and the others."""
 
     communication_seconds: NonNegative
@@ -176,7 +176,7 @@ class SavedAxis(Saved):
     tensor_bytes: NotRequired[float]
 
 
-class SavedTraffic(Saved):
+class SavedTraffic(SavedTable):
     """The traffic of one step by group of ranks: its tensors, not what an algorithm made of them."""
 
     step: int
@@ -184,7 +184,7 @@ class SavedTraffic(Saved):
     axes: NotRequired[dict[str, SavedAxis]]
 
 
-class SavedTraceSummary(Saved):
+class SavedTraceSummary(SavedTable):
     """The communication of each axis in the steps of a trace: means over ranks, and by rank."""
 
     steps: int
@@ -192,7 +192,7 @@ class SavedTraceSummary(Saved):
     ranks: dict[str, dict[int, SavedAxis]]
 
 
-class SavedRanks(Saved):
+class SavedRanks(SavedTable):
     """The figures of every rank in a recent logged step."""
 
     step: int
@@ -205,14 +205,14 @@ class SavedRanks(Saved):
     optimizer_seconds: Column
 
 
-class SavedSeconds(Saved):
+class SavedSeconds(SavedTable):
     """The seconds of a part of a step."""
 
     predicted_seconds: NonNegative
     measured_seconds: NonNegative
 
 
-class SavedMemory(Saved):
+class SavedMemory(SavedTable):
     """The memory of the fullest rank of a stage."""
 
     items: list[int]
@@ -223,7 +223,7 @@ class SavedMemory(Saved):
     measured_bytes: NonNegative
 
 
-class SavedComparison(Saved):
+class SavedComparison(SavedTable):
     """Steps compared with their prediction: means over ranks, and over all steps of a start but the first."""
 
     cluster: str
