@@ -75,22 +75,22 @@ def main(job, overrides, steps):
 
         from hpctrain.engine.run import TrainingRun
         from hpctrain.observe.console import Console
-        from hpctrain.observe.drift import Expectation
         from hpctrain.observe.metrics import RunMetrics
-        from hpctrain.observe.recorder import StepRecorder
+        from hpctrain.observe.prediction_check import PredictionTracker
+        from hpctrain.observe.spans import StepRecorder
 
         stopwatch, ends = Stopwatch(), []
         stopwatch.watch("figures", RunMetrics, "record")
         stopwatch.watch("tracers", StepRecorder, *TRACED, "parts")
-        stopwatch.watch("tracers", Expectation, "step_is_done")
+        stopwatch.watch("tracers", PredictionTracker, "step_is_done")
         stopwatch.watch("progress", Console, "step")
-        last = Expectation.step_is_done  # the last thing of a step
+        last = PredictionTracker.step_is_done  # the last thing of a step
 
         def step_is_done(self, seconds):
             last(self, seconds)
             ends.append({"step": Spent(time.perf_counter(), time.process_time()), **stopwatch.spent})
 
-        Expectation.step_is_done = step_is_done
+        PredictionTracker.step_is_done = step_is_done
         with tempfile.TemporaryDirectory() as folder:
             TrainingRun(world, parsed, Path(world.broadcast_object(folder)) / "run").train()
         shares = world.gather_objects(_shares(ends))

@@ -27,7 +27,7 @@ def main(job, overrides, steps):
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
-        from hpctrain.observe.recorder import StepRecorder
+        from hpctrain.observe.spans import StepRecorder
 
         world.configure(topology=replace(world.topology, shares_memory=False))
         accelerator = bind_accelerator(world)

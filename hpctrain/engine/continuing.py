@@ -94,7 +94,7 @@ def without_profiles(cluster: "Cluster") -> "Cluster":
 
 def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
     """Return the cluster of a checkpoint with the profiles that its run's folder has, if that describes the same."""
-    from hpctrain.observe.run import CLUSTER
+    from hpctrain.observe.run_folder import CLUSTER
 
     path = checkpoint.parents[1] / CLUSTER if checkpoint else None
     if path is None or not path.is_file():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.launcher import end_of_batch_job
 from hpctrain.comm.process import StopSignals, take_losses
@@ -16,21 +16,13 @@ from hpctrain.engine.yardstick import format_yardstick, keep_families, sum_of_fa
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
+    from hpctrain.observe.anomalies import Jump
     from hpctrain.observe.metrics import RunMetrics
-    from hpctrain.observe.watch import Jump
+    from hpctrain.observe.schema import SavedMetrics
+    from hpctrain.observe.spans import Observer
 
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
-
-
-class Observer(Protocol):
-    """Watches the steps of a run. All ranks call each method; rank 0 prints what they return."""
-
-    def step_is_done(self, seconds: float) -> str | None:
-        """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
-
-    def finish(self) -> str | None:
-        """End, after the last step."""
 
 
 class TrainingRun:
@@ -61,7 +53,7 @@ class TrainingRun:
         from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
         from hpctrain.observe.lock import RunLock
-        from hpctrain.observe.run import RunFolder, default_run_folder, note_failure, refuse_missing_checkpoints
+        from hpctrain.observe.run_folder import RunFolder, default_run_folder, note_failure, refuse_missing_checkpoints
 
         self._world = world
         self._signals = signals or StopSignals()
@@ -84,22 +76,20 @@ class TrainingRun:
             raise
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
-            self._folder = RunFolder(self.path) if world.rank == 0 else None
-            if self._folder:
+            if self._lock:
                 note_failure(self.path, self.path / FLIGHT)
         world.keep_records(self.path / FLIGHT)
 
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.trainer import Trainer
         from hpctrain.observe.console import Console
-        from hpctrain.observe.run import ReportFiles
 
         accelerator = bind_accelerator(world)
         self._console = Console(world.rank == 0, on_stderr, bar)
-        self._files = ReportFiles(self.path, self._console.say)
+        self._folder = RunFolder(self.path, self._console.say)
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
-        self._metrics = self._make_metrics(accelerator)
+        self._metrics = self._make_metrics()
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan, noting)
         if self.checkpoint:
@@ -109,40 +99,36 @@ class TrainingRun:
         refuse_if_interrupted(world, self._signals)
         self._introduce()
 
-    def _make_observers(self, accelerator) -> list[Observer]:
-        from hpctrain.observe.drift import Expectation
-        from hpctrain.observe.recorder import StepRecorder
+    def _make_observers(self, accelerator) -> "list[Observer]":
+        from hpctrain.observe.prediction_check import PredictionTracker
         from hpctrain.observe.sample import StepSample
+        from hpctrain.observe.spans import Observed, Observer, StepRecorder
         from hpctrain.observe.trace import RunTrace
 
-        self._recorder = StepRecorder(accelerator)
+        self._recorder, described = StepRecorder(accelerator), self._described
         self._world.configure(tracer=self._recorder)
-        seen, plan = (self._world, accelerator, self._recorder), self._prepared.plan
-        made: list[Observer] = []
+        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._folder)
+        self._tracker = PredictionTracker(self._observed, self._prepared.prediction, described.name, described.doubt)
+        self._overrun = None
+        observers: list[Observer] = [StepSample(self._observed, lambda: self._steps_before + 1), self._tracker]
         if self.job.observe.trace:
-            made.append(RunTrace(*seen, self._files, self.job.observe.trace_steps))
-        made.append(StepSample(*seen, plan, self._files, lambda: self._steps_before + 1))
-        what = self._prepared.prediction, plan, self._described.name, self._files, self._described.doubt
-        self._expectation = Expectation(*seen, *what)
-        self._overrun, watches = None, [*made, self._expectation]
-        if self._described.is_rehearsed:
+            observers.insert(0, RunTrace(self._observed, self.job.observe.trace_steps))
+        if described.is_rehearsed:
             from hpctrain.observe.overrun import OverrunWatch
 
             self._overrun = OverrunWatch(self._world, accelerator, self._leave_steps_out)
-            watches.append(self._overrun)
-        return watches
+            observers.append(self._overrun)
+        return observers
 
-    def _make_metrics(self, accelerator) -> "RunMetrics":
+    def _make_metrics(self) -> "RunMetrics":
         from hpctrain.observe.exports import make_writers
         from hpctrain.observe.live import LiveMetrics
         from hpctrain.observe.metrics import RunMetrics
 
-        world, plan = self._world, self._prepared.plan
-        used = [rank for tile in plan.first_tiles for rank in tile.ranks]
-        with world.all_or_none():
-            writers = make_writers(self.job, self.path) if self._folder else []
-        self._live = LiveMetrics(self._files, plan, writers)
-        return RunMetrics(world, accelerator, self._recorder, used, self._live.take)
+        with self._world.all_or_none():
+            writers = make_writers(self.job, self.path) if self._lock else []
+        self._live = LiveMetrics(self._folder, self._prepared.plan, writers)
+        return RunMetrics(self._observed, self._live.take)
 
     def _introduce(self) -> None:
         from hpctrain.engine.routes import describe_routes
@@ -151,9 +137,10 @@ class TrainingRun:
         prepared, done = self._prepared, self._trainer.steps_done
         self._steps_before = done
         routes = describe_routes(self._world, self._trainer.layout)
-        reasons = prepared.reasons | ({"routes": routes} if routes else {})
+        more = {"routes": routes, "rehearsal": self._described.scale}
+        reasons = prepared.reasons | {key: reason for key, reason in more.items() if reason}
         with self._world.all_or_none():
-            if self._folder:
+            if self._lock:
                 self._folder.describe(self.job, prepared.plan, reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
                 self._families = keep_families(self.path, self.job, self._described)
@@ -179,33 +166,33 @@ class TrainingRun:
             self._console.say(f"{self.path}: nothing to do, {trainer.steps_done} steps are done")
         last: dict = {}
 
-        def report(metrics: dict) -> None:
+        def report(metrics: "SavedMetrics") -> None:
             if self._lock:
                 self._hear([self._lock.check()])
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
-            if self._folder:
-                metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
+            if self._lock:
+                self._rates.add_shares(metrics)
             if due:
                 self._metrics.record(metrics)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
-                metrics |= {"overrun": overrun}
+                metrics["overrun"] = overrun
             self._console.step(metrics, self._metrics.latest, until, due)
-            if self._folder:
+            if self._lock:
                 self._note_findings(metrics["step"], jumps.look(metrics))
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
         from hpctrain.engine.saves import Saves
-        from hpctrain.observe.run import CORRUPTION
-        from hpctrain.observe.watch import JumpWatch
+        from hpctrain.observe.anomalies import JumpWatch
+        from hpctrain.observe.run_folder import CORRUPTION
 
-        self._hear([self._expectation.start()])
+        self._hear([self._tracker.start()])
         self._recorder.begin_step()
         is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
         requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
-        live = self._live if self._folder else None
+        live = self._live if self._lock else None
         saves = Saves(
             trainer.saver(self.path, self._about()),
             self.job.checkpoint,
@@ -219,8 +206,8 @@ class TrainingRun:
         except CorruptionError as error:
             self._console.close_line()
             self._metrics.flush()
-            if self._folder:
-                self._files.note(CORRUPTION, trainer.steps_done, str(error))
+            if self._lock:
+                self._folder.note(CORRUPTION, trainer.steps_done, str(error))
             raise
         self.checkpoint = saves.latest
         self._console.close_line()
@@ -232,25 +219,25 @@ class TrainingRun:
             self._lock.release()
         if self._world.rank == 0 and last and not ended:
             summary |= self._yardstick(last["tokens_per_second"])
-        if self._folder:
+        if self._lock:
             self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
 
     def _note_findings(self, step: int, jumps: Sequence["Jump"]) -> None:
         """Say and note what was found in a step, and that output was lost; for rank 0."""
-        from hpctrain.observe.run import JUMP, LOST
+        from hpctrain.observe.run_folder import JUMP, LOST
 
         for jump in jumps:
             self._console.say(str(jump))
-            self._files.note(JUMP, text=str(jump), **jump._asdict())
+            self._folder.note(JUMP, text=str(jump), **jump._asdict())
         for text in take_losses():
-            self._files.note(LOST, step, text)
+            self._folder.note(LOST, step, text)
 
     def _leave_steps_out(self, why: str) -> None:
         """Take note that figures of the steps so far mean nothing."""
-        self._expectation.forget()
+        self._tracker.forget()
         self._console.forget_speed()
-        if self._folder:
+        if self._lock:
             self._live.note_slower(why)
 
     def _note_overflow(self, needed_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: when they are written, what is said about them, and what happens where one fails."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpctrain.checkpoint.format import step_folder
@@ -45,7 +45,7 @@ class Saves:
         """The longest time from a snapshot to its complete checkpoint, so far."""
         return self._saver.longest_seconds
 
-    def step_is_done(self, metrics: dict, is_due: bool, is_last: bool, others_write: bool) -> None:
+    def step_is_done(self, metrics: Mapping, is_due: bool, is_last: bool, others_write: bool) -> None:
         """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
 
         `others_write` says whether any rank was at work on one in this step. Raises CheckpointError and CorruptionError

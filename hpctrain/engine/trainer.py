@@ -29,6 +29,7 @@ from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
 from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
+from hpctrain.observe.schema import SavedMetrics
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval
 
@@ -183,7 +184,7 @@ class Trainer:
                 self.loss_scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
-    def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[dict, Asked]:
+    def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[SavedMetrics, Asked]:
         """Train one step; return its metrics, and what is asked of any rank."""
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
@@ -196,7 +197,7 @@ class Trainer:
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1
-        metrics = {
+        metrics: SavedMetrics = {
             "step": self.steps_done,
             "loss": totals.loss / num_targets,
             "grad_norm": totals.norm,
@@ -205,7 +206,7 @@ class Trainer:
             "tokens_per_second": self.tokens_per_step / seconds,
         }
         if self.loss_scale:
-            metrics |= {"loss_scale": self.loss_scale.value, "skipped": totals.skipped}
+            metrics["loss_scale"], metrics["skipped"] = self.loss_scale.value, totals.skipped
         return metrics, Asked(*totals.flags)
 
     def overrun(self) -> float | None:
@@ -245,7 +246,7 @@ class Trainer:
         validation: AnySequences | None,
         until: int,
         saves: Saves,
-        report: Callable[[dict], None],
+        report: Callable[[SavedMetrics], None],
         requests: Requests,
     ) -> EarlyEnd | None:
         """Train up to step `until`, validating and saving on the job's intervals; return why it ended early, if it did.

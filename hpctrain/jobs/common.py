@@ -90,7 +90,7 @@ def prepare_start(
     from hpctrain.launch.components import Component, components_of
     from hpctrain.launch.files import launch_files
     from hpctrain.launch.scripts import Start
-    from hpctrain.observe.run import default_run_folder
+    from hpctrain.observe.run_folder import default_run_folder
 
     if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
         raise click.UsageError("give --cluster CLUSTER, or --nodes N and --ranks-per-node N")
@@ -206,14 +206,15 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
                 generate_tokens(folder / "generated.bin", job.model.num_ids)
         job = with_values(job, "data", tokens=folder / "generated.bin", validation=None)
+    scale = made.describe(reference)
     if world.rank == 0:
         summary = "; trained on generated tokens" if made.is_job_scaled else ""
-        click.echo(made.describe(reference) + summary, err=True)
+        click.echo(scale + summary, err=True)
 
     from hpctrain.rehearsal.shaped import rehearse
 
     rehearse(world, made.cluster, made.truth)
-    return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth)
+    return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth, scale=scale)
 
 
 def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":

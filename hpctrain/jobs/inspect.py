@@ -68,8 +68,9 @@ def _locate(reference: str) -> Path:
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
-    from hpctrain.observe import drift
-    from hpctrain.observe.run import read_metrics
+    from hpctrain.observe.prediction_check import text
+    from hpctrain.observe.run_folder import read_metrics
+    from hpctrain.observe.schema import DRIFT, read_saved
 
     metrics = read_metrics(path)
     ending = _ending(path)
@@ -82,8 +83,8 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
             summary["validation_loss"] = validated[-1]["validation_loss"]
 
     try:
-        if compared := drift.read(path):
-            summary["prediction"] = drift.text(compared)
+        if compared := read_saved(path, DRIFT):
+            summary["prediction"] = text(compared)
     except JobError as error:  # the run itself can be shown all the same
         summary["prediction"] = f"cannot be shown: {error}"
     summary |= ending

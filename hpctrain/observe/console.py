@@ -1,4 +1,4 @@
-"""What a run shows a person: its choices, its progress, and where everything is at the end."""
+"""Shows a person a run: its choices, its progress, and where everything is at the end."""
 
 import sys
 import time
@@ -12,7 +12,8 @@ from rich.text import Text
 from hpctrain.config.job import Job
 from hpctrain.config.terminal import drawing, printable
 from hpctrain.observe.overrun import QUOTED_OVERRUN, UNTRUSTED_OVERRUN
-from hpctrain.observe.run import RESOLVED
+from hpctrain.observe.run_folder import RESOLVED
+from hpctrain.observe.schema import SavedFigures, SavedMetrics, SavedSlowest
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import count_parameters
 
@@ -80,7 +81,7 @@ class Console:
         if checkpoint:
             self.say(f"continuing after step {steps_done}, from {checkpoint}")
 
-    def step(self, metrics: dict, ranks: dict, until: int, is_logged: bool = True) -> None:
+    def step(self, metrics: SavedMetrics, ranks: SavedFigures, until: int, is_logged: bool = True) -> None:
         """Show one step's metrics; a file gets a line of those that are logged.
 
         `ranks` are the metrics of the latest step of which the figures of all ranks are there.
@@ -155,7 +156,9 @@ class Console:
         return summary
 
 
-def progress_parts(metrics: dict, ranks: dict, until: int, tokens_per_second: float, seconds_left: float) -> list[str]:
+def progress_parts(
+    metrics: SavedMetrics, ranks: SavedFigures, until: int, tokens_per_second: float, seconds_left: float
+) -> list[str]:
     """Return the parts of a line of progress, the most important ones first."""
     parts = [f"step {metrics['step']}/{until}", f"loss {metrics['loss']:.4f}"]
     if "validation_loss" in metrics:
@@ -176,7 +179,7 @@ def progress_parts(metrics: dict, ranks: dict, until: int, tokens_per_second: fl
     return parts
 
 
-def describe_slowest(slowest: dict) -> str:
+def describe_slowest(slowest: SavedSlowest) -> str:
     """Say in two words what the slowest rank of a step did most of it."""
     own, waiting = slowest["computing_seconds"], slowest["waiting_seconds"]
     total = own + waiting

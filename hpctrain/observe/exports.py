@@ -1,9 +1,8 @@
 """Passes metrics on to other software where the job asks for it: TensorBoard, Weights & Biases, Prometheus."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job
@@ -12,29 +11,29 @@ from hpctrain.config.paths import replace_text
 PREFIX = "hpctrain_"
 
 
-class MetricsWriter(Protocol):
+class MetricsWriter:
     """Takes the metrics of logged steps, on rank 0."""
 
     path: Path
-    """Where they go."""
+    """The place that they go to."""
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         """Pass one step's metrics on. Raises OSError where a disk refuses."""
 
     def close(self) -> None:
         """Pass on what was kept back."""
 
 
-def flat(metrics: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
+def flat(metrics: Mapping, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield every figure with its name; those of a table are named after both, such as `compute_seconds_max`."""
     for name, value in metrics.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}_")
         elif isinstance(value, (int, float)):
             yield prefix + name, value
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricsWriter):
     """Writes event files that TensorBoard shows, in the run folder."""
 
     def __init__(self, folder: Path):
@@ -42,7 +41,7 @@ class TensorBoardWriter:
         self.path = folder / "tensorboard"
         self._writer = package.SummaryWriter(str(self.path))
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         for name, value in flat(metrics):
             if name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
@@ -51,7 +50,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(MetricsWriter):
     """Logs to a project of Weights & Biases; what it does without a network is up to its own variables (WANDB_MODE)."""
 
     def __init__(self, project: str, job: Job, folder: Path):
@@ -62,14 +61,14 @@ class WandbWriter:
         what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
         self._run = package.init(dir=str(folder), config=config, **what)
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         self._run.log(dict(flat(metrics)), step=metrics["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
-class PrometheusWriter:
+class PrometheusWriter(MetricsWriter):
     """Keeps a text file of the latest figures, as node_exporter's textfile collector reads it."""
 
     def __init__(self, path: Path, job: str):
@@ -81,26 +80,23 @@ class PrometheusWriter:
         except OSError as error:
             raise JobError(f"observe.prometheus_file = {path}: {describe_os_error(error)}; name another file") from None
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: Mapping) -> None:
         lines = []
         for name, value in flat(metrics):
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
         replace_text(self.path, "\n".join(lines) + "\n")
 
-    def close(self) -> None:
-        """Leave the last figures where they are."""
-
 
 def make_writers(job: Job, folder: Path) -> list[MetricsWriter]:
     """Return what the job asks for. Raises JobError where the software for it is not installed."""
-    observe, made = job.observe, []
+    observe, writers = job.observe, []
     if observe.tensorboard:
-        made.append(TensorBoardWriter(folder))
+        writers.append(TensorBoardWriter(folder))
     if observe.wandb:
-        made.append(WandbWriter(observe.wandb, job, folder))
+        writers.append(WandbWriter(observe.wandb, job, folder))
     if observe.prometheus_file:
-        made.append(PrometheusWriter(observe.prometheus_file, job.name))
-    return made
+        writers.append(PrometheusWriter(observe.prometheus_file, job.name))
+    return writers
 
 
 def _import(module: str, package: str, setting: str):

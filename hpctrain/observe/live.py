@@ -1,32 +1,22 @@
-"""Where complete metrics and events of a run go, on rank 0: its folder, and other software; which ranks became slow."""
+"""Writes complete metrics and events of a run, on rank 0: to its folder, and to other software."""
 
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.config.cluster import Cluster
+from hpctrain.observe.anomalies import StragglerWatch
 from hpctrain.observe.exports import MetricsWriter
-from hpctrain.observe.metrics import FIGURES, median
-from hpctrain.observe.run import (
-    END,
-    METRICS,
-    RECOVERY,
-    SAVE,
-    SLOWER,
-    START,
-    STRAGGLER,
-    VALIDATE,
-    ReportFiles,
-)
+from hpctrain.observe.metrics import FIGURES
+from hpctrain.observe.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
 from hpctrain.observe.sample import SAMPLED_STEP
+from hpctrain.observe.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction
 
-RANKS = "ranks.json"
 RANKS_SECONDS = 60.0
 """How old it may become: of a run that fails it is the last that is known of every rank."""
 
@@ -34,7 +24,7 @@ RANKS_SECONDS = 60.0
 class LiveMetrics:
     """Takes what rank 0 knows of a run while it lasts."""
 
-    def __init__(self, files: ReportFiles, plan: Plan, writers: Sequence[MetricsWriter] = ()):
+    def __init__(self, files: RunFolder, plan: Plan, writers: Sequence[MetricsWriter] = ()):
         """`writers` get every line, in addition to the run folder."""
         self._files, self._plan, self._writers = files, plan, writers
         self._watch = StragglerWatch(plan)
@@ -42,7 +32,7 @@ class LiveMetrics:
         self._step = self._count = 0
         self._written = time.monotonic()
 
-    def take(self, metrics: dict, figures: np.ndarray) -> None:
+    def take(self, metrics: SavedMetrics, figures: np.ndarray) -> None:
         """Write one step's metrics, whose figures of all ranks [ranks, figures] have come."""
         self._files.append(METRICS, metrics)
         for writer in self._writers:
@@ -55,9 +45,9 @@ class LiveMetrics:
             value = metrics["validation_loss"]
             self._files.note(VALIDATE, self._step, f"validation loss {value:.4f}", validation_loss=value)
         compute = figures[:, FIGURES.index("compute_seconds")]
-        for rank, factor, is_slow, reference in self._watch.look(compute.tolist()):
-            text = f"rank {rank} computes {factor:.2f} times as long as {reference}"
-            self._files.note(STRAGGLER if is_slow else RECOVERY, self._step, text, rank=rank, factor=factor)
+        for each in self._watch.look(compute.tolist()):
+            kind = STRAGGLER if each.is_slow else RECOVERY
+            self._files.note(kind, self._step, str(each), rank=each.rank, factor=each.factor)
 
     def note_start(
         self,
@@ -112,65 +102,4 @@ class LiveMetrics:
             for name, column in zip(FIGURES, self._figures.T, strict=True)
         }
         self._written = time.monotonic()
-        self._files.write(RANKS, {"step": self._step, **columns})
-
-
-SLOW_FACTOR = 1.3
-"""So many times as long as the reference is a straggler; the noise of shared cores stays below."""
-STEPS_IN_A_ROW = 5
-FEWEST_PEERS = 3
-"""With fewer equal ranks a median says little: a rank is compared with its own first steps."""
-
-
-class Straggler(NamedTuple):
-    """A rank that became slow, or caught up."""
-
-    rank: int
-    factor: float
-    is_slow: bool
-    reference: str
-    """What it is compared with."""
-
-
-class StragglerWatch:
-    """Looks at the seconds that ranks compute in logged steps; for one rank."""
-
-    def __init__(self, plan: Plan):
-        work: dict[tuple, list[int]] = {}
-        for tile in plan.first_tiles:
-            key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
-            work.setdefault(key, []).extend(tile.ranks)
-        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
-        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
-        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
-        self._first: list[np.ndarray] = []
-        """The seconds of all ranks in the first steps."""
-        size = max(plan.ranks) + 1
-        self._is_slow, self._count = np.zeros(size, dtype=bool), np.zeros(size, dtype=int)
-
-    def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
-        """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
-
-        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
-        """
-        seconds = np.array(compute_seconds)
-        factor = np.ones(len(seconds))
-        for ranks in self._peers:
-            factor[ranks] = seconds[ranks] / (median(seconds[ranks]) or 1.0)
-        if len(self._first) < STEPS_IN_A_ROW:
-            self._first.append(seconds)
-        elif len(self._alone):
-            usual = np.median([first[self._alone] for first in self._first], axis=0)
-            factor[self._alone] = seconds[self._alone] / np.where(usual > 0, usual, np.inf)
-        if np.isnan(factor).any():
-            return []
-        differs = (factor > SLOW_FACTOR) != self._is_slow
-        self._count = np.where(differs, self._count + 1, 0)
-        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
-        self._is_slow[changed] ^= True
-        self._count[changed] = 0
-        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
-
-    def _reference(self, rank: int) -> str:
-        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
-        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"
+        self._files.write(RANKS, SavedRanks(step=self._step, **columns))

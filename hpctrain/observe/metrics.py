@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpctrain.observe.schema import SavedFigures, SavedMetrics, SavedSpread
+from hpctrain.observe.spans import Observed
 from hpctrain.planner.simulate import EXPOSED
 
 if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.waiting import PendingNumbers
-    from hpctrain.comm.world import World
-    from hpctrain.observe.recorder import StepRecorder
 
 OWN_WORK = ("compute", "optimizer")
 """The parts of a step in which a rank waits for nobody."""
-
-
 FIGURES = ("memory_peak_bytes", "memory_share", *(f"{part}_seconds" for part in EXPOSED))
 """What each rank says of a step. The share is the peak over what the device has for the rank; a host's memory is shared
 evenly. Seconds are not a number where a device computes by itself."""
@@ -37,83 +34,70 @@ def median(values: np.ndarray) -> float:
     return float(ordered[(size - 1) // 2] + ordered[size // 2]) / 2
 
 
-def spread(values: np.ndarray) -> dict[str, float]:
-    """Return the least, the median and the most of a figure by rank, and which ranks have them."""
+def spread(values: np.ndarray, ranks: Sequence[int]) -> SavedSpread:
+    """Return the least, the median and the most of a figure of some ranks, and which ranks have them."""
     least, most = int(np.argmin(values)), int(np.argmax(values))
-    return {
-        "min": float(values[least]),
-        "min_rank": least,
-        "median": median(values),
-        "max": float(values[most]),
-        "max_rank": most,
-    }
+    low, high = values[least].item(), values[most].item()
+    return {"min": low, "min_rank": ranks[least], "median": median(values), "max": high, "max_rank": ranks[most]}
 
 
-def summarise_ranks(figures: np.ndarray, used: Sequence[int]) -> dict:
+def summarise_ranks(figures: np.ndarray, used: Sequence[int]) -> SavedFigures:
     """Return the figures of all ranks [ranks, figures] as metrics; `used` are the ranks that have work."""
-    peak = {name: int(value) for name, value in spread(figures[:, 0]).items()}  # bytes are whole
-    summary: dict = {"memory_peak_bytes": peak, "memory_share": spread(figures[:, 1])}
+    every = range(len(figures))
+    peak = spread(figures[:, 0].astype(int), every)
+    peak["median"] = int(peak["median"])  # bytes are whole
+    summary: SavedFigures = {"memory_peak_bytes": peak, "memory_share": spread(figures[:, 1], every)}
     parts = figures[list(used), 2:]
     if not len(parts) or np.isnan(parts).any():
         return summary
     by_part = dict(zip(EXPOSED, parts.T, strict=True))
     own = np.sum([by_part[part] for part in OWN_WORK], axis=0)
     waits = {part: by_part[part] for part in EXPOSED if part not in OWN_WORK}
-    for name, values in (("compute", by_part["compute"]), ("waiting", np.sum(list(waits.values()), axis=0))):
-        each = spread(values)
-        each |= {key: used[int(each[key])] for key in ("min_rank", "max_rank")}
-        summary[f"{name}_seconds"] = each
     slowest = int(np.argmax(own))
-    longest = max(waits, key=lambda part: waits[part][slowest])
+    summary["compute_seconds"] = spread(by_part["compute"], used)
+    summary["waiting_seconds"] = spread(np.sum(list(waits.values()), axis=0), used)
     summary["slowest"] = {
         "rank": used[slowest],
         "computing_seconds": float(own[slowest]),
         "waiting_seconds": float(sum(values[slowest] for values in waits.values())),
-        "waits_for": longest,
+        "waits_for": max(waits, key=lambda part: waits[part][slowest]),
     }
     return summary
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns a step's seconds into shares, on rank 0."""
+    """Turns a step's seconds into shares, on rank 0."""
 
     mfu_seconds: float | None = None
     """The MFU of a step times its seconds; None where the cluster cannot be predicted."""
     sum_of_families: float | None = None
     """The tokens/s that all families do alone, together; None where there is one family, or one cannot."""
 
-    def of_step(self, step_seconds: float, tokens_per_second: float) -> dict[str, float]:
-        shares = {}
+    def add_shares(self, metrics: SavedMetrics) -> None:
+        """Add what is known to the metrics of a step."""
         if self.mfu_seconds:
-            shares["mfu"] = self.mfu_seconds / step_seconds
+            metrics["mfu"] = self.mfu_seconds / metrics["step_seconds"]
         if self.sum_of_families:
-            shares["fraction_of_sum"] = tokens_per_second / self.sum_of_families
-        return shares
+            metrics["fraction_of_sum"] = metrics["tokens_per_second"] / self.sum_of_families
 
 
 class RunMetrics:
     """Collects the figures of logged steps. All ranks make one and call the same."""
 
-    def __init__(
-        self,
-        world: "World",
-        accelerator: "Accelerator",
-        recorder: "StepRecorder",
-        used: Sequence[int],
-        write: Callable[[dict, np.ndarray], None],
-    ):
-        """`write` gets each complete line and the figures of all ranks, on rank 0; `used` are the ranks with work."""
-        self._world, self._accelerator, self._recorder = world, accelerator, recorder
-        self._used, self._write = tuple(used), write
-        self._sharers = world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else 1
-        self._pending: deque[tuple[dict, PendingNumbers]] = deque()
-        self.latest: dict = {}
+    def __init__(self, observed: Observed, write: Callable[[SavedMetrics, np.ndarray], None]):
+        """`write` gets each complete line and the figures of all ranks, on rank 0."""
+        self._observed, self._write = observed, write
+        world, plan = observed.world, observed.plan
+        self._used = [rank for tile in plan.first_tiles for rank in tile.ranks]
+        self._sharers = world.topology.ranks_on_host(world.rank) if observed.accelerator.shares_memory else 1
+        self._pending: deque[tuple[SavedMetrics, PendingNumbers]] = deque()
+        self.latest: SavedFigures = {}
         """Of the last step whose figures have come, on rank 0."""
 
-    def record(self, metrics: dict) -> None:
+    def record(self, metrics: SavedMetrics) -> None:
         """Send this rank's figures of the step that has just ended; write those that have come meanwhile."""
-        self._pending.append((dict(metrics), self._world.gather_numbers(self._figures())))
+        self._pending.append((metrics.copy(), self._observed.world.gather_numbers(self._figures())))
         while self._pending and self._pending[0][1].done():
             self._write_first()
 
@@ -123,13 +107,13 @@ class RunMetrics:
             self._write_first()
 
     def _figures(self) -> list[float]:
-        memory, recorder = self._accelerator.memory(), self._recorder
+        memory, recorder = self._observed.accelerator.memory(), self._observed.recorder
         parts = recorder.parts().values() if recorder.knows_times else [float("nan")] * len(EXPOSED)
         return [memory.peak, memory.peak * self._sharers / memory.total, *parts]
 
     def _write_first(self) -> None:
         metrics, pending = self._pending.popleft()
         figures = pending.wait()
-        if self._world.rank == 0:
-            self.latest = metrics | summarise_ranks(figures, self._used)
-            self._write(self.latest, figures)
+        if self._observed.world.rank == 0:
+            self.latest = summarise_ranks(figures, self._used)
+            self._write({**metrics, **self.latest}, figures)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpctrain.config.errors import TrainingError
+from hpctrain.observe.spans import Observer
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -19,8 +20,8 @@ MOST_TIMES = 4.0
 """By how much it is raised at the most, all together."""
 
 
-class OverrunWatch:
-    """What one rank knows of overrun. All ranks make one and call the same."""
+class OverrunWatch(Observer):
+    """Raises the time scale of a rehearsal whose ranks are late."""
 
     def __init__(self, world: "World", device: "RehearsedAccelerator", on_raise: Callable[[str], None]):
         """`on_raise` is called on all ranks, with what is said of it: steps so far do not count."""
@@ -45,9 +46,6 @@ class OverrunWatch:
         is_late = self._num_steps > 1 and self._overrun > UNTRUSTED_OVERRUN and not self._is_last
         self._num_late = self._num_late + 1 if is_late else 0
         return self._raise_scale(self._overrun) if self._num_late == STEPS_RUNNING else None
-
-    def finish(self) -> None:
-        """Do nothing: the summary has the overrun of all steps that count."""
 
     def _raise_scale(self, overrun: float) -> str:
         device, most = self._device, MOST_TIMES * self._first_scale

@@ -1,4 +1,4 @@
-"""What every rank did and when: spans of instructions, items, waits and lanes, as one file that Perfetto opens.
+"""Writes what every rank did and when: spans of instructions, items, waits and lanes, as a file that Perfetto opens.
 
 trace.json           all ranks' spans in Chrome's trace format: a process for each rank, in it one thread for what the
                      rank computes (steps, instructions, items, and what it waits for in them) and one for each lane
@@ -8,16 +8,12 @@ trace-summary.json   for each axis how long it communicated, and how much of tha
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
-from hpctrain.observe.recorder import OVERLAPPED, WAITED, Span, StepRecorder, mean_by_axis, sums_by_axis
-from hpctrain.observe.run import ReportFiles
+from hpctrain.observe.schema import TRACE_SUMMARY, SavedTraceSummary
+from hpctrain.observe.spans import OVERLAPPED, WAITED, Observed, Observer, Span, mean_by_axis, sums_by_axis
 
-if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator
-    from hpctrain.comm.world import World
-
-TRACE, SUMMARY = "trace.json", "trace-summary.json"
+TRACE = "trace.json"
 COMPUTE = "compute"
 """The thread of what a rank computes, and of what it waits for."""
 # Of all ranks together: some 300 MB, more than which viewers do not open.
@@ -31,13 +27,11 @@ class RankTrace(NamedTuple):
     spans: list[Span]
 
 
-class RunTrace:
-    """The trace of the first steps of a run, as one rank sees it. All ranks must call the same."""
+class RunTrace(Observer):
+    """The trace of the first steps of a run, as one rank sees it."""
 
-    def __init__(
-        self, world: "World", accelerator: "Accelerator", recorder: StepRecorder, files: ReportFiles, num_steps: int
-    ):
-        self._world, self._accelerator, self._recorder, self._files = world, accelerator, recorder, files
+    def __init__(self, observed: Observed, num_steps: int):
+        self._observed = observed
         self._num_steps, self._steps_left = 0, num_steps
         self._spans: list[Span] = []
         self._is_done = False
@@ -49,10 +43,11 @@ class RunTrace:
         """
         if self._is_done:
             return None
-        self._spans += self._recorder.spans
+        world = self._observed.world
+        self._spans += self._observed.recorder.spans
         self._num_steps, self._steps_left = self._num_steps + 1, self._steps_left - 1
         if self._num_steps == 1:  # the others will have as many
-            spans = int(self._world.largest(len(self._spans))) * self._world.size
+            spans = int(world.largest(len(self._spans))) * world.size
             self._steps_left = min(self._steps_left, MOST_SPANS // max(1, spans) - 1)
         return self.finish() if self._steps_left <= 0 else None
 
@@ -60,23 +55,24 @@ class RunTrace:
         """Write what was not written; return on rank 0 what is to be said."""
         if self._is_done or not self._num_steps:
             return None
-        self._is_done = True
-        traces = self._world.gather_objects(self._rank_trace())
+        self._is_done, files = True, self._observed.files
+        traces = self._observed.world.gather_objects(self._rank_trace())
         if not traces:
             return None
-        summary, path = summarise(traces, self._num_steps), self._files.folder / TRACE
-        self._files.write(SUMMARY, summary, indent=1)
-        is_written = self._files.attempt(path, lambda: _write(path, traces))
+        summary, path = summarise(traces, self._num_steps), files.path / TRACE
+        files.write(TRACE_SUMMARY, summary, indent=1)
+        is_written = files.attempt(path, lambda: _write(path, traces))
         return table(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
-        world, spans, self._spans = self._world, self._spans, []
+        world, scale = self._observed.world, self._observed.accelerator.time_scale
+        spans, self._spans = self._spans, []
         offset = world.clock_offset()
         first = world.smallest(min((span.begin for span in spans), default=float("inf")) + offset)
 
         def to_local(seconds: float) -> float:
-            return (seconds + offset - first) / self._accelerator.time_scale
+            return (seconds + offset - first) / scale
 
         kept = [s._replace(name=str(s.name), begin=to_local(s.begin), end=to_local(s.end)) for s in spans]
         return RankTrace(f"{world.place.family} on {world.place.host}", kept)
@@ -127,7 +123,7 @@ def _events(rank: int, trace: RankTrace) -> Iterator[dict]:
         yield event | ({"args": {"bytes": span.num_bytes}} if span.num_bytes else {})
 
 
-def summarise(traces: Sequence[RankTrace], num_steps: int) -> dict:
+def summarise(traces: Sequence[RankTrace], num_steps: int) -> SavedTraceSummary:
     """Return what each axis took in one step: means over the ranks that have the axis, and all of them by rank."""
     ranks = [sums_by_axis(trace.spans, num_steps) for trace in traces]
     axes = mean_by_axis(ranks)
@@ -135,15 +131,15 @@ def summarise(traces: Sequence[RankTrace], num_steps: int) -> dict:
     return {"steps": num_steps, "axes": axes, "ranks": by_rank}
 
 
-def table(summary: dict) -> str:
+def table(summary: SavedTraceSummary) -> str:
     """Return the summary for people."""
     if not summary["axes"]:
         return "nothing is communicated"
-    keys = ("communication", "hidden", "exposed")
+    keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
     lines = [f"ms of a rank in one step, mean of {summary['steps']}"]
-    lines.append(f"  {'':10}" + "".join(f"{key:>15}" for key in keys))
+    lines.append(f"  {'':10}" + "".join(f"{key.removesuffix('_seconds'):>15}" for key in keys))
     for axis, each in summary["axes"].items():
-        lines.append(f"  {axis:10}" + "".join(f"{each[f'{key}_seconds'] * 1e3:15.2f}" for key in keys))
+        lines.append(f"  {axis:10}" + "".join(f"{each[key] * 1e3:15.2f}" for key in keys))
     return "\n".join(
         [*lines, "  exposed includes waiting: for slower ranks, and in a pipeline for neighbours' results"]
     )

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.folder import latest_checkpoint
-from hpctrain.observe.run import read_events, read_metrics
+from hpctrain.observe.run_folder import read_events, read_metrics
 from tests.started import BIN, Finished, ranks_of
 from tests.unit.report_page import Page, check_numbers
 from tests.warm_start import MODULE, SCRIPT

@@ -12,9 +12,10 @@ from hpctrain.comm.instruments import UNTRACED
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.observe.recorder import StepRecorder
-from hpctrain.observe.run import ReportFiles
-from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace
+from hpctrain.observe.run_folder import RunFolder
+from hpctrain.observe.schema import TRACE_SUMMARY
+from hpctrain.observe.spans import Observed, StepRecorder
+from hpctrain.observe.trace import TRACE, RunTrace
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
@@ -34,7 +35,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
     _, training, _ = open_datasets(job.data, job.train.seed)
     recorder = StepRecorder(accelerator)
     world.configure(tracer=recorder)
-    trace = RunTrace(world, accelerator, recorder, ReportFiles(folder), STEPS)
+    trace = RunTrace(Observed(world, accelerator, recorder, plan, RunFolder(folder)), STEPS)
     result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator)
@@ -122,7 +123,7 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
         starts = [spans[0]["begin"] for (_, name), spans in threads.items() if name == "compute"]
         ends = [span["end"] for spans in threads.values() for span in spans if span["name"] == "step 2"]
         assert max(starts) < min(ends)  # all agree within a step, so that steps of all ranks overlap
-        summary = json.loads((folder / SUMMARY).read_text())
+        summary = json.loads((folder / TRACE_SUMMARY.name).read_text())
         assert summary["steps"] == STEPS
         for each in summary["axes"].values():
             assert each["hidden_seconds"] <= each["communication_seconds"]
@@ -169,7 +170,7 @@ def test_computed_and_exposed_is_a_rehearsed_step(world, tokens, folder, switche
         overrun = device.overrun
     with measurement.checking(overrun):
         if world.rank == 0:
-            summary = json.loads((folder / SUMMARY).read_text())
+            summary = json.loads((folder / TRACE_SUMMARY.name).read_text())
             print(summary["axes"])
             threads = spans_by_thread(folder)
             for rank, (busy, seconds) in enumerate(every):

@@ -3,11 +3,12 @@
 import numpy as np
 
 from hpctrain.config.cluster_file import parse_cluster
-from hpctrain.observe import drift
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
-from hpctrain.observe.run import ReportFiles, RunFolder, write_json
-from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles
+from hpctrain.observe.prediction_check import MeasuredStep, compare
+from hpctrain.observe.run_folder import RunFolder, write_json
+from hpctrain.observe.sample import shown_tiles
+from hpctrain.observe.schema import DRIFT, TIMELINE, TRAFFIC
 from hpctrain.planner.predictor import forecast
 from hpctrain.planner.setup import Setup
 from hpctrain.planner.simulate import EXPOSED
@@ -19,11 +20,12 @@ SLOWER = 1.25
 
 def make_run(path, job, plan, cluster, steps=6, ends=True):
     """Write a run folder of so many steps; without `ends` its last start neither ended nor failed on record."""
+    path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
-    reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test"}
+    reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test", "rehearsal": "FLOP/s 1/3,000"}
     folder.describe(job, plan, reasons, cluster)
     expected = forecast(Setup.of_job(job), plan, cluster)
-    live = LiveMetrics(ReportFiles(path), plan)
+    live = LiveMetrics(folder, plan)
     live.note_start(0, None, reasons, cluster, True, expected.prediction)
     used = [rank for tile in plan.first_tiles for rank in tile.ranks]
     figures = np.zeros((len(plan.ranks), 2 + len(EXPOSED)))
@@ -35,7 +37,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     for step in range(1, steps + 1):
         line = {"step": step, "loss": 6.0 + 1.0 / step, "step_seconds": seconds * (1 + 0.01 * (step % 3))}
         line["tokens_per_second"] = 1e4 / line["step_seconds"]
-        line |= rates.of_step(line["step_seconds"], line["tokens_per_second"])
+        rates.add_shares(line)
         if step % 3 == 0:
             line["validation_loss"] = 6.2 + 1.0 / step
         live.take(line | summarise_ranks(figures, used), figures)
@@ -54,17 +56,17 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     ranks = f"0-{len(plan.ranks) - 1}"
     groups.append({"group": "data", "operation": "all_reduce", "ranks": ranks, "tensor_bytes": 8000, "calls": 1})
     axes = {"data": {"communication_seconds": 0.5, "hidden_seconds": 0.125, "exposed_seconds": 0.375}}
-    write_json(path / TRAFFIC, {"step": 3, "groups": groups, "axes": axes})
+    write_json(path / TRAFFIC.name, {"step": 3, "groups": groups, "axes": axes})
     grids = []
     for tile in shown_tiles(plan):
         spans = ((span.instruction, SLOWER * span.begin, SLOWER * span.end) for span in expected.spans[tile])
         named = [[i.op.value, i.virtual_stage, i.microbatch, begin, end] for i, begin, end in spans]
         grids.append({"rank": tile.ranks[0], "spans": named})
-    write_json(path / TIMELINE, {"step": 3, "grids": grids})
+    write_json(path / TIMELINE.name, {"step": 3, "grids": grids})
     parts = {part: SLOWER * value for part, value in expected.prediction.exposed_seconds.items()}
-    measured = [drift.MeasuredStep(seconds, parts, 2_000_000)] * len(plan.ranks)
-    compared = drift.compare(expected.prediction, plan, "a test", measured, steps - 1, knows_parts=True)
-    write_json(path / drift.DRIFT, compared)
+    measured = [MeasuredStep(seconds, parts, 2_000_000)] * len(plan.ranks)
+    compared = compare(expected.prediction, plan, "a test", measured, steps - 1, knows_parts=True)
+    write_json(path / DRIFT.name, compared)
     live.note_save(steps, path / "step-00000006", 0.25)
     if ends:
         alone = {"fast": 5000.0, "slow": None}

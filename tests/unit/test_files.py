@@ -14,9 +14,8 @@ from hpctrain.data.corpus import Fields, load_tokenizer, open_records, prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
 from hpctrain.jobs.mpirun import _read_hosts
-from hpctrain.observe import drift
-from hpctrain.observe.report.record import SavedRanks, read_saved
-from hpctrain.observe.run import append_line, note_event, read_events, read_metrics
+from hpctrain.observe.run_folder import append_line, note_event, read_events, read_metrics
+from hpctrain.observe.schema import DRIFT, RANKS, read_saved
 from hpctrain.plan.file import load_plan
 from tests.checkpoints import write_checkpoint
 from tests.ranks.small_runs import Alone
@@ -35,7 +34,7 @@ READERS = {
     "config.json": lambda path: import_model(path.parent, path.parent / "out"),
     "hosts": _read_hosts,
     "metrics.jsonl": lambda path: read_metrics(path.parent),
-    "drift.json": lambda path: drift.read(path.parent),
+    "drift.json": lambda path: read_saved(path.parent, DRIFT),
 }
 """By the name of a file, what reads it and raises an error for people."""
 
@@ -72,12 +71,11 @@ def test_a_checkpoint_with_what_is_no_file_falls_back(tmp_path, make):
 def test_of_a_run_folder_it_is_left_out(tmp_path, make):
     for name in ("rank-00000.bin", "last-word.json", "events.jsonl", "ranks.json"):
         make(tmp_path / name)
-    left_out: list[str] = []
     assert read_flights(tmp_path) == {}
     assert read_first_death(tmp_path) is None
     assert read_events(tmp_path) == []
-    assert read_saved(tmp_path / "ranks.json", SavedRanks, 1, left_out) is None
-    assert len(left_out) == 1
+    with pytest.raises(HpctrainError, match=r"ranks.json: (is damaged|cannot be read)"):
+        read_saved(tmp_path, RANKS, 1)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device without an end", "device without data"])

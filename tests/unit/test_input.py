@@ -21,8 +21,9 @@ from hpctrain.config.errors import CommError, HpctrainError, JobError, PlanError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import MOST_BYTES, Table, parse_toml
 from hpctrain.jobs.arguments import FiniteRange
-from hpctrain.observe import drift
-from hpctrain.observe.run import METRICS, RunFolder, read_metrics
+from hpctrain.observe.prediction_check import text
+from hpctrain.observe.run_folder import RunFolder, read_metrics
+from hpctrain.observe.schema import DRIFT, METRICS, read_saved
 from hpctrain.plan.checks import check_plan, check_tiling
 from hpctrain.plan.file import load_plan, parse_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
@@ -309,34 +310,32 @@ def test_the_name_of_a_fabric_is_text(value):
 )
 def test_damaged_metrics_are_said(tmp_path, line, says):
     good = b'{"step": 1, "loss": 2.0}\n'
-    (tmp_path / METRICS).write_bytes(line + b"\n" + good)
+    (tmp_path / METRICS.name).write_bytes(line + b"\n" + good)
     with pytest.raises(JobError, match=says):
         read_metrics(tmp_path)
     note = RunFolder(tmp_path).rewind_metrics(5)
     assert note and "left out (1 in all), the file is kept as" in note
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line + b"\n" + good
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-    (tmp_path / METRICS).write_bytes(good + b'{"step": 2, "lo')  # cut short by a crash
+    (tmp_path / METRICS.name).write_bytes(good + b'{"step": 2, "lo')  # cut short by a crash
     assert RunFolder(tmp_path).rewind_metrics(5) is None
 
 
-@pytest.mark.parametrize(
-    "change", [{"drift": "x"}, {"predicted_seconds": 0}, {"parts": 3}, {"drifted": "none"}, {"x": 1}]
-)
+@pytest.mark.parametrize("change", [{"drift": "x"}, {"predicted_seconds": 0}, {"parts": 3}, {"drifted": "none"}])
 def test_a_damaged_comparison_is_said(tmp_path, change):
     parts = {"compute": {"predicted_seconds": 1.0, "measured_seconds": 2.0}}
     good = {"cluster": "a", "steps": 3, "predicted_seconds": 1.0, "interval_seconds": [0.5, 2.0], "drift": 1.0}
     good |= {"measured_seconds": 2.0, "is_large": True, "parts": parts, "drifted": "compute"}
-    path = tmp_path / drift.DRIFT
+    path = tmp_path / DRIFT.name
     path.write_text(json.dumps(good))
-    summary = drift.read(tmp_path)
-    assert summary and "most of it in 'compute'" in drift.text(summary)
+    summary = read_saved(tmp_path, DRIFT)
+    assert summary and "most of it in 'compute'" in text(summary)
     path.write_text(json.dumps(good | change))
     with pytest.raises(JobError, match=r"drift.json: is damaged: .*; remove it"):
-        drift.read(tmp_path)
+        read_saved(tmp_path, DRIFT)
     path.write_text("[" * 100_000)
     with pytest.raises(JobError, match="drift.json: is damaged"):
-        drift.read(tmp_path)
+        read_saved(tmp_path, DRIFT)
 
 
 def test_damaged_flight_records_are_left_out(tmp_path):

@@ -10,11 +10,12 @@ import pytest
 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
+from hpctrain.observe.anomalies import SLOW_FACTOR, STEPS_IN_A_ROW, StragglerWatch
 from hpctrain.observe.console import Console, describe_slowest, format_duration, wrap
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
-from hpctrain.observe.live import SLOW_FACTOR, STEPS_IN_A_ROW, LiveMetrics, StragglerWatch
+from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import summarise_ranks
-from hpctrain.observe.run import ReportFiles, RunFolder, read_events, read_metrics
+from hpctrain.observe.run_folder import RunFolder, read_events, read_metrics
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.sharding.grid import TensorGrid
@@ -119,8 +120,8 @@ def test_a_rank_without_equals_is_compared_with_its_first_steps():
 
 
 def test_a_straggler_becomes_an_event(tmp_path):
-    folder = RunFolder(tmp_path / "run").path
-    live = LiveMetrics(ReportFiles(folder), EQUAL)
+    folder = tmp_path
+    live = LiveMetrics(RunFolder(folder), EQUAL)
     for step in range(1, STEPS_IN_A_ROW + 1):
         live.take({"step": step, "loss": 6.0}, figures_of(1.0, 2.0, 1.0, 1.0))
     (event,) = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
@@ -132,11 +133,11 @@ def test_a_straggler_becomes_an_event(tmp_path):
 
 def test_files_that_cannot_be_written_are_said_once_and_do_not_end_a_run(tmp_path):
     """Folders stand where files would be; those of others are written."""
-    said, folder = [], RunFolder(tmp_path / "run").path
+    said, folder = [], tmp_path
     for name in ("metrics.jsonl", "ranks.json", "run.prom"):
         (folder / name).mkdir()
     writer = PrometheusWriter(folder / "run.prom", "job")
-    live = LiveMetrics(ReportFiles(folder, said.append), EQUAL, [writer])
+    live = LiveMetrics(RunFolder(folder, said.append), EQUAL, [writer])
     for step in range(1, 5):
         live.take({"step": step, "loss": 6.0, "validation_loss": 5.0}, figures_of(1.0, 2.0, 1.0, 1.0))
     live.note_end(4, 4, {})

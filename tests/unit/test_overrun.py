@@ -7,8 +7,9 @@ import pytest
 
 from hpctrain.config.errors import TrainingError
 from hpctrain.observe.console import progress_parts
-from hpctrain.observe.drift import Expectation
 from hpctrain.observe.overrun import OverrunWatch
+from hpctrain.observe.prediction_check import PredictionTracker
+from hpctrain.observe.spans import Observed
 from hpctrain.rehearsal.clock import Clock
 from hpctrain.rehearsal.fabric import Fluid
 
@@ -84,12 +85,13 @@ def test_steps_before_the_time_scale_was_raised_are_left_out_of_the_comparison()
         SimpleNamespace(shares_memory=True, overrun=0.0),
         SimpleNamespace(parts=lambda: parts, knows_times=True),
     )
-    expectation = Expectation(world, device, recorder, None, None, "c.toml", None)  # pyright: ignore[reportArgumentType]
+    observed = Observed(world, device, recorder, None, None)  # pyright: ignore[reportArgumentType] - stand-ins
+    tracker = PredictionTracker(observed, None, "c.toml")
     for seconds in (9.0, 5.0, 5.0):
-        expectation.step_is_done(seconds)
-    expectation.forget()
-    expectation.step_is_done(2.0)
-    assert expectation.finish() is None and gathered[0].step_seconds == 2.0
+        tracker.step_is_done(seconds)
+    tracker.forget()
+    tracker.step_is_done(2.0)
+    assert tracker.finish() is None and gathered[0].step_seconds == 2.0
 
 
 def test_a_network_that_is_slowed_down_takes_longer_for_what_is_in_flight_too():

@@ -8,7 +8,8 @@ import pytest
 from hpctrain.config.errors import DataError
 from hpctrain.data.corpus import Fields, prepare
 from hpctrain.data.tokens import open_tokens
-from hpctrain.observe.run import EVENTS, START, note_event, note_failure, read_events
+from hpctrain.observe.run_folder import START, note_event, note_failure, read_events
+from hpctrain.observe.schema import EVENTS
 
 TEXTS = [f"text {i}\nof record {i}" for i in range(50)]
 
@@ -92,7 +93,7 @@ def test_prompts_come_before_what_is_learnt(tmp_path, suffix):
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"3", b"true", b'{"event": 3}', b"[" * 100_000, b'{"event": "end"'])
 def test_damaged_events_are_left_out(tmp_path, line):
     note_event(tmp_path, START, 0, "a start")
-    path = tmp_path / EVENTS
+    path = tmp_path / EVENTS.name
     path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
     assert [event["text"] for event in read_events(tmp_path)] == ["a start"]
     note_failure(tmp_path, tmp_path / "flight")

@@ -17,13 +17,13 @@ from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
 from hpctrain.observe.report.bars import StackedBar, step_stacks
-from hpctrain.observe.report.curves import MOST_POINTS, thinned
-from hpctrain.observe.report.groups import groups_of
 from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
 from hpctrain.observe.report.page import render_report
-from hpctrain.observe.report.record import read_run, read_runs
+from hpctrain.observe.report.record import groups_of, read_run, read_runs
+from hpctrain.observe.report.step_curves import MOST_POINTS, thinned
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
-from hpctrain.observe.run import OF_ONE_PLAN, SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
+from hpctrain.observe.run_folder import SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
+from hpctrain.observe.schema import OF_ONE_PLAN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
@@ -96,7 +96,7 @@ def test_curves_go_through_the_metrics(run, page):
 def test_bars_are_as_long_as_what_they_represent(run, page):
     record = read_run(run, "a")
     ranks = json.loads((run / "ranks.json").read_text())
-    for group in groups_of(record):
+    for group in groups_of(record.plan):
         predicted, measured = step_stacks(record, group)
         for part in EXPOSED:
             assert measured.parts[part] == pytest.approx(fmean(ranks[f"{part}_seconds"][rank] for rank in group.ranks))
@@ -158,6 +158,20 @@ def test_a_page_needs_nothing_else_and_runs_nothing(run, page):
     assert "prefers-color-scheme: dark" in text and "@media print" in text
 
 
+def test_the_first_lines_say_what_was_trained(run):
+    text = render_report(read_runs([run])).split('<ul class="facts">')[0]
+    model = "llama, 4 layers x 192 hidden, 2.0 M parameters, fp32"
+    scale = "the devices that the ranks impersonate; FLOP/s 1/3,000"
+    for part in (model, "tokens/stdlib.h5", ">32</data> sequences of", ">0.003</data>", PLAN.describe(), scale, " UTC"):
+        assert part in text
+
+
+def test_a_family_has_one_colour_in_all_runs_of_a_page(run, tmp_path):
+    other = make_run(tmp_path / "b", JOB, plan_of(pipeline=1, data=4), CLUSTER, steps=4)
+    fills = re.findall(r'class="tile (f\d)"[^>]*><title>(\w+)', render_report(read_runs([other, run])))
+    assert set(fills) == {("f0", "fast"), ("f1", "slow")}
+
+
 def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
     other = make_run(tmp_path / "b", JOB, plan_of(pipeline=1, data=4), CLUSTER, steps=4)
     text = render_report(read_runs([run, other]))
@@ -183,9 +197,9 @@ def test_events_without_anything_new_are_not_repeated(tmp_path):
 def test_a_start_with_another_plan_removes_what_was_measured_with_the_last(tmp_path):
     path = make_run(tmp_path / "a", JOB, PLAN, CLUSTER)
     RunFolder(path).describe(JOB, PLAN, {}, CLUSTER)
-    assert all((path / name).is_file() for name in OF_ONE_PLAN)
+    assert all((path / file.name).is_file() for file in OF_ONE_PLAN)
     RunFolder(path).describe(JOB, plan_of(pipeline=1, data=4), {}, CLUSTER)
-    assert not any((path / name).is_file() for name in OF_ONE_PLAN)
+    assert not any((path / file.name).is_file() for file in OF_ONE_PLAN)
     assert "A step is predicted to take" in render_report(read_runs([path]))
 
 
@@ -219,7 +233,7 @@ def test_what_a_run_did_not_write_is_left_out_with_a_reason(tmp_path):
 
 
 DAMAGED = [
-    ("timeline.json", "{", "timeline.json is damaged or of another version"),
+    ("timeline.json", "{", "timeline.json: is damaged: "),
     ("timeline.json", '{"step": 3, "grids": [{"rank": 9, "spans": []}]}', "rank 9 is none of the plan&#39;s 4"),
     ("timeline.json", '{"step": 3, "grids": [{"rank": 0, "spans": [["forward", 0, 0, "x", 1]]}]}', "timeline.json"),
     ("traffic.json", '{"step": 3, "groups": [{"ranks": "0-99999"}]}', "traffic.json"),

@@ -11,10 +11,13 @@ from hpctrain.comm.instruments import UNTRACED, Instruments, Tracer
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import EXCHANGES, offset_to_first
-from hpctrain.observe.recorder import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Span, StepRecorder
-from hpctrain.observe.run import ReportFiles
-from hpctrain.observe.trace import SUMMARY, RankTrace, RunTrace, summarise, table, write_chrome
+from hpctrain.observe.run_folder import RunFolder
+from hpctrain.observe.schema import TRACE_SUMMARY
+from hpctrain.observe.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
+from hpctrain.observe.trace import RankTrace, RunTrace, summarise, table, write_chrome
+from tests.unit.test_predict import plan_of
 
+PLAN = plan_of()
 SPANS = [
     Span(COMPUTED, "step 0", 0.0, 10.0),
     Span(COMPUTED, "forward 0", 0.0, 4.0),
@@ -166,7 +169,7 @@ class Lonely:
 def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, most, expected):
     monkeypatch.setattr("hpctrain.observe.trace.MOST_SPANS", most)
     recorder = StepRecorder(CpuAccelerator())
-    trace = RunTrace(Lonely(), CpuAccelerator(), recorder, ReportFiles(tmp_path), num_steps=5)
+    trace = RunTrace(Observed(Lonely(), CpuAccelerator(), recorder, PLAN, RunFolder(tmp_path)), num_steps=5)
     assert trace.finish() is None and not list(tmp_path.iterdir())
     said = []
     for step in range(8):
@@ -175,13 +178,13 @@ def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, 
         said.append(trace.step_is_done(1.0))
         recorder.begin_step()
     assert [number for number, text in enumerate(said, 1) if text] == [expected]
-    assert json.loads((tmp_path / SUMMARY).read_text())["steps"] == expected
+    assert json.loads((tmp_path / TRACE_SUMMARY.name).read_text())["steps"] == expected
 
 
 def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
     said, folder = [], tmp_path / "gone"
-    files = ReportFiles(folder, said.append)
-    trace = RunTrace(Lonely(), CpuAccelerator(), StepRecorder(CpuAccelerator()), files, num_steps=1)
+    files = RunFolder(folder, said.append)
+    trace = RunTrace(Observed(Lonely(), CpuAccelerator(), StepRecorder(CpuAccelerator()), PLAN, files), num_steps=1)
     assert "open it at" not in trace.step_is_done(1.0)
     refusal = "cannot be written: No such file or directory; training continues without it"
     assert f"{folder}/trace.json: {refusal}" in said

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
 from hpctrain.engine.replicas import COLUMNS, digest, odd_ranks
-from hpctrain.observe.watch import FEWEST_STEPS, WINDOW_STEPS, JumpWatch
+from hpctrain.observe.anomalies import FEWEST_STEPS, WINDOW_STEPS, JumpWatch
 
 
 def look(watch: JumpWatch, step: int, loss: float, norm: float) -> list[tuple]:

@@ -1,36 +1,38 @@
 """Stacked bars by stage: where a step goes, and what fills memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
-from hpctrain.observe.report.curves import label_width
-from hpctrain.observe.report.groups import MOST_GROUPS, TileGroup, groups_of
-from hpctrain.observe.report.record import RunRecord
+from markupsafe import Markup
+
+from hpctrain.observe.report.record import RunRecord, TileGroup
 from hpctrain.observe.report.svg import (
-    PixelScale,
+    LANE,
+    LANES_LEFT,
+    MOST_LINES,
+    Panel,
     Svg,
-    axis_x,
-    clip,
-    legend,
-    legend_height,
     show_bytes,
+    show_percent,
     show_seconds,
     text_width,
 )
+from hpctrain.observe.run_folder import CLUSTER
+from hpctrain.observe.schema import RANKS, TRAFFIC
 from hpctrain.planner.simulate import EXPOSED
 
-BAR, BOTTOM = 15, 40
-PARTS = {"compute": "p0", "tensor": "p5", "pipeline": "p2", "data": "p3", "optimizer": "p1"}
-"""The fill class of each part of a step."""
-PART_NAMES = {
-    "compute": "computing",
-    "tensor": "tensor grid (x, y, z)",
-    "pipeline": "pipeline: messages and waiting",
-    "data": "data: sums and weights of replicas",
-    "optimizer": "optimizer",
+PARTS = {
+    "compute": ("p0", "computing"),
+    "tensor": ("p5", "tensor grid (x, y, z)"),
+    "pipeline": ("p2", "pipeline: messages and waiting"),
+    "data": ("p3", "data: sums and weights of replicas"),
+    "optimizer": ("p1", "optimizer"),
 }
-MEMORY = {"weights": "p0", "gradients": "p1", "moments": "p2", "activations": "p3", "gathered": "p4", "buffers": "p5"}
+"""The fill class and the name of each part of a step."""
+FILLED_BY = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
+MEMORY = {part: (f"p{number}", part) for number, part in enumerate(FILLED_BY)} | {"peak": ("pk", "measured peak")}
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,20 @@ class StackedBar:
     """A bar of parts, and what is written next to it."""
 
     name: str
-    parts: dict[str, float]
+    parts: Mapping[str, float]
     source: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+class Line(NamedTuple):
+    """The bars of equal ranks, and what these have at the most."""
+
+    group: TileGroup
+    bars: list[StackedBar]
+    limit: float | None = None
 
 
 def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
@@ -48,101 +62,117 @@ def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     if run.forecast:
         exposed = run.forecast.exposed[group.tile]
         stacks.append(StackedBar("predicted", {part: exposed[part] for part in EXPOSED}, f"{run.name}/forecast"))
-    columns = {part: run.ranks[f"{part}_seconds"] for part in EXPOSED} if run.ranks else {}
+    columns = {part: run.value(RANKS.name, f"{part}_seconds") for part in EXPOSED} if run.ranks else {}
     measured = {part: [values[rank] for rank in group.ranks] for part, values in columns.items()}
     if measured and all(value is not None for values in measured.values() for value in values):
         parts = {part: fmean(values) for part, values in measured.items()}
-        stacks.append(StackedBar("measured", parts, f"{run.name}/ranks.json"))
+        stacks.append(StackedBar("measured", parts, f"{run.name}/{RANKS.name}"))
     return stacks
+
+
+def step_panel(run: RunRecord) -> Panel:
+    """Return where a step goes, by stage, and the communication by axis."""
+    lines = [Line(group, step_stacks(run, group)) for group in run.groups]
+    shown = [(line.group, bar) for line in lines for bar in line.bars[-1:]]
+    if not shown:
+        return Panel("Where a step goes is not known", lambda width: None)
+    num_ranks = sum(len(group.ranks) for group, _ in shown)
+    mean = {part: sum(bar.parts[part] * len(group.ranks) for group, bar in shown) / num_ranks for part in EXPOSED}
+    total, compute = sum(mean.values()), mean.pop("compute")
+    other = max(mean, key=mean.__getitem__)
+    how = "compute" if shown[0][1].name == "measured" else "are predicted to compute"
+    keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
+    rows = [
+        ["all ranks" if axis == "everyone" else axis]
+        + [run.figure(show_seconds, TRAFFIC.name, "axes", axis, key) for key in keys]
+        for axis in run.value(TRAFFIC.name, "axes") or ()
+    ]
+    return Panel(
+        f"Ranks {how} {compute / total:.0%} of a step; next is '{other}' with {mean[other] / total:.1%}",
+        lambda width: _draw(lines, width, PARTS, show_seconds, "seconds of a rank in one step"),
+        "Measured are the means of one logged step. Waiting belongs to what is waited for.",
+        rows,
+    )
 
 
 def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     """Return what fills the memory of equal ranks as predicted; and their highest peak, where a device counts it."""
-    stacks, group_ranks = [], set(group.ranks)
+    stacks = []
     memory = run.forecast.prediction.memory if run.forecast else ()
-    ours = [stage for stage in memory if not group_ranks.isdisjoint(stage.ranks)]
-    if ours:
-        most = max(ours, key=lambda stage: stage.memory.total)
-        stacks.append(StackedBar("predicted", dict(vars(most.memory)), f"{run.name}/forecast"))
+    if ours := [stage.memory for stage in memory if not set(group.ranks).isdisjoint(stage.ranks)]:
+        most = max(ours, key=lambda memory: memory.total)
+        stacks.append(StackedBar("predicted", dict(vars(most)), f"{run.name}/forecast"))
     if run.ranks:
-        peaks = [run.ranks["memory_peak_bytes"][rank] for rank in group.ranks]
-        stacks.append(StackedBar("measured", {"peak": max(peaks)}, f"{run.name}/ranks.json:memory_peak_bytes"))
+        peak = max(run.ranks["memory_peak_bytes"][rank] or 0.0 for rank in group.ranks)
+        stacks.append(StackedBar("measured", {"peak": peak}, f"{run.name}/{RANKS.name}:memory_peak_bytes"))
     return stacks
 
 
-def step_bars(run: RunRecord, width: int) -> Svg | None:
-    """Draw where a step goes, by stage; None where nothing is known of it."""
-    groups = groups_of(run)[:MOST_GROUPS]
-    lines = [(group, step_stacks(run, group)) for group in groups]
-    shown = {part for _, stacks in lines for each in stacks for part, seconds in each.parts.items() if seconds > 0}
-    entries = [(PARTS[part], PART_NAMES[part]) for part in EXPOSED if part in shown]
-    return _bars(lines, width, entries, PARTS, show_seconds, "seconds of a rank in one step", lambda group: None)
+def memory_panel(run: RunRecord) -> Panel:
+    """Return predicted memory by part above the measured peak, against the device's capacity."""
+    lines = [
+        Line(group, memory_stacks(run, group), run.value(CLUSTER, "families", group.tile.family, "memory_bytes"))
+        for group in run.groups
+    ]
+    bars = [(line, bar, line.limit) for line in lines for bar in line.bars]
+    filled = [(bar.name == "measured", bar.total / limit, line) for line, bar, limit in bars if limit]
+    if not filled:
+        return Panel("Memory is not known", lambda width: None)
+    is_measured, share, fullest = max(filled, key=lambda each: each[:2])
+    family = fullest.group.tile.family
+    title = Markup("The fullest ranks ({}) {} {} of {}").format(
+        fullest.group.describe(),
+        "use" if is_measured else "are predicted to use",
+        show_percent(share),
+        run.figure(show_bytes, CLUSTER, "families", family, "memory_bytes"),
+    )
+    is_cpu = run.cluster.families[family].kind == "cpu"
+    note = "A CPU rank's peak is its whole process: Python, torch and buffers of MPI are in it, and no part above."
+    title_of_axis = "memory of the fullest rank"
+    return Panel(title, lambda width: _draw(lines, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else "")
 
 
-def memory_bars(run: RunRecord, width: int) -> Svg | None:
-    """Draw predicted memory by part above the measured peak, against the device's capacity."""
-    groups = groups_of(run)[:MOST_GROUPS]
-    lines = [(group, memory_stacks(run, group)) for group in groups]
-    shown = {part for _, stacks in lines for each in stacks for part, size in each.parts.items() if size}
-    entries = [(MEMORY[part], part) for part in MEMORY if part in shown]
-    entries += [("pk", "measured peak")] if "peak" in shown else []
-
-    def capacity(group: TileGroup) -> float | None:
-        family = run.cluster.families.get(group.tile.family)
-        return float(family.memory_bytes) if family else None
-
-    classes = MEMORY | {"peak": "pk"}
-    return _bars(lines, width, entries, classes, show_bytes, "memory of the fullest rank", capacity)
-
-
-def _bars(
-    lines: Sequence[tuple[TileGroup, list[StackedBar]]],
+def _draw(
+    lines: Sequence[Line],
     width: int,
-    entries: Sequence[tuple[str, str]],
-    classes: dict[str, str],
+    parts: Mapping[str, tuple[str, str]],
     show: Callable[[float], str],
     title: str,
-    capacity: Callable[[TileGroup], float | None],
 ) -> Svg | None:
-    lines = [(group, stacks) for group, stacks in lines if stacks]
+    """Draw the bars of each line; `parts` are the class and the name of each part."""
+    lines = [line for line in lines[:MOST_LINES] if line.bars]
     if not lines:
         return None
-    left = label_width(["predicted "], width) + 6
-    heights = [len(stacks) * BAR + 30 for _, stacks in lines]
-    totals = [sum(stack.parts.values()) for _, stacks in lines for stack in stacks]
-    limits = [limit for group, _ in lines if (limit := capacity(group))]
+    bars = [bar for line in lines for bar in line.bars]
+    most = max(bar.total for bar in bars)
     # A capacity that is many times what is used would leave nothing to see: it is said in words alone.
-    near = [limit for limit in limits if limit <= 4 * max(totals)]
-    entries = [*entries, *([("limitkey", "capacity of a device")] if near else [])]
-    head = legend_height(width - 8, entries) + 10
-    x = PixelScale(0, max([*totals, *near]) * 1.02, left, width - 76)
-    bottom = head + sum(heights)
-    svg = Svg(width, bottom + BOTTOM, title, data_x=x)
-    legend(svg, 8, 2, width - 8, entries)
-    axis_x(svg, x, bottom, head, show, title, base=2 if show is show_bytes else 10)
-    top = head
-    for (group, stacks), height in zip(lines, heights, strict=True):
-        limit = capacity(group)
-        text, more = f"{group.label} · {group.who}", f" · capacity {show(limit)}" if limit else ""
-        fits = text_width(text + more) < width - left
-        svg.text(left, top + 11, text + more if fits else clip(text, width - left - 10), "strong")
-        for number, stack in enumerate(stacks):
-            at = top + 16 + number * BAR
-            svg.text(left - 6, at + 11, stack.name, "tick", "end")
+    near = [line.limit for line in lines if line.limit and line.limit <= 4 * most]
+    legend = [parts[part] for part in parts if any(bar.parts.get(part, 0) > 0 for bar in bars)]
+    legend += [("limitkey", "capacity of a device")] if near else []
+    heights = [len(line.bars) * LANE + 30 for line in lines]
+    svg = Svg(width, title, legend)
+    high = max([most, *near]) * 1.02
+    base = 2 if show is show_bytes else 10
+    x = svg.axis_x((0, high), LANES_LEFT, sum(heights), show, title, right=76, base=base)
+    top = svg.top
+    for line, height in zip(lines, heights, strict=True):
+        heading, limit = line.group.describe(), line.limit
+        full = f"{heading} · capacity {show(limit)}" if limit else heading
+        fits = text_width(full) < width - LANES_LEFT - 10
+        tops = svg.lanes(top, full if fits else heading, [bar.name for bar in line.bars])
+        for bar, at in zip(line.bars, tops, strict=True):
             so_far = 0.0
-            for part, value in stack.parts.items():
+            for part, value in bar.parts.items():
                 if value > 0:
-                    wide = x(so_far + value) - x(so_far)
-                    name = f"{part}: {show(value)}"
-                    svg.rect(
-                        x(so_far), at, wide, BAR - 2, f"box {classes[part]}", name, data_from=f"{stack.source}:{part}"
-                    )
+                    left, right = x(so_far), x(so_far + value)
+                    class_, source = f"box {parts[part][0]}", f"{bar.source}:{part}"
+                    svg.rect(left, at, right - left, LANE - 2, class_, f"{part}: {show(value)}", data_from=source)
                     so_far += value
             text, label_at = show(so_far), x(so_far) + 5
             if limit in near and label_at - 5 <= x(limit) <= label_at + text_width(text):
                 label_at = x(limit) + 5  # the line of the capacity must not cross it
             svg.text(label_at, at + 11, text, "tick")
         if limit in near:
-            svg.line(x(limit), top + 14, x(limit), top + 18 + len(stacks) * BAR, "limit")
+            svg.line(x(limit), top + 14, x(limit), top + 18 + len(line.bars) * LANE, "limit")
         top += height
     return svg

@@ -1,15 +1,18 @@
-"""Who sends how much to whom in a step, coloured by what is between them."""
+"""The bytes that each rank sends to each other one in a step, coloured by the fabric between them."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.links import link_between
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import Svg, legend, legend_height, show_traffic
+from hpctrain.observe.report.svg import Panel, Svg, show_traffic
+from hpctrain.observe.schema import TRAFFIC
 
 MOST_CELLS = 40
 TIMES = {"all_reduce": 2, "barrier": 0}
@@ -86,21 +89,31 @@ def matrix_of(run: RunRecord) -> Matrix | None:
     return Matrix(names, bytes_between(run.traffic["groups"], lambda rank: rank // each), between)
 
 
-def matrix_picture(run: RunRecord, width: int) -> Svg | None:
-    """Draw the matrix: senders down, receivers across, the darker the more."""
+def traffic_panel(run: RunRecord) -> Panel:
+    """Return what ranks send to each other: senders down, receivers across, the darker the more."""
+    totals = fabric_totals(run)
+    if not totals:
+        note = "The run ended before its third step, or has one rank."
+        return Panel("Nothing is known of what ranks sent", lambda width: None, note)
+    step = run.figure("{:,}".format, TRAFFIC.name, "step")
+    title = Markup("Ranks send {} in step {}").format(show_traffic(sum(totals.values())), step)
+    note = "Senders down, receivers across; the darker, the more. Collectives are spread evenly over their ranks."
+    return Panel(title, lambda width: _draw(run, totals, width), note)
+
+
+def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None:
     matrix = matrix_of(run)
     if matrix is None or not matrix.num_bytes:
         return None
     names = matrix.names
     fabrics = {IN_NODE: "f0"} | {name: f"f{number}" for number, name in enumerate(run.cluster.fabrics, 1)}
-    totals = fabric_totals(run)
-    entries = [(fabrics[name], f"{name}: {show_traffic(size)}") for name, size in totals.items()]
-    head = legend_height(width - 8, entries) + 34
+    legend = [(fabrics[name], f"{name}: {show_traffic(size)}") for name, size in totals.items()]
+    svg = Svg(width, "bytes between ranks in one step", legend, gap=34)
+    head = svg.top
     left = 20 + 7 * max(map(len, names))
     cell = min(46.0, (min(width, 620) - left - 14) / len(names))
     most = max(matrix.num_bytes.values())
-    svg = Svg(width, head + cell * len(names) + 12, "bytes between ranks in one step")
-    legend(svg, 8, 2, width - 8, entries)
+    svg.height = head + cell * len(names) + 12
     svg.text(left, head - 20, "to rank", "label")
     svg.text(4, head - 6, "from", "label")
     every = max(1, math.ceil(7.0 * max(map(len, names)) / cell))

@@ -1,171 +1,78 @@
-"""Makes the page: what each section says in its title, its numbers with their sources, and its pictures."""
+"""Makes the page: its top, a section for each kind of picture, and the tables."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 
 from hpctrain import __version__
-from hpctrain.observe.report import words
-from hpctrain.observe.report.bars import memory_bars, step_bars
-from hpctrain.observe.report.curves import loss_curve, speed_curve
-from hpctrain.observe.report.groups import families_of
-from hpctrain.observe.report.matrix import matrix_picture
+from hpctrain.observe.report import summary
+from hpctrain.observe.report.bars import memory_panel, step_panel
+from hpctrain.observe.report.matrix import traffic_panel
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import Svg, show_seconds
-from hpctrain.observe.report.tiles import tiles_picture
-from hpctrain.observe.report.timeline import timeline
-from hpctrain.observe.run import CORRUPTION, FAILURE, JUMP, LOST, SAVE, STRAGGLER, VALIDATE
-from hpctrain.plan.tiling import Plan
+from hpctrain.observe.report.step_curves import loss_panel, speed_panel
+from hpctrain.observe.report.svg import Panel
+from hpctrain.observe.report.tiles import plan_panel
+from hpctrain.observe.report.timeline import timeline_panel
+from hpctrain.plan.tiling import Plan, counted
 
 WIDE, HALF, NARROW = 840, 470, 342
 """Pixels of pictures: of one run (readable on paper too), of two side by side, on a phone."""
-MOST_EVENTS = 60
-"""Of one run; the first and the last are shown."""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A picture of one run, or of all, with what it says."""
-
-    title: Markup | str
-    wide: Svg | None = None
-    narrow: Svg | None = None
-    note: Markup | str = ""
-    """Below the picture; or, where there is none, why."""
-    rows: Sequence[Sequence[Markup | str]] = ()
-    """Of the table of axes."""
-
-
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of the page: a panel for each run, or one for all."""
 
     anchor: str
     name: str
-    panels: list[Panel] = field(default_factory=list)
+    panels: list[Panel]
+
+
+def family_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the fill class of each family, the same in all pictures of a page."""
+    return {name: f"f{number % 8}" for number, name in enumerate(dict.fromkeys(names))}
 
 
 def render_report(runs: Sequence[RunRecord]) -> str:
     """Return the page of some runs, complete in itself."""
-    sections = [
-        _curves(runs, loss_curve, "loss", "Loss", words.loss),
-        _curves(runs, speed_curve, "speed", "Speed", words.speed),
-    ]
+    families = [name for run in runs for name in run.cluster.families]
+    colours = family_colours([*families, *(tile.family for run in runs for tile in run.plan.tiles)])
+
+    def show_plan(run: RunRecord) -> Panel:
+        return plan_panel(run.plan, f"{counted(len(run.plan.tiles), 'tile')} on {run.cluster.describe()}", colours)
+
+    sections = [Section("loss", "Loss", [loss_panel(runs)]), Section("speed", "Speed", [speed_panel(runs)])]
     sections += [
-        _section(runs, "plan", "Plan", words.plan, lambda run, width: tiles_picture(run.plan, families_of(run), width)),
-        _section(runs, "timeline", "Timeline of a step", words.timeline, timeline),
-        _section(runs, "step", "Where a step goes", words.parts, step_bars),
-        _section(runs, "memory", "Memory", words.memory, memory_bars),
-        _section(runs, "traffic", "Communication", words.traffic, matrix_picture),
+        Section(anchor, name, [panel(run) for run in runs])
+        for anchor, name, panel in (
+            ("plan", "Plan", show_plan),
+            ("timeline", "Timeline of a step", timeline_panel),
+            ("step", "Where a step goes", step_panel),
+            ("memory", "Memory", memory_panel),
+            ("traffic", "Communication", traffic_panel),
+        )
     ]
-    tables = [
-        {
-            "run": run,
-            "prediction": words.prediction_rows(run),
-            "decisions": run.start.get("reasons", {}),
-            "events": _events(run),
-        }
-        for run in runs
-    ]
-    return _template().render(
-        title=" and ".join(run.name for run in runs),
-        runs=[
-            {"record": run, "verdict": words.verdict(run), "facts": words.facts(run), "failure": _failure(run)}
-            for run in runs
-        ],
-        sections=sections,
-        tables=tables,
-        several=len(runs) > 1,
-        version=__version__,
-        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    )
+    return _render(" and ".join(run.name for run in runs), sections, runs)
 
 
 def render_plan(plan: Plan, name: str) -> str:
     """Return a page with the picture of a plan alone."""
-    names = dict.fromkeys(tile.family for tile in plan.tiles)
-    classes = {family: f"f{number % 8}" for number, family in enumerate(names)}
-    panel = Panel(
-        plan.describe(), tiles_picture(plan, classes, WIDE), tiles_picture(plan, classes, NARROW), words.TILES_NOTE
-    )
-    return _template().render(
-        title=name, runs=[], sections=[Section("plan", "Plan", [panel])], tables=[], several=False, version=__version__,
-        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    )  # fmt: skip
+    colours = family_colours([tile.family for tile in plan.tiles])
+    return _render(name, [Section("plan", "Plan", [plan_panel(plan, plan.describe(), colours)])], [])
 
 
-def _template():
+def _render(title: str, sections: list[Section], runs: Sequence[RunRecord]) -> str:
     environment = Environment(loader=PackageLoader("hpctrain.observe.report", "."), autoescape=True)
     environment.trim_blocks = environment.lstrip_blocks = True
-    return environment.get_template("report.html")
-
-
-def _section(
-    runs: Sequence[RunRecord],
-    anchor: str,
-    name: str,
-    describe: Callable[[RunRecord], tuple[Markup | str, Markup | str]],
-    draw: Callable[[RunRecord, int], Svg | None],
-) -> Section:
-    width = WIDE if len(runs) == 1 else HALF
-    panels = []
-    for run in runs:
-        title, note = describe(run)
-        rows = words.axis_rows(run) if anchor == "step" else ()
-        panels.append(Panel(title, draw(run, width), draw(run, NARROW), note, rows))
-    return Section(anchor, name, panels)
-
-
-def _curves(runs: Sequence[RunRecord], draw, anchor: str, name: str, describe) -> Section:
-    title, note = describe(runs)
-    return Section(anchor, name, [Panel(title, draw(runs, WIDE), draw(runs, NARROW), note)])
-
-
-def _events(run: RunRecord) -> list[dict]:
-    """Return rows of events: the time since the first, the step, the kind and the text.
-
-    Validations are in the curve of losses; of several checkpoints without anything else between them the last is shown.
-    """
-    if not run.events:
-        return []
-    begin, rows, num_saves = run.events[0]["time"], [], 0
-    for event in run.events:
-        if (kind := event["event"]) == VALIDATE:
-            continue
-        num_saves = num_saves + 1 if kind == SAVE else 0
-        if num_saves > 1:
-            rows.pop()
-        row = {
-            "after": show_seconds(event["time"] - begin),
-            "step": event["step"],
-            "kind": "planned again" if event.get("planned_again") else kind,
-            "text": f"{num_saves} checkpoints; the last: {event['text']}" if num_saves > 1 else event["text"],
-            "is_bad": kind in (FAILURE, STRAGGLER, JUMP, CORRUPTION, LOST),
-        }
-        rows.append(row)
-    if failure := _failure(run):
-        text = "; ".join(failure["causes"])
-        kind = "in progress" if run.is_live else FAILURE
-        rows.append({"after": "", "step": "", "kind": kind, "text": text, "is_bad": not run.is_live})
-    if len(rows) > MOST_EVENTS:
-        half = MOST_EVENTS // 2
-        skipped = {"after": "", "step": "", "kind": "", "is_bad": False}
-        rows = [*rows[:half], {**skipped, "text": f"{len(rows) - MOST_EVENTS:,} more events"}, *rows[-half:]]
-    return rows
-
-
-def _failure(run: RunRecord) -> dict | None:
-    """Return what a run that did not end in order says at the top."""
-    if run.end or run.ending is None:
-        return None
-    state, diagnosis = run.ending
-    return {
-        "state": state,
-        "causes": diagnosis.sentences,
-        "table": "\n".join(diagnosis.table),
-        "is_live": run.is_live,
-        "saved_step": next((event["step"] for event in reversed(run.events) if event["event"] == SAVE), None),
-    }
+    return environment.get_template("report.html").render(
+        title=title,
+        runs=runs,
+        sections=sections,
+        several=len(runs) > 1,
+        summary=summary,
+        wide=HALF if len(runs) > 1 else WIDE,
+        narrow=NARROW,
+        version=__version__,
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )

@@ -12,6 +12,10 @@ from markupsafe import Markup, escape
 CHARACTER = 0.56
 """The width of a character, of the font's size; sans-serif letters and digits in the mean."""
 FONT = 12
+LEGEND_LEFT, LANES_LEFT, RIGHT = 8.0, 83.2, 14.0
+"""Pixels left of a legend, left of lanes, where their names are, and right of a plot."""
+LANE, MOST_LINES = 15, 24
+"""Pixels from one lane to the next; equal ranks that a picture has lines for, of more the first are shown."""
 
 
 def attributes(**values: object) -> str:
@@ -61,13 +65,76 @@ class PixelScale:
 
 
 class Svg:
-    """A picture in the making."""
+    """A picture in the making: a legend, below it a plot, and below that an axis where it has one."""
 
-    def __init__(self, width: float, height: float, label: str, **more: object):
-        """`label` says to those who cannot see it what is there."""
-        self._head = f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img"'
-        self._head += f"{attributes(aria_label=label, **more)}>"
+    def __init__(self, width: float, label: str, legend: Sequence[tuple[str, str]], gap: float = 10):
+        """`label` says to those who cannot see it what is there; `legend` has a class and a name for each entry; `gap`
+        is what is free between legend and plot."""
+        self.width, self.height = float(width), 0.0
+        self._attributes: dict[str, object] = {"role": "img", "aria_label": label}
         self._parts: list[str] = []
+        self.top = self._legend(legend) + gap
+        """Where the plot begins."""
+
+    def _legend(self, entries: Sequence[tuple[str, str]]) -> float:
+        """Write a box and a name for each entry, in lines; return the height that they take."""
+        x, line = LEGEND_LEFT, 0
+        for class_, name in entries:
+            size = 18 + text_width(name) + 14
+            if x > LEGEND_LEFT and x + size > self.width:
+                x, line = LEGEND_LEFT, line + 1
+            self.rect(x, 2 + line * 19, 12, 12, class_)
+            self.text(x + 17, 12.5 + line * 19, name, "key")
+            x += size
+        return 19.0 * (line + 1)
+
+    def axis_x(
+        self,
+        values: tuple[float, float],
+        left: float,
+        height: float,
+        show: Callable[[float], str],
+        title: str,
+        right: float = RIGHT,
+        base: int = 10,
+    ) -> PixelScale:
+        """Draw the lower axis of a plot with so many pixels on its left and right; return the scale.
+
+        A tick has a line up to the top of the plot and a text, unless `show` has none for it.
+        """
+        scale = PixelScale(*values, left, self.width - right)
+        bottom = self.top + height
+        for value in scale.ticks(base=base):
+            if shown := show(value):
+                self.line(scale(value), self.top, scale(value), bottom)
+                inside = min(scale(value), scale.stop + 12 - text_width(shown) / 2)
+                self.text(inside, bottom + 15, shown, "tick", "middle")
+        self.line(left, bottom, scale.stop, bottom, "axis")
+        self.text((left + scale.stop) / 2, bottom + 31, title, "label", "middle")
+        self.height = bottom + 40
+        self._attributes["data_x"] = scale
+        return scale
+
+    def axis_y(
+        self, values: tuple[float, float], left: float, height: float, show: Callable[[float], str], title: str
+    ) -> PixelScale:
+        """Draw the left axis: a line for each tick, its text, and above it what the axis is; return the scale."""
+        scale = PixelScale(*values, self.top + height, self.top)
+        for value in scale.ticks(42):
+            self.line(left, scale(value), self.width - RIGHT, scale(value))
+            self.text(left - 6, scale(value) + 4, show(value), "tick", "end")
+        self.text(4, self.top - 12, title, "label")
+        self._attributes["data_y"] = scale
+        return scale
+
+    def lanes(self, top: float, heading: str, names: Iterable[str]) -> list[float]:
+        """Write a heading, and below it the names of lanes; return the top of each lane."""
+        tops = []
+        self.text(LANES_LEFT, top + 11, clip(heading, self.width - LANES_LEFT - 10), "strong")
+        for number, name in enumerate(names):
+            tops.append(top + 16 + number * LANE)
+            self.text(LANES_LEFT - 6, tops[-1] + 11, name, "tick", "end")
+        return tops
 
     def rect(self, x: float, y: float, width: float, height: float, class_: str, title: str = "", **more) -> None:
         inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
@@ -99,31 +166,24 @@ class Svg:
             self._parts.append(f'<path d="{path}"{attributes(class_=class_, **more)}/>')
 
     def __str__(self) -> str:
-        return self._head + "".join(self._parts) + "</svg>"
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}"'
+        return f"<svg {size}{attributes(**self._attributes)}>{''.join(self._parts)}</svg>"
 
     def __html__(self) -> str:
         return str(self)
 
 
-def axis_x(
-    svg: Svg, scale: PixelScale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
-) -> None:
-    """Draw the lower axis: a line up to `top` for each tick that has a text, and below it what the axis is."""
-    for value in scale.ticks(base=base):
-        if shown := show(value):
-            svg.line(scale(value), top, scale(value), y)
-            inside = min(scale(value), scale.stop + 12 - text_width(shown) / 2)
-            svg.text(inside, y + 15, shown, "tick", "middle")
-    svg.line(scale.start, y, scale.stop, y, "axis")
-    svg.text((scale.start + scale.stop) / 2, y + 31, title, "label", "middle")
+@dataclass(frozen=True)
+class Panel:
+    """A picture of one run, or of all, with what it says."""
 
-
-def axis_y(svg: Svg, scale: PixelScale, x: float, right: float, show: Callable[[float], str], title: str) -> None:
-    """Draw the left axis: a line for each tick, its text, and above it what the axis is."""
-    for value in scale.ticks(42):
-        svg.line(x, scale(value), right, scale(value))
-        svg.text(x - 6, scale(value) + 4, show(value), "tick", "end")
-    svg.text(4, scale.stop - 12, title, "label")
+    title: Markup | str
+    draw: Callable[[int], Svg | None]
+    """Draws it so many pixels wide; None where there is nothing to draw."""
+    note: Markup | str = ""
+    """Below the picture; or, where there is none, why."""
+    rows: Sequence[Sequence[Markup | str]] = ()
+    """Of the table of axes."""
 
 
 def text_width(text: str, size: float = FONT) -> float:
@@ -139,22 +199,9 @@ def clip(text: str, width: float, size: float = FONT) -> str:
     return f"{text[: count - 1]}…" if count > 3 else ""
 
 
-def legend(svg: Svg, x: float, y: float, width: float, entries: Sequence[tuple[str, str]]) -> float:
-    """Write a box of a class and its name for each entry, in lines; return the height that they take."""
-    at, line = x, 0
-    for class_, name in entries:
-        size = 18 + text_width(name) + 14
-        if at > x and at + size > x + width:
-            at, line = x, line + 1
-        svg.rect(at, y + line * 19, 12, 12, class_)
-        svg.text(at + 17, y + line * 19 + 10.5, name, "key")
-        at += size
-    return 19.0 * (line + 1)
-
-
-def legend_height(width: float, entries: Sequence[tuple[str, str]]) -> float:
-    """Return the height that a legend takes."""
-    return legend(Svg(0, 0, ""), 0, 0, width, entries)
+def show_whole(value: float) -> str:
+    """Return a whole number; "" for others, which have no place among steps or items."""
+    return f"{value:,.0f}" if value == int(value) else ""
 
 
 def show_seconds(value: float) -> str:
@@ -167,27 +214,29 @@ def show_seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if size >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
+def _with_unit(value: float, base: int, units: Sequence[str]) -> str | None:
+    """Return a value in the largest of the units that it has one of; these are powers of a base."""
+    for power in range(len(units), 0, -1):
+        if abs(value) >= base**power:
+            number = value / base**power
+            return f"{number:.3g} {units[power - 1]}" if number < 1000 else f"{number:,.0f} {units[power - 1]}"
+    return None
+
+
 def show_bytes(value: float) -> str:
     """Return bytes of memory in the unit that fits: KiB, MiB, GiB."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
-    return f"{value:.0f} B"
+    return _with_unit(value, 1024, ("KiB", "MiB", "GiB", "TiB")) or f"{value:.0f} B"
 
 
 def show_traffic(value: float) -> str:
     """Return bytes that were sent in the unit that fits: kB, MB, GB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
+    return _with_unit(value, 1000, ("kB", "MB", "GB", "TB")) or f"{value:.0f} B"
 
 
 def show_count(value: float) -> str:
     """Return a number with few digits, large ones in thousands and millions."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    if abs(value) >= 10_000:
+        return _with_unit(value, 1000, ("k", "M", "G")) or ""
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 

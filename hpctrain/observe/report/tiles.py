@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpctrain.observe.report.svg import PixelScale, Svg, axis_x, clip, legend, legend_height, text_width
+from hpctrain.observe.report.svg import RIGHT, Panel, PixelScale, Svg, clip, show_whole, text_width
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
 
-LEFT, BOTTOM = 46, 40
+LEFT = 46
 MOST_BOXES = 60
 """Of more tiles, equal ones that lie one below the other share a box."""
 LINE = 15
@@ -41,29 +41,36 @@ def _is_equal(one: Tile, other: Tile) -> bool:
     )  # fmt: skip
 
 
-def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
-    """Draw a plan; `classes` are the fill classes of families."""
+NOTE = (
+    "A micro-batch is a rectangle: the model's items across (embedding, then attention and feed-forward part of each"
+    " block, then the head), its rows (sequences) down. Each box is a tile, computed by the ranks named in it."
+)
+
+
+def plan_panel(plan: Plan, title: str, colours: Mapping[str, str]) -> Panel:
+    """Return a plan; `colours` are the fill classes of families."""
+    return Panel(title, lambda width: _draw(plan, colours, width), NOTE)
+
+
+def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
     boxes = boxes_of(plan)
     num_items = max(tile.items.stop for tile in plan.tiles)
-    used = dict.fromkeys(tile.family for tile in plan.tiles)
-    entries = [(classes[family], family) for family in used]
-    head = legend_height(width - 8, entries) + 26
-    cuts = len({bound for box in boxes for bound in box.rows}) - 1
-    x = PixelScale(0, num_items, LEFT, width - 14)
-    is_slim = any(x(box.tiles[0].items.stop) - x(box.tiles[0].items.start) < SLIM for box in boxes)
-    tall = min(520, max(270 if is_slim else 150, 62 * cuts))
-    y = PixelScale(0, plan.rows, head, head + tall)
-    svg = Svg(width, head + tall + BOTTOM, f"tiles of the plan {plan.describe()}")
-    legend(svg, 8, 2, width - 8, entries)
-    svg.text(4, head - 10, f"rows of a micro-batch ({plan.rows:,})", "label")
-    axis_x(svg, x, y.stop, y.start, lambda v: f"{v:.0f}" if v == int(v) else "", "items of the model")
-    for bound in sorted({bound for box in boxes for bound in box.rows}) if cuts <= 16 else (0, plan.rows):
+    bounds = sorted({bound for box in boxes for bound in box.rows})
+    cuts = len(bounds) - 1
+    slimmest = min(box.tiles[0].items.size for box in boxes) / num_items * (width - LEFT - RIGHT)
+    height = min(520, max(270 if slimmest < SLIM else 150, 62 * cuts))
+    families = dict.fromkeys(tile.family for tile in plan.tiles)
+    svg = Svg(width, f"tiles of the plan {plan.describe()}", [(colours[name], name) for name in families], gap=26)
+    svg.text(4, svg.top - 10, f"rows of a micro-batch ({plan.rows:,})", "label")
+    x = svg.axis_x((0, num_items), LEFT, height, show_whole, "items of the model")
+    y = PixelScale(0, plan.rows, svg.top, svg.top + height)
+    for bound in bounds if cuts <= 16 else (0, plan.rows):
         svg.text(LEFT - 6, y(bound) + 4, bound, "tick", "end")
     for box in boxes:
         tile = box.tiles[0]
         left, right, top, bottom = x(tile.items.start), x(tile.items.stop), y(box.rows.start), y(box.rows.stop)
         lines = _lines(box)
-        svg.rect(left, top, right - left, bottom - top, f"tile {classes[tile.family]}", "\n".join(lines))
+        svg.rect(left, top, right - left, bottom - top, f"tile {colours[tile.family]}", "\n".join(lines))
         if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
             for other in box.tiles[1:]:
                 svg.line(left, y(other.rows.start), right, y(other.rows.start), "seam")
@@ -75,7 +82,7 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
             continue
         for number, line in enumerate(_fitted(lines, right - left - 12, int((bottom - top - 4) / LINE))):
             if shown := clip(line, right - left - 12):
-                svg.text(left + 6, top + 15 + number * LINE, shown, "ontile strong" if not number else "ontile")
+                svg.text(left + 6, top + 15 + number * LINE, shown, "ontile" if number else "ontile strong")
     return svg
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hpctrain.observe.report.curves import label_width
-from hpctrain.observe.report.groups import groups_of, name_ranks
+from markupsafe import Markup
+
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import PixelScale, Svg, axis_x, clip, legend, legend_height, show_seconds
+from hpctrain.observe.report.svg import LANE, LANES_LEFT, MOST_LINES, Panel, PixelScale, Svg, number, show_seconds
+from hpctrain.observe.schema import TIMELINE
 from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Tile
 
@@ -26,8 +27,6 @@ NAMES = {
     "update": "agree and update",
     "idle": "waiting",
 }
-LANE, GAP, BOTTOM = 15, 16, 40
-MOST_LINES = 24
 MOST_EDGED = 40
 """Boxes of one kind in a lane; more would be all edges."""
 THIN = 2.0
@@ -41,57 +40,57 @@ class Bar(NamedTuple):
     microbatch: int = -1
 
 
-def predicted_bars(run: RunRecord, tile: Tile) -> list[Bar]:
+def timeline_panel(run: RunRecord) -> Panel:
+    """Return a step as it was predicted and measured."""
+    note = "Numbers are micro-batches. Grey is waiting: for messages of a neighbour, or for the slowest rank."
+    predicted = run.figure(show_seconds, "forecast", "step_seconds")
+    if run.timeline:
+        end = max(span[4] for grid in run.timeline["grids"] for span in grid["spans"])
+        shown = number(end, show_seconds(end), f"{run.name}/{TIMELINE.name}:end")
+        step = run.figure("{:,}".format, TIMELINE.name, "step")
+        title = Markup("Predicted {}, measured {} in step {}").format(predicted or "nothing", shown, step)
+    else:
+        title = Markup("A step is predicted to take {}").format(predicted or "an unknown time")
+        note += " It was not measured: the run ended before its third step, or its devices have clocks of their own."
+    return Panel(title, lambda width: _draw(run, width), note)
+
+
+def _predicted(run: RunRecord, tile: Tile) -> list[Bar]:
     spans = run.forecast.spans[tile] if run.forecast else []
     return [Bar(KINDS[s.instruction.op.value], s.begin, s.end, s.instruction.microbatch) for s in spans]
 
 
-def measured_bars(run: RunRecord, tile: Tile) -> list[Bar]:
+def _measured(run: RunRecord, tile: Tile) -> list[Bar]:
     grids = run.timeline["grids"] if run.timeline else []
     spans = next((grid["spans"] for grid in grids if grid["rank"] == tile.ranks[0]), [])
     return [Bar(KINDS[op], begin, end, m) for op, _, m, begin, end in spans if op in KINDS]
 
 
-def shown_grids(run: RunRecord) -> list[tuple[Tile, str, str]]:
-    """Return the grids that have a line each, with their names: of equal ones the first, where there are many."""
-    groups = groups_of(run)
+def _draw(run: RunRecord, width: int) -> Svg | None:
+    """Draw a line for each tensor grid, of many for each group of equal ones; None where nothing is known."""
     if len(run.plan.first_tiles) > MOST_LINES:
-        return [(group.tile, group.label, group.who) for group in groups[:MOST_LINES]]
-    named = []
-    for group in groups:
-        for tile in group.tiles:
-            named.append((tile, group.label, f"{tile.family}, {name_ranks(tuple(sorted(tile.ranks)))}"))
-    return named
-
-
-def timeline(run: RunRecord, width: int) -> Svg | None:
-    """Draw a step; None where it is neither predicted nor measured."""
-    grids = shown_grids(run)
-    bars = [(predicted_bars(run, tile), measured_bars(run, tile)) for tile, _, _ in grids]
-    every = [bar for pair in bars for lane in pair for bar in lane]
-    if not every:
+        grids = [(group.tile, group.describe()) for group in run.groups[:MOST_LINES]]
+    else:
+        grids = [(tile, group.describe(tile.ranks)) for group in run.groups for tile in group.tiles]
+    lanes = {"predicted": [_predicted(run, tile) for tile, _ in grids]}
+    if any(measured := [_measured(run, tile) for tile, _ in grids]):
+        lanes["measured"] = measured
+    bars = [bar for lines in lanes.values() for line in lines for bar in line]
+    if not bars:
         return None
-    has_measured = any(measured for _, measured in bars)
-    kinds = [kind for kind in NAMES if kind == "idle" or any(bar.kind == kind for bar in every)]
-    entries = [(f"box k-{kind}", NAMES[kind]) for kind in kinds]
-    head = legend_height(width - 8, entries) + 10
-    lanes = 1 + has_measured
-    block = lanes * LANE + GAP + 14
-    left = label_width(["predicted "], width) + 6
-    x = PixelScale(0, max(bar.end for bar in every), left, width - 14)
-    svg = Svg(width, head + len(grids) * block + BOTTOM, "timeline of a step, predicted above measured", data_x=x)
-    legend(svg, 8, 2, width - 8, entries)
-    axis_x(svg, x, head + len(grids) * block, head, show_seconds, "seconds from the beginning of the step")
-    for number, ((_, label, who), pair) in enumerate(zip(grids, bars, strict=True)):
-        top = head + number * block
-        svg.text(left, top + 11, clip(f"{label} · {who}", width - left - 10), "strong")
-        for lane, (name, of_lane) in enumerate(zip(("predicted", "measured"), pair, strict=True)):
-            if lane >= lanes:
-                continue
-            at = top + 16 + lane * LANE
-            svg.text(left - 6, at + 11, name, "tick", "end")
-            if of_lane:
-                _lane(svg, x, at, of_lane, f"{run.name}/{'timeline.json' if lane else 'forecast'}:{number}")
+    kinds = [kind for kind in NAMES if kind == "idle" or any(bar.kind == kind for bar in bars)]
+    legend = [(f"box k-{kind}", NAMES[kind]) for kind in kinds]
+    svg = Svg(width, "timeline of a step, predicted above measured", legend)
+    height = len(lanes) * LANE + 30
+    end = max(bar.end for bar in bars)
+    title = "seconds from the beginning of the step"
+    x = svg.axis_x((0, end), LANES_LEFT, len(grids) * height, show_seconds, title)
+    for place, (_, heading) in enumerate(grids):
+        tops = svg.lanes(svg.top + place * height, heading, lanes)
+        for (name, lines), top in zip(lanes.items(), tops, strict=True):
+            file = TIMELINE.name if name == "measured" else "forecast"
+            if lines[place]:
+                _lane(svg, x, top, lines[place], f"{run.name}/{file}:{place}")
     return svg
 
 

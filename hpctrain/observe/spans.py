@@ -1,15 +1,21 @@
-"""What one rank does in a step, as spans of time: all figures of where time goes, and what moves, are made of them."""
+"""Records what one rank does in a step as spans of time: all figures of where time goes, and what moves, are made of
+them. Observers of a run look at them after each step.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.instruments import Tracer
+from hpctrain.observe.run_folder import RunFolder
+from hpctrain.observe.schema import SavedAxis
 from hpctrain.plan.schedule import COMPUTING, Instruction, Op
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.simulate import EXPOSED as PARTS
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.world import World
 
 # What a span is of, the "category" of Chrome's format.
 COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
@@ -20,7 +26,7 @@ PART_OF_OP = {**dict.fromkeys(COMPUTING, "compute"), Op.UPDATE: "optimizer", Op.
 
 
 class Span(NamedTuple):
-    """What happened from one time to another, in seconds of `time.monotonic`."""
+    """Something happened from one time to another, in seconds of `time.monotonic`."""
 
     kind: str
     name: object
@@ -82,7 +88,27 @@ class StepRecorder(Tracer):
         return self._parts
 
 
-def sums_by_axis(spans: Sequence[Span], scale: float = 1.0) -> dict[str, dict[str, float]]:
+class Observed(NamedTuple):
+    """One rank's view of a run: what its observers look at, and the files that they write on rank 0."""
+
+    world: "World"
+    accelerator: "Accelerator"
+    recorder: StepRecorder
+    plan: Plan
+    files: RunFolder
+
+
+class Observer:
+    """Watches the steps of a run. All ranks call each method; rank 0 prints what they return."""
+
+    def step_is_done(self, seconds: float) -> str | None:
+        """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
+
+    def finish(self) -> str | None:
+        """End, after the last step."""
+
+
+def sums_by_axis(spans: Sequence[Span], scale: float = 1.0) -> dict[str, SavedAxis]:
     """Return for each axis the seconds that a rank communicated, those of them that were exposed, and the rest: hidden.
 
     Exposed is what a rank did nothing else in: blocking operations, in which it waits for slower ranks too, and waits
@@ -107,13 +133,8 @@ def sums_by_axis(spans: Sequence[Span], scale: float = 1.0) -> dict[str, dict[st
     }
 
 
-def mean_by_axis(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+def mean_by_axis(ranks: Sequence[Mapping[str, SavedAxis]]) -> dict[str, SavedAxis]:
     """Return the means of what `sums_by_axis` says of some ranks: over those that have the axis."""
-    by_axis: dict[str, list[Mapping[str, float]]] = {}
-    for rank in ranks:
-        for axis, figures in rank.items():
-            by_axis.setdefault(axis, []).append(figures)
-    return {
-        axis: {key: fmean(figures[key] for figures in every) for key in every[0]}
-        for axis, every in sorted(by_axis.items())
-    }
+    having = {axis: [rank[axis] for rank in ranks if axis in rank] for axis in sorted(set().union(*ranks))}
+    keys = SavedAxis.__annotations__
+    return {axis: SavedAxis(**{key: fmean(rank[key] for rank in of) for key in keys}) for axis, of in having.items()}

@@ -3,21 +3,19 @@
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
 cluster.toml     the description of the machine that the plan and its prediction are for
-metrics.jsonl    one line a logged step; losses have all their digits (hpctrain.observe.metrics)
-events.jsonl     one line an event: starts, checkpoints, stragglers, ends (hpctrain.observe.run)
-ranks.json       the figures of every rank in the last logged step
-timeline.json    when the instructions of one step ran; traffic.json: what groups moved in it (hpctrain.observe.sample)
+*.json, *.jsonl  metrics, events and what was measured: hpctrain.observe.schema says what is in each
 yardstick.json   what families are predicted to do alone (hpctrain.engine.yardstick)
-drift.json       steps compared with their prediction (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.cluster import Cluster
@@ -25,17 +23,15 @@ from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.config.paths import exists, is_file, look_at, read_bytes, replace_text, write_text
+from hpctrain.observe.schema import EVENTS, METRICS, OF_ONE_PLAN, SavedFile, SavedNote, T
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
-METRICS = "metrics.jsonl"
 NUMBERS = ("loss", "validation_loss", "grad_norm")
 """Of a line of metrics, which other commands compute with; the first is in each."""
 RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
-OF_ONE_PLAN = ("drift.json", "ranks.json", "timeline.json", "traffic.json")
-"""Measured with the plan of the folder; a start with another one removes them."""
 
 
 def default_run_folder(name: str) -> Path:
@@ -43,29 +39,26 @@ def default_run_folder(name: str) -> Path:
 
 
 class RunFolder:
-    """The folder of one run; made and written by one rank."""
+    """The folder of one run, which is there; for one rank to write.
 
-    def __init__(self, path: Path):
-        """Make the folder. Raises JobError where it cannot be made or written."""
+    What a start needs raises an error where it cannot be written. Files that only people and reports read do not:
+    training continues without them; each is said once, and noted as an event.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None):
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / ".writable"
-            probe.unlink(missing_ok=True)  # what is there may be a pipe
-            probe.touch(exist_ok=False)
-            probe.unlink()
-        except OSError as error:
-            raise JobError(
-                f"{path}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
-            ) from None
+        self.step = 0
+        """Of the last event, or the last step that is done."""
+        self._say = say
+        self._refused: set[Path] = set()
 
     def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
         dumped, before = dump_plan(plan), self.path / PLAN
         with writing(self.path):
             if is_file(before) and read_bytes(before) != dumped.encode():
-                for name in OF_ONE_PLAN:
-                    (self.path / name).unlink(missing_ok=True)
+                for file in OF_ONE_PLAN:
+                    (self.path / file.name).unlink(missing_ok=True)
         for name, text in ((CLUSTER, dump_cluster(cluster)), (PLAN, dumped), (RESOLVED, dump_job(job, reasons, PLAN))):
             write_text(self.path / name, text, TrainingError, "free space")
 
@@ -74,12 +67,12 @@ class RunFolder:
 
         Lines that are damaged are dropped too; the file as it was is then kept, and a message about it is returned.
         """
-        file, damaged = self.path / METRICS, self.path / (METRICS + ".damaged")
+        file = self.path / METRICS.name
+        damaged, partial = file.with_name(f"{file.name}.damaged"), file.with_name(f"{file.name}.partial")
         with writing(self.path):
             lines, mistakes = parse_metrics(file)
             if mistakes:
                 file.replace(damaged)
-            partial = self.path / (METRICS + ".partial")
             partial.unlink(missing_ok=True)
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
             partial.replace(file)
@@ -89,34 +82,21 @@ class RunFolder:
             said.append(f"{file}: steps {again[0]} to {again[-1]}, of which there is no checkpoint, are computed again")
         return "; ".join(said) or None
 
-
-class ReportFiles:
-    """Writes the files of a run folder that only people and reports read: training continues without them.
-
-    A file that cannot be written is said once, and noted as an event. For one rank to use.
-    """
-
-    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None):
-        self.folder = folder
-        self.step = 0
-        """Of the last event, or the last step that is done."""
-        self._say = say
-        self._refused: set[Path] = set()
-
-    def append(self, name: str, line: dict) -> None:
-        """Append a line of JSON to a file."""
-        path = self.folder / name
+    def append(self, file: SavedFile[T], line: T) -> None:
+        """Append a line to a file."""
+        path = self.path / file.name
         self.attempt(path, lambda: append_line(path, line))
 
-    def write(self, name: str, value: object, indent: int | None = None) -> None:
-        """Write a file of JSON, whole or not at all."""
-        path = self.folder / name
+    def write(self, file: SavedFile[T], value: T, indent: int | None = None) -> None:
+        """Write a file, whole or not at all."""
+        path = self.path / file.name
         self.attempt(path, lambda: write_json(path, value, indent))
 
     def note(self, event: str, step: int, text: str, **more: object) -> None:
         """Append an event."""
         self.step = step
-        self.append(EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
+        path = self.path / EVENTS.name
+        self.attempt(path, lambda: append_event(self.path, event, step, text, more))
 
     def attempt(self, path: Path, write: Callable[[], object]) -> bool:
         """Do what writes a file, and return whether it was written; say it once where the disk refuses."""
@@ -127,18 +107,23 @@ class ReportFiles:
                 self._refused.add(path)
                 text = f"{path}: cannot be written: {describe_os_error(error)}; training continues without it"
                 self._say(text)
-                if path.name != EVENTS:
+                if path.name != EVENTS.name:
                     self.note(LOST, self.step, text)
             return False
         return True
 
 
-def append_line(path: Path, line: dict) -> None:
+def append_line(path: Path, line: object) -> None:
     """Append a line to a file of a run folder. Raises OSError."""
     if exists(path):
         look_at(path)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def append_event(folder: Path, event: str, step: int, text: str, more: Mapping[str, object]) -> None:
+    """Append an event to those of a run folder. Raises OSError."""
+    append_line(folder / EVENTS.name, {"time": time.time(), "event": event, "step": step, "text": text, **more})
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
@@ -164,9 +149,9 @@ def read_metrics(path: Path) -> list[dict]:
     A last line that a crash cut short is left out. Raises JobError for any other line that is damaged.
     """
     try:
-        lines, mistakes = parse_metrics(path / METRICS)
+        lines, mistakes = parse_metrics(path / METRICS.name)
     except OSError as error:
-        raise JobError(f"{path / METRICS}: cannot be read: {describe_os_error(error)}") from None
+        raise JobError(f"{path / METRICS.name}: cannot be read: {describe_os_error(error)}") from None
     if mistakes:
         raise JobError(f"{mistakes[0]}; remove that line")
     return lines
@@ -201,7 +186,6 @@ def _metrics_of(text: bytes) -> dict:
     return line
 
 
-EVENTS = "events.jsonl"
 START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
     "start",
     "checkpoint",
@@ -220,22 +204,20 @@ START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAIL
 def note_event(folder: Path, event: str, step: int, text: str, **more: object) -> None:
     """Append an event to a run folder that no run writes now. Raises TrainingError where the disk refuses."""
     with writing(folder):
-        append_line(folder / EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
+        append_event(folder, event, step, text, more)
 
 
 def read_events(folder: Path) -> list[dict]:
     """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
-    path, events = folder / EVENTS, []
+    adapter, events = TypeAdapter(SavedNote), []
     try:
-        lines = read_bytes(path).split(b"\n")
+        lines = read_bytes(folder / EVENTS.name).split(b"\n")
     except OSError:  # there is none, or something that no run wrote
         lines = []
     for line in lines:
-        try:
+        with suppress(ValueError, RecursionError):
             event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if _is_event(event):
+            adapter.validate_python(event)
             events.append(event)
     return events
 
@@ -248,16 +230,9 @@ def refuse_missing_checkpoints(folder: Path) -> None:
     saved = [event["step"] for event in read_events(folder) if event["event"] == SAVE]
     if saved:
         raise JobError(
-            f"{folder}: has no checkpoint, though {EVENTS} says that one of step {saved[-1]} was written; bring"
+            f"{folder}: has no checkpoint, though {EVENTS.name} says that one of step {saved[-1]} was written; bring"
             f" checkpoints/ back, choose another --run, or delete the folder to begin anew"
         )
-
-
-def _is_event(event: object) -> bool:
-    if not isinstance(event, dict):
-        return False
-    is_typed = isinstance(event.get("event"), str) and isinstance(event.get("text"), str)
-    return is_typed and type(event.get("step")) is int and type(event.get("time")) in (int, float)
 
 
 def note_failure(folder: Path, flight: Path) -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.engine.facts import Described
-from hpctrain.observe import drift
-from hpctrain.observe.recorder import StepRecorder
-from hpctrain.observe.run import write_json
+from hpctrain.observe.prediction_check import MeasuredStep, blame, compare, text
+from hpctrain.observe.run_folder import write_json
+from hpctrain.observe.schema import DRIFT, read_saved
+from hpctrain.observe.spans import StepRecorder
 from hpctrain.plan.schedule import Instruction, Op
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.predictor import predict
@@ -65,36 +66,36 @@ PLAN = plan_of()
 PREDICTED = predict(SETUP, PLAN, CLUSTER)
 
 
-def measured(**times) -> list[drift.MeasuredStep]:
+def measured(**times) -> list[MeasuredStep]:
     parts = {part: seconds * times.get(part, 1.0) for part, seconds in PREDICTED.exposed_seconds.items()}
-    return [drift.MeasuredStep(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
+    return [MeasuredStep(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
 
 
 def test_a_step_as_predicted_is_no_drift(tmp_path):
-    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
+    summary = compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
-    assert "warning" not in drift.text(summary)
-    write_json(tmp_path / drift.DRIFT, summary)
-    assert drift.read(tmp_path) == json.loads(json.dumps(summary))
-    assert drift.read(tmp_path / "nowhere") is None
+    assert "warning" not in text(summary)
+    write_json(tmp_path / DRIFT.name, summary)
+    assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
+    assert read_saved(tmp_path / "nowhere", DRIFT) is None
 
 
 @pytest.mark.parametrize(("part", "times"), [(part, times) for part in ("compute", "data") for times in (0.3, 3.0)])
 def test_a_part_that_drifts_is_named(part, times):
     share = PREDICTED.exposed_seconds[part] / PREDICTED.step_seconds
     prediction = replace(PREDICTED, interval_seconds=(0, PREDICTED.step_seconds))
-    summary = drift.compare(prediction, PLAN, "c.toml", measured(**{part: times}), 4, knows_parts=True)
+    summary = compare(prediction, PLAN, "c.toml", measured(**{part: times}), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(share * (times - 1))
     assert summary["drifted"] == part
     assert summary["is_large"] == (abs(summary["drift"]) > 0.1)
-    assert f"in '{part}'" in drift.blame(summary) and ("longer" if times > 1 else "shorter") in drift.blame(summary)
-    assert ("warning: " in drift.text(summary)) == summary["is_large"]
+    assert f"in '{part}'" in blame(summary) and ("longer" if times > 1 else "shorter") in blame(summary)
+    assert ("warning: " in text(summary)) == summary["is_large"]
 
 
 def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_reported():
-    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(compute=2.0), 4, knows_parts=False)
+    summary = compare(PREDICTED, PLAN, "c.toml", measured(compute=2.0), 4, knows_parts=False)
     assert "parts" not in summary and summary["is_large"]
-    assert "steps took" in drift.text(summary)
+    assert "steps took" in text(summary)
     assert set(EXPOSED) == set(PREDICTED.exposed_seconds)
 
 
@@ -107,35 +108,36 @@ def test_memory_is_compared_with_the_ranks_that_have_as_many_rows(tmp_path):
     predicted = predict(SETUP, plan, CLUSTER)
     needed = {stage.ranks: stage.memory.total for stage in predicted.memory}
     assert needed[(1,)] > 1.5 * needed[(0,)]
-    own = [drift.MeasuredStep(1.0, dict.fromkeys(EXPOSED, 0.2), needed.get((rank,), 1)) for rank in range(4)]
-    summary = drift.compare(predicted, plan, "c.toml", own, 4, knows_parts=True)
+    own = [MeasuredStep(1.0, dict.fromkeys(EXPOSED, 0.2), needed.get((rank,), 1)) for rank in range(4)]
+    summary = compare(predicted, plan, "c.toml", own, 4, knows_parts=True)
     assert [(each["rows"], each["measured_bytes"] / each["predicted_bytes"]) for each in summary["memory"]] == [
         (1, 1.0),
         (7, 1.0),
     ]
-    lines = [line for line in drift.text(summary).splitlines() if "memory of items" in line]
+    lines = [line for line in text(summary).splitlines() if "memory of items" in line]
     assert [line.split(":")[0].split(", ")[-1] for line in lines] == ["1 row", "7 rows"]
     assert all("(+0.0%)" in line for line in lines)
-    write_json(tmp_path / drift.DRIFT, summary)
-    assert drift.read(tmp_path) == json.loads(json.dumps(summary))
+    write_json(tmp_path / DRIFT.name, summary)
+    assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
 
 
 def test_a_comparison_of_an_earlier_version_can_be_read(tmp_path):
-    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
+    summary = compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     for each in summary["memory"]:
         del each["rows"]
-    write_json(tmp_path / drift.DRIFT, summary)
-    assert drift.read(tmp_path) == json.loads(json.dumps(summary))
+    write_json(tmp_path / DRIFT.name, summary)
+    assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
+    assert "memory of items [0, 5], fast: " in text(summary)
 
 
 def test_where_the_cause_is_known_nobody_is_asked_to_measure_again(tmp_path):
-    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(compute=3.0), 4, knows_parts=True)
-    assert "warning: steps took" in drift.text(summary) and "measure the machine again" in drift.text(summary)
+    summary = compare(PREDICTED, PLAN, "c.toml", measured(compute=3.0), 4, knows_parts=True)
+    assert "warning: steps took" in text(summary) and "measure the machine again" in text(summary)
     summary["cause"] = "other programs took 1.5 of the 2 processors of host a meanwhile"
-    (tmp_path / drift.DRIFT).write_text(json.dumps(summary))
-    text = drift.text(drift.read(tmp_path))
-    assert "longer than predicted, most of it in 'compute'" in text and text.endswith(summary["cause"])
-    assert "warning" not in text and "measure the machine again" not in text
+    (tmp_path / DRIFT.name).write_text(json.dumps(summary))
+    said = text(read_saved(tmp_path, DRIFT))
+    assert "longer than predicted, most of it in 'compute'" in said and said.endswith(summary["cause"])
+    assert "warning" not in said and "measure the machine again" not in said
     quiet = Described(CLUSTER, "a name")
     assert not quiet.doubt, "who can measure again is asked to"
     assert "the next start measures it again" in replace(quiet, disturbance="others").doubt

@@ -1,0 +1,122 @@
+"""Notices what no training does: a jump of the loss or of the gradient's norm, and a rank that becomes slow."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.observe.metrics import median
+from hpctrain.observe.schema import SavedMetrics
+from hpctrain.plan.tiling import Plan
+
+WATCHED = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
+WINDOW_STEPS = 50
+FEWEST_STEPS = 5
+"""With fewer steps before it a figure is compared with nothing."""
+
+
+class Jump(NamedTuple):
+    """A figure of one step that is far above the last ones."""
+
+    figure: str
+    step: int
+    value: float
+    median: float
+
+    def __str__(self) -> str:
+        return (
+            f"warning: step {self.step}: {WATCHED[self.figure]} is {self.value:.4g},"
+            f" {self.value / self.median:,.0f} times the median of the last steps ({self.median:.4g}); where it stays"
+            " high, a device may have computed wrong: continue from a checkpoint of before"
+        )
+
+
+class JumpWatch:
+    """Looks at each step of a run; for one rank."""
+
+    def __init__(self, factor: float):
+        """`factor` is how many times the median a jump is; 0: nothing is one."""
+        self._factor = factor
+        self._last = {figure: deque[float](maxlen=WINDOW_STEPS) for figure in WATCHED}
+        self._is_high = dict.fromkeys(WATCHED, False)
+
+    def look(self, metrics: SavedMetrics) -> list[Jump]:
+        """Return the figures that jumped in a step. One that stays high is a jump once.
+
+        A step that fp16 skipped has no norm, and does not count.
+        """
+        jumps = []
+        for figure, last in self._last.items():
+            if not self._factor or (value := metrics[figure]) <= 0:
+                continue
+            usual = median(np.array(last)) if len(last) >= FEWEST_STEPS else value
+            was_high, self._is_high[figure] = self._is_high[figure], value > self._factor * usual
+            if self._is_high[figure] and not was_high:
+                jumps.append(Jump(figure, metrics["step"], value, usual))
+            last.append(value)
+        return jumps
+
+
+SLOW_FACTOR = 1.3
+"""So many times as long as the reference is a straggler; the noise of shared cores stays below."""
+STEPS_IN_A_ROW = 5
+FEWEST_PEERS = 3
+"""With fewer equal ranks a median says little: a rank is compared with its own first steps."""
+
+
+class Straggler(NamedTuple):
+    """A rank that became slow, or caught up."""
+
+    rank: int
+    factor: float
+    is_slow: bool
+    reference: str
+    """What it is compared with."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} computes {self.factor:.2f} times as long as {self.reference}"
+
+
+class StragglerWatch:
+    """Looks at the seconds that ranks compute in logged steps; for one rank."""
+
+    def __init__(self, plan: Plan):
+        work: dict[tuple, list[int]] = {}
+        for tile in plan.first_tiles:
+            key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
+            work.setdefault(key, []).extend(tile.ranks)
+        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
+        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
+        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
+        self._first: list[np.ndarray] = []
+        """The seconds of all ranks in the first steps."""
+        size = max(plan.ranks) + 1
+        self._is_slow, self._count = np.zeros(size, dtype=bool), np.zeros(size, dtype=int)
+
+    def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
+        """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
+
+        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
+        """
+        seconds = np.array(compute_seconds)
+        factor = np.ones(len(seconds))
+        for ranks in self._peers:
+            factor[ranks] = seconds[ranks] / (median(seconds[ranks]) or 1.0)
+        if len(self._first) < STEPS_IN_A_ROW:
+            self._first.append(seconds)
+        elif len(self._alone):
+            usual = np.median([first[self._alone] for first in self._first], axis=0)
+            factor[self._alone] = seconds[self._alone] / np.where(usual > 0, usual, np.inf)
+        if np.isnan(factor).any():
+            return []
+        differs = (factor > SLOW_FACTOR) != self._is_slow
+        self._count = np.where(differs, self._count + 1, 0)
+        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
+        self._is_slow[changed] ^= True
+        self._count[changed] = 0
+        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
+
+    def _reference(self, rank: int) -> str:
+        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
+        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"

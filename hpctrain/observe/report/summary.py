@@ -1,0 +1,161 @@
+"""Summarises a run for the top of its page and for the tables at the end."""
+
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from hpctrain.observe.console import describe_slowest, trust
+from hpctrain.observe.report.record import RunRecord
+from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
+from hpctrain.observe.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
+from hpctrain.observe.schema import DRIFT, EVENTS, METRICS
+from hpctrain.sharding.parameters import count_parameters
+
+MOST_EVENTS = 60
+"""Of one run; the first and the last are shown."""
+MOST_STAGES = 8
+"""Whose memory is in the table; of more stages these are the fullest."""
+YARDSTICK = {
+    "fraction_of_sum": "fraction of the families' sum",
+    "speedup_over_best_family": "speed-up over the best family alone",
+    "speedup_over_even": "speed-up over the even plan",
+}
+
+
+class Fact(NamedTuple):
+    """A figure at the top of the page."""
+
+    name: str
+    value: Markup | str
+    note: Markup | str = ""
+
+
+def verdict(run: RunRecord) -> Markup:
+    """Return the state of the run in a sentence."""
+    steps = run.job.train.steps
+    done = run.end["step"] if run.end else run.metrics[-1]["step"] if run.metrics else 0
+    if run.end:
+        by = run.end.get("stopped_by")
+        state = "is done" if done >= steps else f"was stopped by {by}" if by else "paused"
+    elif run.is_live:
+        state = "is in progress"
+    else:
+        state = "failed" if run.events or run.ending else "has not begun"
+    text = Markup("{}: {:,} of {} steps").format(state, done, run.figure("{:,}".format, RESOLVED, "train", "steps"))
+    if not run.drift:
+        return text
+    longer = "longer" if run.drift["drift"] >= 0 else "shorter"
+    seconds = run.figure(show_seconds, DRIFT.name, "measured_seconds")
+    drift = run.figure(lambda value: show_percent(abs(value)), DRIFT.name, "drift")
+    return text + Markup("; a step takes {}, {} {} than predicted").format(seconds, drift, longer)
+
+
+def trained(run: RunRecord) -> list[Fact]:
+    """Return what was trained, on what, and when."""
+    job, model = run.job, run.job.model
+    million = count_parameters(model) / 1e6
+    size = f"{model.architecture}, {model.num_layers} layers x {model.hidden_size} hidden, {million:,.1f} M parameters"
+    batch = run.figure("{:,}".format, RESOLVED, "train", "global_batch")
+    length = run.figure("{:,}".format, RESOLVED, "data", "sequence_length")
+    rate = run.figure("{:.4g}".format, RESOLVED, "train", "learning_rate")
+    facts = [
+        Fact("model", f"{size}, {job.train.dtype}"),
+        Fact("data", str(job.data.tokens)),
+        Fact("step", Markup("{} sequences of {} tokens, learning rate {}").format(batch, length, rate)),
+        Fact("plan", f"{run.plan.describe()}, on {run.cluster.describe()}"),
+    ]
+    if run.events:
+        first, last = (datetime.fromtimestamp(run.events[at]["time"], UTC) for at in (0, -1))
+        facts.append(Fact("time", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
+    if run.start.get("rehearsed"):
+        scale = run.start.get("reasons", {}).get("rehearsal", "")
+        text = "times and memory are those of the devices that the ranks impersonate"
+        facts.append(Fact("rehearsal", f"{text}; {scale}" if scale else text))
+    return facts
+
+
+def facts(run: RunRecord) -> list[Fact]:
+    """Return the figures at the top: those that the run has."""
+    shown = (
+        ("loss", "loss", "{:.4f}".format, "nats, last step"),
+        ("validation loss", "validation_loss", "{:.4f}".format, "nats"),
+        ("speed", "tokens_per_second", show_count, "tokens/s, last step"),
+        ("of the families' sum", "fraction_of_sum", "{:.2f}".format, "1: as much as all families alone, together"),
+        ("MFU", "mfu", show_percent, "of the devices' peak"),
+    )
+    figures = [Fact(name, run.figure(show, METRICS.name, key), note) for name, key, show, note in shown]
+    last = run.metrics[-1] if run.metrics else {}
+    if fullest := last.get("memory_share"):
+        share = run.figure(show_percent, METRICS.name, "memory_share", "max")
+        figures.append(Fact("fullest memory", share, f"rank {fullest['max_rank']}"))
+    if slowest := last.get("slowest"):
+        rank = run.figure("rank {}".format, METRICS.name, "slowest", "rank")
+        figures.append(Fact("slowest", rank, describe_slowest(slowest)))
+    if "overrun" in run.end:
+        overrun = run.figure(show_percent, EVENTS.name, "overrun")
+        figures.append(Fact("rehearsal's overrun", overrun, trust(run.end["overrun"])))
+    return [fact for fact in figures if fact.value]
+
+
+def prediction_rows(run: RunRecord) -> list[tuple[Markup | str, ...]]:
+    """Return what was predicted, what was measured and the difference of each figure."""
+    if not run.drift:
+        return []
+    step = run.drift["predicted_seconds"]
+    rows: list[tuple[Markup | str, ...]] = []
+
+    def compare(name: str, unit: str, *keys: object) -> None:
+        show = show_seconds if unit == "seconds" else show_bytes
+        ends = [(*keys, f"{when}_{unit}") for when in ("predicted", "measured")]
+        before, after = (run.value(DRIFT.name, *end) for end in ends)
+        off = f"{(after - before) / step:+.1%} of the step" if unit == "seconds" else f"{after / before - 1:+.1%}"
+        rows.append((name, *(run.figure(show, DRIFT.name, *end) for end in ends), off))
+
+    compare("step", "seconds")
+    for part in run.drift.get("parts", ()):
+        compare(part, "seconds", "parts", part)
+    stages = list(enumerate(run.drift.get("memory", ())))
+    for place, each in sorted(sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MOST_STAGES]):
+        rows_of_stage = f", {each['rows']} rows" if "rows" in each else ""
+        name = f"memory, items {each['items'][0]}-{each['items'][1] - 1}, {each['family']}{rows_of_stage}"
+        compare(name, "bytes", "memory", place)
+    for family in run.value(EVENTS.name, "yardstick", "predicted_alone") or ():
+        keys = "yardstick", "predicted_alone", family
+        shown = run.figure("{:,.0f} tokens/s".format, EVENTS.name, *keys) or "does not fit"
+        rows.append((f"{family} alone", shown, "", ""))
+    for key, text in YARDSTICK.items():
+        if shown := run.figure("{:.2f}".format, EVENTS.name, "yardstick", key):
+            rows.append((text, "", shown, ""))
+    return rows
+
+
+def event_rows(run: RunRecord) -> list[dict]:
+    """Return rows of events: the time since the first, the step, the kind and the text.
+
+    Validations are in the curve of losses; of several checkpoints without anything else between them the last is shown.
+    """
+    if not run.events:
+        return []
+    rows, num_saves = [], 0
+    for event in run.events:
+        if (kind := event["event"]) == VALIDATE:
+            continue
+        num_saves = num_saves + 1 if kind == SAVE else 0
+        if num_saves > 1:
+            rows.pop()
+        row = {
+            "after": show_seconds(event["time"] - run.events[0]["time"]),
+            "step": event["step"],
+            "kind": "planned again" if event.get("planned_again") else kind,
+            "text": f"{num_saves} checkpoints; the last: {event['text']}" if num_saves > 1 else event["text"],
+            "is_bad": kind in (FAILURE, STRAGGLER, JUMP, CORRUPTION, LOST),
+        }
+        rows.append(row)
+    if run.diagnosis:
+        kind = "in progress" if run.is_live else FAILURE
+        rows.append({"kind": kind, "text": "; ".join(run.diagnosis.sentences), "is_bad": not run.is_live})
+    if len(rows) > MOST_EVENTS:
+        half = MOST_EVENTS // 2
+        rows = [*rows[:half], {"text": f"{len(rows) - MOST_EVENTS:,} more events"}, *rows[-half:]]
+    return rows
