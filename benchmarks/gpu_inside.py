@@ -363,13 +363,13 @@ def graph(job: str):
 
 def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
     """Return what element-wise operators take, forward and backward, separate and fused."""
+    from hpctrain.comm.accelerators.compiling import Compiled
     from hpctrain.engine.alignment import Case
-    from hpctrain.model.fused import FusedKernels
-    from hpctrain.model.kernels import Kernels
-    from hpctrain.model.operators import operators
+    from hpctrain.model.operators.catalogue import operators
+    from hpctrain.model.operators.running import Kernels
 
     dtype, result = DTYPES[job.train.resolved_dtype], {}
-    for key, kernels in {"separate": Kernels(), **({"fused": FusedKernels()} if compiles else {})}.items():
+    for key, kernels in {"separate": Kernels(), **({"fused": Kernels(Compiled())} if compiles else {})}.items():
         for operator in operators(job.model, 2, job.data.sequence_length, kernels):
             if operator.name in ("norm", "rotary", "activation"):
                 case = Case(operator)

@@ -11,18 +11,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
+from hpctrain.model.operators.running import add_part
 from hpctrain.model.products import add_wide_product
 from hpctrain.model.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
-
-
-def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
-    """Add to a gradient; see `Addition` for this and others like it."""
-    if fresh:
-        grad.copy_(part)
-    else:
-        grad += part
 
 
 def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:

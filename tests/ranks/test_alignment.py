@@ -9,8 +9,9 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import align
 from hpctrain.engine.profiler import profile, short_profile
 from hpctrain.jobs.align import format_alignment, summarise
-from hpctrain.model import functions, linear_layers
-from hpctrain.model.functions import ATTENTION_BACKENDS
+from hpctrain.model import linear_layers
+from hpctrain.model.operators import attention
+from hpctrain.model.operators.attention import ATTENTION_BACKENDS
 from tests.ranks.small_runs import make_job
 
 DTYPES = ("fp32", "bf16")
@@ -23,8 +24,8 @@ def test_a_wrong_operator_of_one_rank_is_named_with_the_rank(world, tokens, monk
     right = align(world, CpuAccelerator(), job, DTYPES, 2, 16)
     assert summarise(right, 0.015)["aligned"]
     if world.rank == 1:
-        attend = functions.attend
-        monkeypatch.setattr(functions, "attend", lambda q, k, v, attention, **more: attend(q * 1.3, k, v, attention))
+        attend = attention.attend
+        monkeypatch.setattr(attention, "attend", lambda q, k, v, of, **more: attend(q * 1.3, k, v, of))
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 2, 16), 0.015)
     beyond = [entry for entry in summary["operators"] if entry["beyond"]]
     assert {(entry["operator"], entry["rank"]) for entry in beyond} == {("attention", 1)}
@@ -70,7 +71,7 @@ def test_who_measures_or_compares_refuses_kernels_that_a_rank_lacks(world, token
 @pytest.mark.timeout(120)
 def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, tokens, monkeypatch):
     """As flash attention of GPUs, which has half precision alone."""
-    attend, computed = functions.attend, set()
+    attend, computed = attention.attend, set()
 
     def attend_in_half(queries, *rest, backend="auto", **more):
         if backend == "flash" and queries.dtype == torch.float32:
@@ -79,7 +80,7 @@ def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, 
         return attend(queries * 1.3, *rest, backend="auto", **more)  # wrong, so that it is computed again in fp32
 
     assert "flash" in ATTENTION_BACKENDS
-    monkeypatch.setattr(functions, "attend", attend_in_half)
+    monkeypatch.setattr(attention, "attend", attend_in_half)
     job = make_job(tokens, "llama", dtype="bf16", global_batch=8)
     job = job.model_copy(update={"kernels": KernelChoice(attention="flash")})
     summary = summarise(align(world, CpuAccelerator(), job, ("bf16",), 1, 8, steps=1), 0.015)

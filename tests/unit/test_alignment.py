@@ -16,8 +16,9 @@ from hpctrain.engine import alignment
 from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.jobs.compare import command as compare_runs
-from hpctrain.model import functions, linear_layers
-from hpctrain.model.operators import Rounding, operators
+from hpctrain.model import linear_layers
+from hpctrain.model.operators import activation, attention
+from hpctrain.model.operators.catalogue import Rounding, operators
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 211, "max_positions": 64}
 
@@ -71,14 +72,14 @@ class _HalfGradient(Function):
 
 
 def test_a_wrong_operator_is_named_in_the_dtype_in_which_it_is_wrong(monkeypatch):
-    right = functions.attend
+    right = attention.attend
 
-    def wrong(queries, keys, values, attention, **more):
+    def wrong(queries, keys, values, of, **more):
         if queries.dtype == torch.bfloat16:  # as a kernel would that forgets the last position
             keys = torch.cat([keys[:, :, :-1], keys[:, :, -2:-1]], dim=2)
-        return right(queries, keys, values, attention, **more)
+        return right(queries, keys, values, of, **more)
 
-    monkeypatch.setattr(functions, "attend", wrong)
+    monkeypatch.setattr(attention, "attend", wrong)
     result = beyond(small_job())
     assert result["fp32"] == result["fp16"] == set()
     assert result["bf16"] and {name.split()[0] for name in result["bf16"]} == {"attention"}
@@ -88,8 +89,8 @@ def test_a_wrong_operator_is_named_in_the_dtype_in_which_it_is_wrong(monkeypatch
 
 
 def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
-    right = functions.gated
-    monkeypatch.setattr(functions, "gated", lambda both, kind: right(_HalfGradient.apply(both), kind))
+    right = activation.activate
+    monkeypatch.setattr(activation, "activate", lambda x, *of: right(_HalfGradient.apply(x), *of))
     assert beyond(small_job(), ("fp32",)) == {"fp32": {"activation d x"}}
 
 
