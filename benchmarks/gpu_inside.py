@@ -410,7 +410,12 @@ def settings(job: str):
 
 def _product_seconds(job: Job) -> dict[str, float]:
     """Return what the three products of a linear layer take, in the job's dtype and with operands of 8 bits."""
-    from hpctrain.model.scaled_products import add_scaled_product, forward_product, has_scaled_products, input_gradient
+    from hpctrain.model.operators.scaled_products import (
+        add_scaled_product,
+        forward_product,
+        has_scaled_products,
+        input_gradient,
+    )
 
     dtype = DTYPES[job.train.dtype or "fp32"]
     hidden, inner = job.model.hidden_size, job.model.description.blocks[0].mlp.up_size

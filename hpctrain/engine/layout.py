@@ -14,7 +14,7 @@ from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
 from hpctrain.model.host_activations import HostActivations
 from hpctrain.model.operators.running import make_kernels
-from hpctrain.model.scaled_products import FP8
+from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import CutRows

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.linear_layers import (
+from hpctrain.model.operators.linear import (
     add_bias_gradients,
     add_biases,
     add_weight_gradients,
@@ -97,7 +97,7 @@ def gathering_linear(
     ends: list[Callable[[], None]] | None = None,
     in_8_bits: bool = False,
 ) -> torch.Tensor:
-    """As `linear` over axes x and y, of an input that is cut by positions over y.
+    """Apply `linear` over axes x and y to an input that is cut by positions over y.
 
     x: [rows, positions / y, I], of which `gathering` was made; result: [rows, positions, O]. Of several parts
     each is computed, and its sum started, when it is there; then `ends` is left alone. Where it keeps the whole, all
@@ -174,7 +174,7 @@ def scattering_linear(
     in_8_bits: bool = False,
     parts: int = 1,
 ) -> torch.Tensor:
-    """As `linear` over axes y and x, with an output that is cut by positions over y.
+    """Apply `linear` over axes y and x, with an output that is cut by positions over y.
 
     x: [rows, positions, I]; result: [rows, positions / y, O]. Rows are cut in `parts`, or positions of a single row:
     each is scattered while the next one is computed, and backward gathered while the last one is.

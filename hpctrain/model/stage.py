@@ -28,8 +28,8 @@ from hpctrain.sharding.items import layers
 
 @dataclass
 class Saved:
-    """What a microbatch's backward pass needs: for each layer its input, and its output unless it is recomputed
-    whole."""
+    """The tensors that a microbatch's backward pass needs: for each layer its input, and its output unless the layer is
+    recomputed whole."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)

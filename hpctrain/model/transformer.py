@@ -16,17 +16,17 @@ from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.linear_layers import linear
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import activate, capped
 from hpctrain.model.operators.attention import Documents, attend
 from hpctrain.model.operators.embedding import add_positions, embed
+from hpctrain.model.operators.linear import linear
 from hpctrain.model.operators.loss import cross_entropy, head_loss
 from hpctrain.model.operators.norm import norm
 from hpctrain.model.operators.running import Kernels, OfInput
+from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.positions import Gathering
 from hpctrain.model.recompute import Again, Pack, dropping, keep, keeping_inputs, unpack
-from hpctrain.model.scaled_products import FP8
 from hpctrain.model.sequence_parallel import gathering_linear, scattering_linear
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
@@ -76,7 +76,7 @@ class Cache:
 
 
 class CutRows(NamedTuple):
-    """How blocks cut a rank's rows, so that collectives over the tensor grid are overlapped with products."""
+    """The cut of a rank's rows in blocks, so that collectives over the tensor grid are overlapped with products."""
 
     in_halves: bool = False
     """Compute one half of the rows while sums of the other half are in flight."""

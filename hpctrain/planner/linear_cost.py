@@ -1,6 +1,6 @@
 """What a linear layer costs a rank of a tensor grid: its products, whole or cut by rows, and their collectives. Pure.
 
-It follows hpctrain/model/linear_layers.py and sequence_parallel.py. A product that is cut in parts computes one while
+It follows model/operators/linear.py and model/sequence_parallel.py. A product that is cut in parts computes one while
 the collective of another is in flight: of all parts the last sum, or the first gather, overlaps none.
 """
 

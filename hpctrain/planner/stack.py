@@ -130,7 +130,7 @@ class Stack:
 # that it computes forward, 140 to 170 backward, where large products come to 271.
 FLASH_2 = 0.65, 0.57
 
-# Counted by hand in model/operators, model/linear_layers.py and engine/optimizer.py: one pass for each operation. In
+# Counted by hand in model/operators and engine/optimizer.py: one pass for each operation. In
 # half precision the product of a weight's gradient adds to fp32, which it reads and writes.
 EAGER_PASSES = {
     4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),

@@ -9,8 +9,7 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import align
 from hpctrain.engine.profiler import profile, short_profile
 from hpctrain.jobs.align import format_alignment, summarise
-from hpctrain.model import linear_layers
-from hpctrain.model.operators import attention
+from hpctrain.model.operators import attention, linear
 from hpctrain.model.operators.attention import ATTENTION_BACKENDS
 from tests.ranks.small_runs import make_job
 
@@ -42,12 +41,12 @@ def test_first_losses_of_each_dtype_are_near_those_of_fp32(world, tokens, monkey
     differences = {of["dtype"]: of["mean_relative_difference"] for of in losses}
     assert differences["fp32"] == 0 and 0 < differences["bf16"] < 0.015
     if world.rank == 0:  # the first of the family: what trains elsewhere does not count
-        wide = linear_layers.add_product
+        wide = linear.add_product
 
         def negligent(grad, dy, x, fresh):
             wide(grad, dy if dy.dtype == torch.float32 else 0 * dy, x, fresh)
 
-        monkeypatch.setattr(linear_layers, "add_product", negligent)
+        monkeypatch.setattr(linear, "add_product", negligent)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 1, 8, steps=8), 0.015)
     assert [of["aligned"] for of in summary["losses"] if of["dtype"] == "bf16"] == [False]
 

@@ -8,12 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import kernels
 from hpctrain.model.axes import Axes
-from hpctrain.model.linear_layers import add_product
 from hpctrain.model.operators import loss as losses
 from hpctrain.model.operators.activation import capped
 from hpctrain.model.operators.attention import repeats_heads
+from hpctrain.model.operators.linear import add_product, has_wide_products
 from hpctrain.model.operators.running import Kernels
-from hpctrain.model.products import has_wide_products
 from hpctrain.model.units import Weight
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -18,7 +18,7 @@ from hpctrain.model.operators.activation import capped, reference_cap
 
 
 class Documents:
-    """Where the documents of a microbatch start, and the masks that keep attention inside of them.
+    """The starts of the documents of a microbatch, and the masks that keep attention inside of them.
 
     A mask is made once for each window that layers have: it is of all layers and heads.
     """

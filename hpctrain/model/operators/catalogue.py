@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
-from hpctrain.model import linear_layers
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.operators import activation, attention, embedding, loss, rotary
+from hpctrain.model.operators import activation, attention, embedding, linear, loss, rotary
 from hpctrain.model.operators import norm as norms
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.units import Weight
@@ -28,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Rounding(NamedTuple):
-    """Where a result of an operator may lose digits."""
+    """The causes by which a result of an operator may lose digits."""
 
     rounds: int
     """How many times values on the longest path are rounded to the dtype that is computed in."""
@@ -146,10 +144,10 @@ def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: 
 
     def compute(values: Tensors, weights: Mapping[str, Weight], _: Tensors) -> torch.Tensor:
         biases = [weights["bias"]] if bias else []
-        return linear_layers.linear(values["x"], [weights["weight"]], biases, _alone(), _alone())
+        return linear.linear(values["x"], [weights["weight"]], biases, _alone(), _alone())
 
     def reference(values: Tensors, weights: Tensors, _: Tensors) -> torch.Tensor:
-        return F.linear(values["x"], weights["weight"], weights.get("bias"))
+        return linear.reference(values["x"], weights["weight"], weights.get("bias"))
 
     roundings = {
         "output": Rounding(1 + bias, inputs),

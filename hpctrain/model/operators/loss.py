@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.linear_layers import add_product
 from hpctrain.model.operators.activation import reference_cap
+from hpctrain.model.operators.linear import add_product
 from hpctrain.model.operators.running import Kernels, Run
 from hpctrain.model.positions import gathered, start_scatter
 from hpctrain.model.units import Weight

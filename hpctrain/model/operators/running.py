@@ -1,4 +1,4 @@
-"""How operators are computed: by torch's operations one after the other, or each compiled to fused kernels.
+"""Operators are computed by torch's operations one after the other, or each is compiled to fused kernels.
 
 Both are the same pure functions of tensors. What calls other ranks lies between two of them, and is in neither.
 Compiled ones have other last bits: values are rounded to the dtype once, at the end.
@@ -24,7 +24,7 @@ def run_eagerly(function: Callable, *tensors: torch.Tensor, **constants):
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes norms, rotary positions, gated activations and the loss (`run`), and what computes attention."""
+    """The choice of kernels: `run` computes norms, rotary positions, gated activations and the loss."""
 
     run: Run = run_eagerly
     attention: str = "auto"
