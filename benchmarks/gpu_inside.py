@@ -365,7 +365,7 @@ def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
     """Return what element-wise operators take, forward and backward, separate and fused."""
     from hpctrain.comm.accelerators.compiling import Compiled
     from hpctrain.engine.alignment import Case
-    from hpctrain.model.operators.catalogue import operators
+    from hpctrain.model.operators.cases import operators
     from hpctrain.model.operators.running import Kernels
 
     dtype, result = DTYPES[job.train.resolved_dtype], {}

@@ -17,7 +17,7 @@ from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, m
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.jobs.compare import command as compare_runs
 from hpctrain.model.operators import activation, attention, linear
-from hpctrain.model.operators.catalogue import Rounding, operators
+from hpctrain.model.operators.cases import Rounding, operators
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 211, "max_positions": 64}
 

@@ -23,7 +23,7 @@ from hpctrain.engine.alignment import Case, compare
 from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused, resolve_kernels
 from hpctrain.model.operators import loss as losses
 from hpctrain.model.operators import norm
-from hpctrain.model.operators.catalogue import operators
+from hpctrain.model.operators.cases import operators
 from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.stage import Stage
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
