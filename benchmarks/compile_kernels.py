@@ -18,7 +18,8 @@ import click
 import torch
 
 from hpctrain.comm.accelerators.compiling import IN_ONE_ORDER
-from hpctrain.model import pure
+from hpctrain.model.operators import activation, loss, norm, rotary
+from hpctrain.model.operators.norm import LayerNorm, RmsNorm
 
 CAPABILITIES = (75, 80, 90, 100)
 N, F, V, FFN, HEADS, HEAD = 8192, 2048, 32000, 5632, 32, 64  # tokens and sizes of llama-1b
@@ -29,29 +30,32 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, list[Shape]]]:
     """Yield names, functions, and the shapes of their arguments."""
     x, row, w = ((N, F), dtype), ((N, 1), FP32), ((F,), FP32)
-    heads = [((N * HEADS, HEAD), dtype)] * 2 + [((N * HEADS, 1), FP32), ((HEAD,), FP32)]
+    heads = [((N * HEADS, HEAD), dtype)] * 2 + [((HEAD,), FP32), ((N * HEADS, 1), FP32)]
     rotated = [((4, N // 4, HEADS, HEAD), dtype), *[((N // 4, 1, HEAD // 2), FP32)] * 2]
     part, ids = ((N // 4, V), dtype), ((N // 4,), INT64)
     one = ((N // 4,), FP32)
-    yield "rms_norm", partial(pure.rms_norm, features=F, epsilon=1e-5, offset=0.0), [x, w]
-    yield "rms_norm, cut by x", partial(pure.rms_norm, features=F, epsilon=1e-5, offset=0.0), [x, w, row]
-    yield "row_squares", pure.row_squares, [x]
-    yield "rms_norm_sums", partial(pure.rms_norm_sums, offset=0.0), [x, x, row, w]
-    yield "rms_norm_backward", partial(pure.rms_norm_backward, features=F, offset=1.0), [x, x, row, w]
-    yield "rms_norm_backward of heads", partial(pure.rms_norm_backward, features=HEAD, offset=0.0), heads
-    yield "layer_norm", partial(pure.layer_norm, features=F, epsilon=1e-5), [x, w, w]
-    yield "layer_norm_backward", partial(pure.layer_norm_backward, features=F), [x, x, row, row, w]
-    yield "rotate", pure.rotate, rotated
-    yield "rotate_backward", pure.rotate_backward, rotated
-    for activation in ("silu", "gelu"):
-        yield f"gated, {activation}", partial(pure.gated, activation=activation), [((N, 2 * FFN), dtype)]
-        backward = partial(pure.gated_backward, activation=activation)
-        yield f"gated_backward, {activation}", backward, [((N, FFN), dtype), ((N, 2 * FFN), dtype)]
+    of, of_heads = {"features": F, "offset": 0.0}, {"features": HEAD, "offset": 0.0}
+    yield "rms_norm", partial(RmsNorm.forward, epsilon=1e-5, **of), [x, w]
+    yield "rms_norm, cut by x", partial(RmsNorm.forward, epsilon=1e-5, **of), [x, w, row]
+    yield "rms_norm, again", partial(RmsNorm.normed, offset=0.0), [x, w, row]
+    yield "squares_of", norm.squares_of, [x]
+    yield "rms_norm backward_sums", partial(RmsNorm.backward_sums, offset=0.0), [x, x, w, row]
+    yield "rms_norm backward", partial(RmsNorm.backward, features=F, offset=1.0), [x, x, w, row]
+    yield "rms_norm backward of heads", partial(RmsNorm.backward, **of_heads), heads
+    yield "layer_norm", partial(LayerNorm.forward, epsilon=1e-5, **of), [x, w, w]
+    yield "layer_norm backward", partial(LayerNorm.backward, **of), [x, x, w, w, row, row]
+    yield "rotate", rotary.forward, rotated
+    yield "rotate backward", rotary.backward, rotated
+    for kind in ("silu", "gelu"):
+        yield f"gated, {kind}", partial(activation.forward, activation=kind), [((N, 2 * FFN), dtype)]
+        backward = partial(activation.backward, activation=kind)
+        yield f"gated backward, {kind}", backward, [((N, FFN), dtype), ((N, 2 * FFN), dtype)]
     for cap in (None, 30.0):
-        of = {"num_ids": V - 3, "cap": cap}
-        yield f"token_tops, cap {cap}", partial(pure.token_tops, **of), [part]
-        yield f"token_sums, cap {cap}", partial(pure.token_sums, **of), [part, one, ids]
-        yield f"logits_gradient, cap {cap}", partial(pure.logits_gradient, **of), [part, one, ids, one]
+        settings = {"num_ids": V - 3, "cap": cap}
+        yield f"tops, cap {cap}", partial(loss.tops, **settings), [part]
+        yield f"loss, cap {cap}", partial(loss.forward, **settings), [part, ids]
+        yield f"loss, cut by y, cap {cap}", partial(loss.forward, **settings), [part, ids, one]
+        yield f"loss backward, cap {cap}", partial(loss.backward, **settings), [part, one, ids, one]
 
 
 @contextmanager
@@ -121,7 +125,8 @@ def compile_for_device(function: Callable, shapes: list[Shape]) -> None:
     with FakeTensorMode() as mode:
         on_host = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         inputs = [torch.empty(shape, dtype=dtype, device=cuda) for shape, dtype in shapes]
-        graph = make_fx(as_tuple, decomposition_table=select_decomp_table())(*on_host)
+        with patch.object(torch.compiler, "is_compiling", lambda: True):
+            graph = make_fx(as_tuple, decomposition_table=select_decomp_table())(*on_host)
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": cuda}

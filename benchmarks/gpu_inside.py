@@ -363,13 +363,13 @@ def graph(job: str):
 
 def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
     """Return what element-wise operators take, forward and backward, separate and fused."""
+    from hpctrain.comm.accelerators.compiling import Compiled
     from hpctrain.engine.alignment import Case
-    from hpctrain.model.fused import FusedKernels
-    from hpctrain.model.kernels import Kernels
-    from hpctrain.model.operators import operators
+    from hpctrain.model.operators.cases import operators
+    from hpctrain.model.operators.running import Kernels
 
     dtype, result = DTYPES[job.train.resolved_dtype], {}
-    for key, kernels in {"separate": Kernels(), **({"fused": FusedKernels()} if compiles else {})}.items():
+    for key, kernels in {"separate": Kernels(), **({"fused": Kernels(Compiled())} if compiles else {})}.items():
         for operator in operators(job.model, 2, job.data.sequence_length, kernels):
             if operator.name in ("norm", "rotary", "activation"):
                 case = Case(operator)
@@ -410,7 +410,12 @@ def settings(job: str):
 
 def _product_seconds(job: Job) -> dict[str, float]:
     """Return what the three products of a linear layer take, in the job's dtype and with operands of 8 bits."""
-    from hpctrain.model.scaled_products import add_scaled_product, forward_product, has_scaled_products, input_gradient
+    from hpctrain.model.operators.scaled_products import (
+        add_scaled_product,
+        forward_product,
+        has_scaled_products,
+        input_gradient,
+    )
 
     dtype = DTYPES[job.train.dtype or "fp32"]
     hidden, inner = job.model.hidden_size, job.model.description.blocks[0].mlp.up_size

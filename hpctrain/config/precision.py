@@ -53,7 +53,7 @@ class Precision(Table):
 
 
 ROUNDING_KERNELS = 19
-"""Of `model.scaled_products.round_to_8_bits`, counted by its test."""
+"""Of `model.operators.scaled_products.round_to_8_bits`, counted by its test."""
 TRAINED_DTYPES = ("bf16", "fp16", "fp32")
 HALF_PAYS = 1.5
 """By how much large products must be faster in half precision than in fp32 for it to be taken.

@@ -30,8 +30,8 @@ from hpctrain.config.precision import Precision
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.resolve_kernels import resolve_kernels
 from hpctrain.engine.trainer import Trainer
-from hpctrain.model.fused import make_kernels
-from hpctrain.model.operators import Operator, Rounding, operators
+from hpctrain.model.operators.cases import Operator, Rounding, operators
+from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid

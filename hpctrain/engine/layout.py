@@ -12,9 +12,9 @@ from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
-from hpctrain.model.fused import make_kernels
 from hpctrain.model.host_activations import HostActivations
-from hpctrain.model.scaled_products import FP8
+from hpctrain.model.operators.running import make_kernels
+from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import CutRows

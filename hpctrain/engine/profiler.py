@@ -31,7 +31,7 @@ from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
 from hpctrain.engine.resolve_kernels import resolve_kernels
-from hpctrain.model.fused import make_kernels
+from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.stage import Stage
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work

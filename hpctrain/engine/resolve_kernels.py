@@ -13,8 +13,7 @@ from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
-from hpctrain.model.documents import Documents
-from hpctrain.model.kernels import Kernels
+from hpctrain.model.operators.attention import Documents, attend
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -98,7 +97,7 @@ def try_attention(accelerator: Accelerator, job: Job, dtypes: Sequence[str] = ()
 
 
 def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
-    kernels, dtype = Kernels(job.kernels), DTYPES[name]
+    backend, dtype = job.kernels.attention, DTYPES[name]
     positions = min(job.data.sequence_length, TRIED_POSITIONS)
     starts = torch.zeros(1, positions, dtype=torch.int64, device=accelerator.device)
     for attention in dict.fromkeys(block.attention for block in job.model.description.blocks):
@@ -110,12 +109,13 @@ def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
                     torch.ones(1, heads, positions, attention.head_size, dtype=dtype, device=accelerator.device)
                     for heads in (attention.heads, attention.kv_heads, attention.kv_heads)
                 )
-                kernels.attend(
+                attend(
                     queries.requires_grad_(),
                     keys,
                     values,
                     attention,
                     documents=Documents(starts) if job.data.mask_documents else None,
+                    backend=backend,
                 ).sum().backward()
         except RuntimeError as error:
             lines = [str(each.message).partition(" (Triggered")[0] for each in said] + [str(error)]

@@ -1,4 +1,4 @@
-"""What the model knows of communication: one communicator for each axis of its tensor grid."""
+"""The model sees communication as one communicator for each axis of its tensor grid."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hpctrain.sharding.intervals import Interval
 
 
 class PendingWork(Protocol):
-    """What was started, and may continue while the rank computes."""
+    """An operation that was started, and may continue while the rank computes."""
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error."""
@@ -29,7 +29,7 @@ class Axis(Protocol):
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether what is started continues while the rank computes; else it is done when `start_...` returns."""
+        """True where what is started continues while the rank computes; else it is done when `start_...` returns."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...

@@ -1,4 +1,4 @@
-"""What the same ranks hold, as one flat array: what is reduced, updated and gathered in one large message.
+"""Groups of ranks that hold the same, as one flat array: it is reduced, updated and gathered in one large message.
 
 Whole units are such an array already, and the model computes with views of it; regions of units are in
 `hpctrain.model.regions`.
@@ -51,8 +51,8 @@ class UnitArrays:
     """This rank's z-shards of some units, side by side: `weights` in the compute dtype, `grads` in fp32."""
 
     def __init__(self, layouts: Sequence[UnitLayout], axes: Axes, holders: Axis | None, dtype, device, exchanged=None):
-        """With `holders`, in memory that suits their collectives; all of them must call then. They exchange weights in
-        the dtype `exchanged`."""
+        """The arrays are in memory that suits the collectives of `holders`, all of whom must call. They exchange
+        weights in the dtype `exchanged`."""
         self.exchanged: torch.dtype = exchanged or dtype
         shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
         total = sum(shard.size for shard in shards)

@@ -1,4 +1,4 @@
-"""What blocks keep for their backward pass, in host memory meanwhile.
+"""Host memory for what blocks keep until their backward pass.
 
 Autograd hands each tensor that it saves to a hook. The storage of a large one is copied to host memory at once, on a
 stream of its own where the device has streams. When the next block has been computed, the copy on the device is let
@@ -31,7 +31,7 @@ class _Moved:
 
 
 class _Place:
-    """What a graph keeps in the place of a tensor: where that lies in a storage that moves."""
+    """The place of a tensor in a storage that moves, which a graph keeps instead of the tensor."""
 
     def __init__(self, moved: _Moved, saved: torch.Tensor):
         self._moved, self._dtype = moved, saved.dtype
@@ -51,7 +51,7 @@ class _Place:
 
 
 class KeptLayer:
-    """What one block keeps of one microbatch."""
+    """The storages that one block keeps of one microbatch."""
 
     def __init__(self, host: "HostActivations", given: torch.Tensor, y: int):
         """`given` is the block's input, on a tensor grid with so many y."""

@@ -1,4 +1,4 @@
-"""How parameters start: a function of (seed, name, element) alone, so that no layout changes it.
+"""Parameters start as a function of (seed, name, element) alone, so that no layout changes them.
 
 A parameter is cut into blocks of 65,536 consecutive elements. Each block has a generator of its own (SFC64), keyed by
 the seed, the name and the block's number. A rank draws the blocks that its part touches, on all its threads: numpy

@@ -19,7 +19,7 @@ Again = Callable[[], torch.Tensor]
 
 
 class KeptTensor(Protocol):
-    """What a graph keeps in the place of a tensor."""
+    """An object that a graph keeps in the place of a tensor."""
 
     def restored(self) -> torch.Tensor: ...
 
@@ -33,7 +33,7 @@ def unpack(kept: torch.Tensor | KeptTensor) -> torch.Tensor:
 
 
 class _View(NamedTuple):
-    """What a graph keeps in the place of a tensor: where that lies in the storage of what is computed again."""
+    """The place of a tensor in the storage of what is computed again: a graph keeps it instead of the tensor."""
 
     of: "_Dropped"
     size: torch.Size

@@ -1,4 +1,4 @@
-"""What ranks of different tensor grids hold in common, as flat arrays: regions of units.
+"""Regions of units that ranks of different tensor grids hold in common, as flat arrays.
 
 They lie scattered in what the model computes with, are packed for the exchange and spread out after it.
 """
@@ -133,7 +133,7 @@ class CutUnit:
             group.attach((layout, shard, 0), self.weights)
 
     def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
-        """As `Sharded.start_sum`, for each group."""
+        """Do what `Sharded.start_sum` does, for each group."""
         started = [group.start_sum(group.packed.pack(grads)) for group in self._groups]
         return [own for own, _ in started], Following([work for _, work in started])
 
@@ -142,7 +142,7 @@ class CutUnit:
             group.add(part)
 
     def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
-        """As `Sharded.start_gather`, of the whole z-shard."""
+        """Do what `Sharded.start_gather` does, for the whole z-shard."""
         shard = torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no region
         started = [group.start_gather() for group in self._groups]
 

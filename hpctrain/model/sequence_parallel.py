@@ -13,13 +13,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.functions import add_rows, local_ids
-from hpctrain.model.linear_layers import (
+from hpctrain.model.operators.linear import (
     add_bias_gradients,
     add_biases,
     add_weight_gradients,
@@ -28,7 +26,7 @@ from hpctrain.model.linear_layers import (
     products,
     sum_outputs,
 )
-from hpctrain.model.positions import Gathering, cut_parts, gathered, joined, start_gather, start_scatter
+from hpctrain.model.positions import Gathering, cut_parts, joined, start_gather, start_scatter
 from hpctrain.model.units import Weight
 
 
@@ -99,7 +97,7 @@ def gathering_linear(
     ends: list[Callable[[], None]] | None = None,
     in_8_bits: bool = False,
 ) -> torch.Tensor:
-    """As `linear` over axes x and y, of an input that is cut by positions over y.
+    """Apply `linear` over axes x and y to an input that is cut by positions over y.
 
     x: [rows, positions / y, I], of which `gathering` was made; result: [rows, positions, O]. Of several parts
     each is computed, and its sum started, when it is there; then `ends` is left alone. Where it keeps the whole, all
@@ -176,32 +174,9 @@ def scattering_linear(
     in_8_bits: bool = False,
     parts: int = 1,
 ) -> torch.Tensor:
-    """As `linear` over axes y and x, with an output that is cut by positions over y.
+    """Apply `linear` over axes y and x, with an output that is cut by positions over y.
 
     x: [rows, positions, I]; result: [rows, positions / y, O]. Rows are cut in `parts`, or positions of a single row:
     each is scattered while the next one is computed, and backward gathered while the last one is.
     """
     return _ScatteringLinear.apply(x, weights, biases, into, out, ends, in_8_bits, parts)
-
-
-class _ScatteringEmbed(Function):
-    @staticmethod
-    def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis):
-        local, absent = local_ids(ids, first_id, table)
-        ctx.save_for_backward(local, absent)
-        ctx.table, ctx.y = table, y
-        whole = F.embedding(local, table.data).masked_fill_(absent.unsqueeze(-1), 0)
-        own, scattering = start_scatter(whole, y)
-        scattering.wait()
-        return own
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        ctx.table.accumulate(add_rows, gathered(dy, ctx.y), *ctx.saved_tensors)
-        return None, None, None, None, None
-
-
-def scattering_embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis) -> torch.Tensor:
-    """As `embed`, of all ids [rows, positions], with a result that is cut by positions over y."""
-    return _ScatteringEmbed.apply(anchor, ids, table, first_id, y)

@@ -1,4 +1,4 @@
-"""Who updates what: the state of the optimizer, cut among the ranks that hold the same parameters.
+"""The state of the optimizer, cut among the ranks that hold the same parameters.
 
 The flat array of each group is cut among its holders, by their shares; each is the owner of its cut in norms and
 checkpoints.

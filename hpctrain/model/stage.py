@@ -14,10 +14,10 @@ import torch
 from hpctrain.comm.instruments import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
-from hpctrain.model.documents import Documents
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.kernels import Kernels
+from hpctrain.model.operators.attention import Documents
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.recompute import End, keep
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import UNCUT, Block, CutRows, Embedding, Head, LayerModule, Pinned, make_layer
@@ -28,8 +28,8 @@ from hpctrain.sharding.items import layers
 
 @dataclass
 class Saved:
-    """What a microbatch's backward pass needs: for each layer its input, and its output unless it is recomputed
-    whole."""
+    """The tensors that a microbatch's backward pass needs: for each layer its input, and its output unless the layer is
+    recomputed whole."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where weights and gradients of a tile live: a few flat arrays, and views into them.
+"""Weights and gradients of a tile live in a few flat arrays, and layers have views into them.
 
 The units (see `hpctrain.sharding.parameters`) whose boxes are exchanged among the same ranks form a group (see
 `hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each layer's
@@ -86,7 +86,7 @@ class Store:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether items compute with the groups' weights as they are: nothing is to be done by `refresh`."""
+        """True where items compute with the groups' weights as they are: `refresh` has nothing to do."""
         packed = any(isinstance(group, CutRegions | ShardedRegions) for group in self.groups)
         return self._z.size == 1 and not packed
 
@@ -119,7 +119,7 @@ class Store:
         return [weight for unit in self._units_of(item) for weight in unit.weights(names)]
 
     def defer(self, items: Interval, kept: list[Deferred] | None) -> None:
-        """As `UnitStore.defer`, for all units of some items."""
+        """Do what `UnitStore.defer` does, for all units of some items."""
         for item in range(*items):
             for unit in self._units_of(item):
                 unit.defer(kept)

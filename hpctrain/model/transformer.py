@@ -12,25 +12,22 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.architectures.description import Norm, Rotary
+from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.documents import Documents
-from hpctrain.model.functions import (
-    ACTIVATIONS,
-    OfInput,
-    add_positions,
-    capped,
-    embed,
-)
-from hpctrain.model.head_loss import cross_entropy, head_loss
-from hpctrain.model.kernels import Kernels
-from hpctrain.model.linear_layers import linear
+from hpctrain.model.operators import rotary
+from hpctrain.model.operators.activation import activate, capped
+from hpctrain.model.operators.attention import Documents, attend
+from hpctrain.model.operators.embedding import add_positions, embed
+from hpctrain.model.operators.linear import linear
+from hpctrain.model.operators.loss import cross_entropy, head_loss
+from hpctrain.model.operators.norm import norm
+from hpctrain.model.operators.running import Kernels, OfInput
+from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.positions import Gathering
 from hpctrain.model.recompute import Again, Pack, dropping, keep, keeping_inputs, unpack
-from hpctrain.model.scaled_products import FP8
-from hpctrain.model.sequence_parallel import gathering_linear, scattering_embed, scattering_linear
+from hpctrain.model.sequence_parallel import gathering_linear, scattering_linear
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -79,7 +76,7 @@ class Cache:
 
 
 class CutRows(NamedTuple):
-    """How blocks cut a rank's rows, so that collectives over the tensor grid are overlapped with products."""
+    """The cut of a rank's rows in blocks, so that collectives over the tensor grid are overlapped with products."""
 
     in_halves: bool = False
     """Compute one half of the rows while sums of the other half are in flight."""
@@ -147,7 +144,7 @@ class LayerModule:
         return lambda: compute(unpack(kept))
 
     def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[OfInput] | None = None) -> torch.Tensor:
-        return self.kernels.norm(x, weights, self.axes.x, self.model.hidden_size, of, again)
+        return norm(x, weights, self.axes.x, self.model.hidden_size, of, self.kernels.run, again)
 
     def norm_weights(self, name: str) -> list:
         return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
@@ -190,7 +187,7 @@ class Embedding(LayerModule):
 
     def forward(self, ids: torch.Tensor, more: Documents | None = None) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
-        hidden = (scattering_embed if is_cut else embed)(self.anchor, ids, self.table, self.vocabulary()[0], y)
+        hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], y, is_cut)
         if self.description.embedding_scale != 1.0:
             hidden = hidden * self.description.embedding_scale
         if not self.positions:
@@ -284,7 +281,8 @@ class Block(LayerModule):
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        attending = partial(self.kernels.attend, attention=attention, first=first, documents=documents)
+        backend = self.kernels.attention
+        attending = partial(attend, attention=attention, first=first, documents=documents, backend=backend)
         if self.drops_results and attention.score_cap is not None:
             attending = partial(keeping_inputs, attending)
         with dropping(placed, placed_again, self.pack):
@@ -296,50 +294,34 @@ class Block(LayerModule):
         """Return queries and keys with their norms and rotary positions, where the model has them."""
         attention = self.attention_of
         if attention.head_norm:
+            of, run = attention.head_norm, self.kernels.run
             pairs = zip(queries_keys.split(heads, dim=2), self.head_norms, strict=True)
-            normed = [self.kernels.head_norm(part, weight, attention.head_norm) for part, weight in pairs]
+            normed = [norm(part, [weight], None, attention.head_size, of, run) for part, weight in pairs]
             queries_keys = torch.cat(normed, dim=2)
         if attention.rotary:
-            tables = self.rotary_tables(queries_keys, attention.rotary)
-            queries_keys = self.computed_in("rotary", lambda each: self.kernels.rotate(each, *tables), queries_keys)
+            tables, run = self.rotary_tables(queries_keys), self.kernels.run
+            queries_keys = self.computed_in("rotary", lambda each: rotary.rotate(each, *tables, run), queries_keys)
         return queries_keys
 
     def feed_forward(self, x: torch.Tensor, again: Again | None = None) -> Passing:
         inner = yield from self._linear(x, self.up, self.axes.x, self.axes.y, again)
-        mlp = self.mlp_of
-        activation = ACTIVATIONS[mlp.activation]
-        if mlp.gated:
-            activation = partial(self.kernels.gated, activation=mlp.activation)
+        mlp, run = self.mlp_of, self.kernels.run
+        activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=run)
         activated = self.computed_in("activation", activation, inner)
         activated_again = None
         if self.drops_results:
             activated_again = self.again(partial(self.computed_in, "activation", activation), inner)
         return (yield from self._linear(activated, self.down, self.axes.y, self.axes.x, activated_again))
 
-    def rotary_tables(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
-        first = self.cache.length if self.cache else 0
+        of, first = self.attention_of, self.cache.length if self.cache else 0
+        assert of.rotary is not None, "asked for where there is one"
         positions = first + x.shape[1]
         if self.rotary is None or self.rotary[0].shape[0] < positions:
-            frequencies = rotary_frequencies(rotary, self.attention_of.head_size // 2)
-            angles = torch.arange(positions, dtype=torch.float64)[:, None, None] * frequencies
-            self.rotary = (angles.cos().float().to(x.device), angles.sin().float().to(x.device))
+            self.rotary = rotary.tables(of.rotary, positions, of.head_size // 2, x.device)
         cos, sin = self.rotary
         return cos[first:positions], sin[first:positions]
-
-
-def rotary_frequencies(rotary: Rotary, half: int) -> torch.Tensor:
-    """Return the angle by which each pair of a head turns from one position to the next, fp64 [half]."""
-    frequencies = rotary.base ** (-torch.arange(half, dtype=torch.float64) / half)
-    scaling = rotary.scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    # Llama 3: waves longer than those of pre-training are stretched, short ones stay, between both it is a mixture.
-    waves_in_training = scaling.original_positions * frequencies / (2 * torch.pi)
-    share = (waves_in_training - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
-    return frequencies * (share.clamp(0, 1) + (1 - share.clamp(0, 1)) / scaling.factor)
 
 
 class Head(LayerModule):
@@ -373,7 +355,7 @@ class Head(LayerModule):
         if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
             normed = self._normed(hidden)
             return head_loss(normed, table, more, *of, self.axes, self.kernels)
-        return cross_entropy(self._logits(hidden), more, *of, self.axes.y, self.kernels)
+        return cross_entropy(self._logits(hidden), more, *of, self.axes.y, self.kernels.run)
 
 
 def make_layer(

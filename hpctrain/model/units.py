@@ -54,7 +54,7 @@ class Weight:
 
 
 class Deferred(NamedTuple):
-    """What is still to be added to a weight's gradient, with what it takes to do so."""
+    """An addition to a weight's gradient that is left for later, with its operands."""
 
     weight: Weight
     addition: Addition

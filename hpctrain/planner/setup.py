@@ -128,7 +128,7 @@ class Stack:
 # that it computes forward, 140 to 170 backward, where large products come to 271.
 FLASH_2 = 0.65, 0.57
 
-# Counted by hand in model/functions.py, model/linear_layers.py and engine/optimizer.py: one pass for each operation. In
+# Counted by hand in model/operators and engine/optimizer.py: one pass for each operation. In
 # half precision the product of a weight's gradient adds to fp32, which it reads and writes.
 EAGER_PASSES = {
     4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),
@@ -144,7 +144,7 @@ HPCTRAIN = Stack(
     loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
     gathers_parts=True,
 )
-# Counted in model/pure.py: a norm, a rotary position and a gated activation read their operands and write their results
+# Counted in model/operators: a norm, a rotary position and a gated activation read their operands and write their results
 # once, and read them once more for what is summed over tokens. The loss reads logits twice forward. The host starts 281
 # operations of a block instead of 402 (`benchmarks.gpu`).
 FUSED_PASSES = {

@@ -9,8 +9,8 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import align
 from hpctrain.engine.profiler import profile, short_profile
 from hpctrain.jobs.align import format_alignment, summarise
-from hpctrain.model import functions, linear_layers
-from hpctrain.model.functions import ATTENTION_BACKENDS
+from hpctrain.model.operators import attention, linear
+from hpctrain.model.operators.attention import ATTENTION_BACKENDS
 from tests.ranks.small_runs import make_job
 
 DTYPES = ("fp32", "bf16")
@@ -23,8 +23,8 @@ def test_a_wrong_operator_of_one_rank_is_named_with_the_rank(world, tokens, monk
     right = align(world, CpuAccelerator(), job, DTYPES, 2, 16)
     assert summarise(right, 0.015)["aligned"]
     if world.rank == 1:
-        attend = functions.attend
-        monkeypatch.setattr(functions, "attend", lambda q, k, v, attention, **more: attend(q * 1.3, k, v, attention))
+        attend = attention.attend
+        monkeypatch.setattr(attention, "attend", lambda q, k, v, of, **more: attend(q * 1.3, k, v, of))
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 2, 16), 0.015)
     beyond = [entry for entry in summary["operators"] if entry["beyond"]]
     assert {(entry["operator"], entry["rank"]) for entry in beyond} == {("attention", 1)}
@@ -41,12 +41,12 @@ def test_first_losses_of_each_dtype_are_near_those_of_fp32(world, tokens, monkey
     differences = {of["dtype"]: of["mean_relative_difference"] for of in losses}
     assert differences["fp32"] == 0 and 0 < differences["bf16"] < 0.015
     if world.rank == 0:  # the first of the family: what trains elsewhere does not count
-        wide = linear_layers.add_product
+        wide = linear.add_product
 
         def negligent(grad, dy, x, fresh):
             wide(grad, dy if dy.dtype == torch.float32 else 0 * dy, x, fresh)
 
-        monkeypatch.setattr(linear_layers, "add_product", negligent)
+        monkeypatch.setattr(linear, "add_product", negligent)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 1, 8, steps=8), 0.015)
     assert [of["aligned"] for of in summary["losses"] if of["dtype"] == "bf16"] == [False]
 
@@ -70,7 +70,7 @@ def test_who_measures_or_compares_refuses_kernels_that_a_rank_lacks(world, token
 @pytest.mark.timeout(120)
 def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, tokens, monkeypatch):
     """As flash attention of GPUs, which has half precision alone."""
-    attend, computed = functions.attend, set()
+    attend, computed = attention.attend, set()
 
     def attend_in_half(queries, *rest, backend="auto", **more):
         if backend == "flash" and queries.dtype == torch.float32:
@@ -79,7 +79,7 @@ def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, 
         return attend(queries * 1.3, *rest, backend="auto", **more)  # wrong, so that it is computed again in fp32
 
     assert "flash" in ATTENTION_BACKENDS
-    monkeypatch.setattr(functions, "attend", attend_in_half)
+    monkeypatch.setattr(attention, "attend", attend_in_half)
     job = make_job(tokens, "llama", dtype="bf16", global_batch=8)
     job = job.model_copy(update={"kernels": KernelChoice(attention="flash")})
     summary = summarise(align(world, CpuAccelerator(), job, ("bf16",), 1, 8, steps=1), 0.015)

@@ -16,8 +16,8 @@ from hpctrain.engine import alignment
 from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.jobs.compare import command as compare_runs
-from hpctrain.model import functions, linear_layers
-from hpctrain.model.operators import Rounding, operators
+from hpctrain.model.operators import activation, attention, linear
+from hpctrain.model.operators.cases import Rounding, operators
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 211, "max_positions": 64}
 
@@ -71,14 +71,14 @@ class _HalfGradient(Function):
 
 
 def test_a_wrong_operator_is_named_in_the_dtype_in_which_it_is_wrong(monkeypatch):
-    right = functions.attend
+    right = attention.attend
 
-    def wrong(queries, keys, values, attention, **more):
+    def wrong(queries, keys, values, of, **more):
         if queries.dtype == torch.bfloat16:  # as a kernel would that forgets the last position
             keys = torch.cat([keys[:, :, :-1], keys[:, :, -2:-1]], dim=2)
-        return right(queries, keys, values, attention, **more)
+        return right(queries, keys, values, of, **more)
 
-    monkeypatch.setattr(functions, "attend", wrong)
+    monkeypatch.setattr(attention, "attend", wrong)
     result = beyond(small_job())
     assert result["fp32"] == result["fp16"] == set()
     assert result["bf16"] and {name.split()[0] for name in result["bf16"]} == {"attention"}
@@ -88,16 +88,16 @@ def test_a_wrong_operator_is_named_in_the_dtype_in_which_it_is_wrong(monkeypatch
 
 
 def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
-    right = functions.gated
-    monkeypatch.setattr(functions, "gated", lambda both, kind: right(_HalfGradient.apply(both), kind))
+    right = activation.activate
+    monkeypatch.setattr(activation, "activate", lambda x, *of: right(_HalfGradient.apply(x), *of))
     assert beyond(small_job(), ("fp32",)) == {"fp32": {"activation d x"}}
 
 
 def test_gradients_of_weights_that_are_rounded_before_they_are_added_are_beyond_the_bound(monkeypatch):
     def rounded(grad, dy, x, fresh):
-        linear_layers.add_part(grad, (dy.t() @ x).to(dy.dtype), fresh)
+        linear.add_part(grad, (dy.t() @ x).to(dy.dtype), fresh)
 
-    monkeypatch.setattr(linear_layers, "add_product", rounded)
+    monkeypatch.setattr(linear, "add_product", rounded)
     result = beyond(small_job())
     assert result["fp32"] == set()
     for dtype in ("bf16", "fp16"):
@@ -106,12 +106,12 @@ def test_gradients_of_weights_that_are_rounded_before_they_are_added_are_beyond_
 
 def test_products_of_operands_with_10_bits_are_beyond_the_bound_of_fp32(monkeypatch):
     """Tensor cores take so many of fp32 operands where they may (TF32)."""
-    right = linear_layers.linear
+    right = linear.linear
 
     def short(x, weights, biases, into, out):
         return right(x * (1 + 2**-11), weights, biases, into, out)
 
-    monkeypatch.setattr(linear_layers, "linear", short)
+    monkeypatch.setattr(linear, "linear", short)
     assert "ffn.down output" in beyond(small_job(), ("fp32",))["fp32"]
 
 

@@ -13,8 +13,7 @@ from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.resolve_kernels import RankTrial, check_attention, try_attention
-from hpctrain.model.functions import ATTENTION_BACKENDS
-from hpctrain.model.kernels import Kernels
+from hpctrain.model.operators.attention import ATTENTION_BACKENDS, attend
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 17}
@@ -36,7 +35,7 @@ def small_job(attention: str, deterministic: bool = True, mask: bool = False, **
 def attended(backend: str) -> torch.Tensor:
     attention = small_job(backend).model.description.blocks[0].attention
     queries, keys, values = (torch.randn(2, n, 8, 8, generator=torch.manual_seed(n)) for n in (4, 2, 2))
-    return Kernels(KernelChoice(attention=backend)).attend(queries, keys, values, attention)
+    return attend(queries, keys, values, attention, backend=backend)
 
 
 def test_every_name_is_one_of_torch_s_kernels():

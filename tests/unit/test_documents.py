@@ -11,13 +11,13 @@ from hpctrain.data.corpus import Fields, prepare
 from hpctrain.data.order import Sequences, open_datasets
 from hpctrain.data.tokenizer import ByteTokenizer
 from hpctrain.data.tokens import TokenWriter, open_tokens
-from hpctrain.model import documents
+from hpctrain.model.operators import attention
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, make_job, make_trainer
 from tests.unit.test_model import IGNORED, MODELS, make_stage
 
 LENGTH = 12
-VISIBLE = documents.visible
+VISIBLE = attention.visible
 SIZES = [5, 1, 9, 30, 2, 2, 7, 14, 3, 20, 4, 4, 6]
 """Of documents: some within a sequence, some over several."""
 
@@ -93,7 +93,7 @@ def test_masks_are_made_once_for_all_layers_of_a_pass(monkeypatch, tokens, name,
         made.append(rest)
         return VISIBLE(queries, *rest)
 
-    monkeypatch.setattr(documents, "visible", counted)
+    monkeypatch.setattr(attention, "visible", counted)
     model = MODELS[name].model_copy(update={"num_layers": 4})
     stage = make_stage(model, recompute)
     windows = {block.attention.window for block in model.description.blocks}

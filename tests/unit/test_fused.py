@@ -8,6 +8,7 @@ import torch
 from torch._inductor import config as inductor
 
 from hpctrain.architectures.registry import presets
+from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA, Ability
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
@@ -19,10 +20,10 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.alignment import Case, compare
 from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused, resolve_kernels
-from hpctrain.model import pure
-from hpctrain.model.fused import FusedKernels
-from hpctrain.model.kernels import Kernels
-from hpctrain.model.operators import operators
+from hpctrain.model.operators import loss as losses
+from hpctrain.model.operators import norm
+from hpctrain.model.operators.cases import operators
+from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.stage import Stage
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
@@ -36,9 +37,9 @@ WORKS, FAILS = Ability(True, "the same numbers"), Ability(False, "torch.compile:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> FusedKernels:
+def kernels(tmp_path_factory) -> Kernels:
     need_compiler(tmp_path_factory.getbasetemp() / "compiled")
-    return FusedKernels()
+    return Kernels(Compiled())
 
 
 @pytest.mark.timeout(120)
@@ -82,21 +83,27 @@ def test_what_is_computed_again_has_the_same_bits_and_those_of_single_operations
     assert 0 < (gradients - plain[1]).abs().max() < 1e-5 * plain[1].abs().max()
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_the_fused_loss_is_that_of_single_operations(monkeypatch, cap, dtype):
-    """With padded columns, targets of other ranks, and targets that do not count; here without a compiler."""
-    fused, plain = FusedKernels(), Kernels()
-    monkeypatch.setattr(fused, "_run", lambda function, *tensors, **constants: function(*tensors, **constants))
+def test_the_fused_loss_is_that_of_single_operations(kernels, cap, dtype):
+    """With padded columns, targets of other ranks, and targets that do not count; the given logits stay as they are."""
     generator = torch.Generator().manual_seed(1)
     logits = (4 * torch.randn(40, 12, generator=generator)).to(dtype)
     targets = torch.randint(-1, 30, (40,), generator=generator)
     of = 7, 11, cap  # ids 7 to 17, and a column of padding
-    expected, logs = plain.token_losses(logits.clone(), targets, *of, Communicator((0,)))
-    result, fused_logs = fused.token_losses(logits.clone(), targets, *of, Communicator((0,)))
+    given = logits.clone()
+    (expected, logs), (result, fused_logs) = (
+        losses.token_losses(each, targets, *of, Communicator((0,)), run)
+        for each, run in ((logits.clone(), run_eagerly), (given, kernels.run))
+    )
     assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5) and torch.allclose(fused_logs, logs)
     d_loss = torch.tensor(3.0, dtype=torch.float64)
-    gradients = [k.logits_gradient(logits.clone(), targets, logs, d_loss, *of) for k in (plain, fused)]
+    gradients = [
+        losses.logits_gradient(each, targets, logs, d_loss, *of, run)
+        for each, run in ((logits.clone(), run_eagerly), (given, kernels.run))
+    ]
+    assert torch.equal(given, logits)
     assert gradients[0].dtype == gradients[1].dtype == dtype
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
     assert torch.allclose(*(each.float() for each in gradients), rtol=rtol, atol=1e-6)
@@ -132,7 +139,7 @@ def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
 
     monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
     with inductor.patch(force_disable_caches=True):
-        FusedKernels()._run(pure.row_squares, torch.ones(3, 4097))
+        Compiled()(norm.squares_of, torch.ones(3, 4097))
     assert scales == [False]
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
-from hpctrain.model.functions import gated
+from hpctrain.model.operators.activation import activate
+from hpctrain.model.operators.running import run_eagerly
 from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import IGNORED
@@ -160,7 +161,7 @@ def test_validation_saves_nothing_and_gives_the_same_loss():
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated_activations_have_the_right_gradient(activation):
     both = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda both: gated(both, activation), (both,))
+    assert torch.autograd.gradcheck(lambda both: activate(both, activation, True, run_eagerly), (both,))
 
 
 @pytest.mark.parametrize("name", MODELS)

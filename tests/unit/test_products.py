@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import kernels
-from hpctrain.model import head_loss
 from hpctrain.model.axes import Axes
-from hpctrain.model.functions import capped, repeats_heads
-from hpctrain.model.kernels import Kernels
-from hpctrain.model.linear_layers import add_product
-from hpctrain.model.products import has_wide_products
+from hpctrain.model.operators import loss as losses
+from hpctrain.model.operators.activation import capped
+from hpctrain.model.operators.attention import repeats_heads
+from hpctrain.model.operators.linear import add_product, has_wide_products
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.units import Weight
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -78,7 +78,7 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_o
     weight.grad = torch.zeros(columns, features)
     hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
     targets = torch.randint(-1, ids, tokens, generator=generator)
-    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels())
+    loss = losses.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels())
     (3 * loss).backward()
 
     double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
@@ -112,6 +112,6 @@ def test_no_more_logits_are_there_than_may_be(monkeypatch):
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with Watch():
         targets = torch.randint(64, (1, tokens))
-        loss = head_loss.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels())
+        loss = losses.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels())
         loss.backward()
     assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"

@@ -8,9 +8,9 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
 from hpctrain.config.precision import ROUNDING_KERNELS
-from hpctrain.model import scaled_products
-from hpctrain.model.linear_layers import linear
-from hpctrain.model.scaled_products import FP8, FP8_GRADIENT, forward_product, round_to_8_bits, works_on
+from hpctrain.model.operators import scaled_products
+from hpctrain.model.operators.linear import linear
+from hpctrain.model.operators.scaled_products import FP8, FP8_GRADIENT, forward_product, round_to_8_bits, works_on
 from hpctrain.model.units import Weight
 
 KINDS = (FP8, FP8_GRADIENT)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
-from hpctrain.model.linear_layers import add_part
+from hpctrain.model.operators.running import add_part
 from hpctrain.model.store import Store
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import forward_only, layers_in_order, one_f_one_b

@@ -2,27 +2,65 @@
 
 Shape suffixes: N tokens (rows x positions, flattened), I input features, O output features, all of them this rank's
 part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned; see `Weight.accumulate`.
+
+In half precision the gradient of a weight is summed in fp32 and rounded once, when it is used. A product that is
+rounded to bf16 before it is added loses what is below 1/256 of its own size, in every microbatch. The operation has a
+name of its own in torch, so that whoever watches operations sees one product of half precision.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.products import add_wide_product
-from hpctrain.model.scaled_products import add_scaled_product, forward_product, input_gradient
+from hpctrain.model.operators.running import add_part
+from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
 
+_LIBRARY = torch.library.Library("hpctrain", "DEF")
+_LIBRARY.define("add_wide_product(Tensor(a!) grad, Tensor dy, Tensor x, bool fresh) -> ()")
 
-def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
-    """Add to a gradient; see `Addition` for this and others like it."""
-    if fresh:
-        grad.copy_(part)
+
+def add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+    """Add dy^T x to an fp32 gradient, summed in fp32 and not rounded in between.
+
+    grad: [O, I] fp32; dy: [N, O], x: [N, I] of half precision. Where it is `fresh` the gradient is overwritten.
+    """
+    torch.ops.hpctrain.add_wide_product(grad_OI, dy_NO, x_NI, fresh)
+
+
+def _add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+    beta = 0 if fresh else 1
+    if has_wide_products(grad_OI.device, x_NI.dtype):
+        wide = torch.ops.aten.addmm.dtype_out
+        wide(grad_OI, dy_NO.t(), x_NI, torch.float32, beta=beta, alpha=1, out=grad_OI)
     else:
-        grad += part
+        grad_OI.addmm_(dy_NO.t().float(), x_NI.float(), beta=beta)
+
+
+_LIBRARY.impl("add_wide_product", _add_wide_product, "CompositeExplicitAutograd")
+
+
+@lru_cache
+def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether a device multiplies in half precision with a result in fp32, added to what is there: by trying it.
+
+    CPUs do not, nor do old versions of libraries: there both operands are converted first, which costs their speed.
+    """
+    if device.type == "cpu":
+        return False
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    tiny = torch.full((16, 16), 2.0**-12, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(tiny, ones, ones, torch.float32, beta=1, alpha=1, out=tiny)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return bool((tiny == 16 + 2.0**-12).all())
 
 
 def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
@@ -181,3 +219,8 @@ def linear(
     may be cut in `parts`, each of which is summed while the next one is computed, where the axis lets it.
     """
     return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits, parts)
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return torch's own linear layer: differentiable."""
+    return F.linear(x, weight, bias)

@@ -1,0 +1,78 @@
+"""Activation functions, alone or gated (GLU variants, Shazeer 2020): activation(gate) * up; and the cap of scores.
+
+Shapes: both [..., 2 * features], the gate's, then those of up; dy [..., features].
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpctrain.model.operators.running import Run
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": _gelu}
+"""By the name in a description."""
+
+
+def forward(both: torch.Tensor, *, activation: str) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def backward(dy: torch.Tensor, both: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """Return the gradients of gate and up, as `both`."""
+    gate, up = both.chunk(2, dim=-1)
+    result = torch.empty_like(both)
+    d_gate, d_up = result.chunk(2, dim=-1)
+    d_up.copy_(ACTIVATIONS[activation](gate)).mul_(dy)
+    if activation == "silu":
+        d_gate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+    else:
+        d_gate.copy_(torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh"))
+    return result
+
+
+class _Gated(Function):
+    """Keeps gate and up for the backward pass, and nothing in between."""
+
+    @staticmethod
+    def forward(ctx, both, activation: str, run: Run):
+        ctx.save_for_backward(both)
+        ctx.activation, ctx.run = activation, run
+        return run(forward, both, activation=activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return ctx.run(backward, dy, *ctx.saved_tensors, activation=ctx.activation), None, None
+
+
+def activate(x: torch.Tensor, activation: str, is_gated: bool, run: Run) -> torch.Tensor:
+    """Return activation(x), or activation(gate) * up where x has both."""
+    return _Gated.apply(x, activation, run) if is_gated else ACTIVATIONS[activation](x)
+
+
+def capped(values: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(values / cap)."""
+    return (values / cap).tanh() * cap
+
+
+def reference(x: torch.Tensor, activation: str, is_gated: bool) -> torch.Tensor:
+    """Return the same from the definitions of SiLU and of GELU by tanh: differentiable."""
+    gate, up = x.chunk(2, dim=-1) if is_gated else (x, 1.0)
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def reference_cap(values: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return values with a cap, if there is one: differentiable."""
+    return values if cap is None else cap * torch.tanh(values / cap)

@@ -1,0 +1,160 @@
+"""Causal attention in a window, with a cap on scores, and inside of documents: by torch's kernels where these can.
+
+Shapes: queries [rows, heads, positions, head size], keys and values [rows, key/value heads, all positions, head size].
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.attention as attention_of_torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hpctrain.architectures.description import Attention
+from hpctrain.comm.reduction import HALF
+from hpctrain.model.operators.activation import capped, reference_cap
+
+
+class Documents:
+    """The starts of the documents of a microbatch, and the masks that keep attention inside of them.
+
+    A mask is made once for each window that layers have: it is of all layers and heads.
+    """
+
+    def __init__(self, starts: torch.Tensor):
+        """`starts`, int64 [rows, positions], is where in its row each token's document starts."""
+        self.starts = starts
+        self._masks: dict[tuple, torch.Tensor] = {}
+        self._parts: dict[tuple[int, ...], list[Documents]] = {}
+
+    def split(self, sizes: Sequence[int]) -> "list[Documents]":
+        """Return the documents of some rows after others."""
+        sizes = tuple(sizes)
+        if sizes not in self._parts:
+            self._parts[sizes] = [Documents(part) for part in self.starts.split(sizes)] if len(sizes) > 1 else [self]
+        return self._parts[sizes]
+
+    def mask(self, queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
+        """Return which positions each query may attend to, bool [rows, 1, queries, all positions]."""
+        key = queries.shape[2], first, total, window
+        if key not in self._masks:
+            begins = torch.arange(total, device=queries.device) >= self.starts[:, None, :, None]
+            self._masks[key] = visible(queries, first, total, window) & begins
+        return self._masks[key]
+
+    def forget_masks(self) -> None:
+        """Let go of masks, which graphs keep as long as they need them."""
+        self._masks.clear()
+        self._parts.clear()
+
+
+def visible(queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
+    """Return which positions each query may attend to, bool [queries, all positions]."""
+    places = torch.arange(total, device=queries.device)
+    behind = places[first : first + queries.shape[2], None] - places
+    return (behind >= 0) & (behind < (window or total))
+
+
+ATTENTION_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,
+    "flash4": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""By the name that jobs have for it."""
+FLASH_VERSIONS = {"flash3": "FA3", "flash4": "FA4"}
+"""Versions of flash attention that torch, from 2.11, takes from another package in the place of its own."""
+
+
+def _select_flash(backend: str) -> None:
+    """Have torch use the version of flash attention that a backend asks for, from now on. Raises RuntimeError."""
+    wanted, current = FLASH_VERSIONS.get(backend), getattr(attention_of_torch, "current_flash_attention_impl", None)
+    if wanted == (current and current()):
+        return
+    try:
+        if wanted is None:
+            attention_of_torch.restore_flash_attention_impl()
+        else:
+            attention_of_torch.activate_flash_attention_impl(wanted)
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        raise RuntimeError(f"torch {torch.__version__} cannot use {wanted}: {error}") from None
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention: Attention,
+    first: int = 0,
+    documents: Documents | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Mix values by causal attention, in the window and with the cap that the description has.
+
+    queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
+    result as queries. Queries are those of positions `first`, `first` + 1, ...; with `documents` each attends to no
+    position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, for scores without a cap.
+
+    Raises RuntimeError where torch has no such kernel for the inputs.
+    """
+    scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
+    count, total = queries.shape[2], keys.shape[2]
+    is_windowed = attention.window is not None and attention.window < total
+    if attention.score_cap is None:
+        is_causal = not is_windowed and count == total and documents is None
+        if repeats_heads(queries, keys, is_causal and backend != "efficient"):
+            keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
+        _select_flash(backend)
+        with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend != "auto" else nullcontext():
+            return F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=None if is_causal else _mask(queries, first, total, attention.window, documents),
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=queries.shape[1] != keys.shape[1],
+            )
+    keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
+    scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
+    scores = scores.masked_fill(~_mask(queries, first, total, attention.window, documents), -torch.inf)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def repeats_heads(queries: torch.Tensor, keys: torch.Tensor, is_causal: bool) -> bool:
+    """Say whether each key/value head is repeated for the query heads that share it, before a kernel sees them.
+
+    Kernels that share heads by themselves are that of CPUs, and on NVIDIA the one for half precision without a mask.
+    For all else torch would take its slow path, which writes all scores to memory.
+    """
+    if queries.shape[1] == keys.shape[1] or queries.device.type == "cpu":
+        return False
+    shares = queries.device.type == "cuda" and torch.version.hip is None and queries.dtype in HALF
+    return not (shares and is_causal)
+
+
+def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+    """Return [rows, count, positions, head size] of fewer heads, each repeated for its neighbours."""
+    return heads.repeat_interleave(count // heads.shape[1], dim=1)
+
+
+def _mask(
+    queries: torch.Tensor, first: int, total: int, window: int | None, documents: Documents | None
+) -> torch.Tensor:
+    return documents.mask(queries, first, total, window) if documents else visible(queries, first, total, window)
+
+
+def reference(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention) -> torch.Tensor:
+    """Return attention of all positions by products over groups of heads that share keys: differentiable."""
+    groups, positions = keys.shape[1], keys.shape[2]
+    grouped = queries.unflatten(1, (groups, queries.shape[1] // groups))
+    scores = torch.einsum("rgsqe,rgke->rgsqk", grouped, keys) / math.sqrt(attention.score_divisor or keys.shape[3])
+    may_see = torch.ones(positions, positions, dtype=torch.bool).tril()
+    if attention.window is not None:
+        may_see &= ~torch.ones_like(may_see).tril(-attention.window)
+    scores = reference_cap(scores, attention.score_cap).masked_fill(~may_see, -math.inf)
+    return torch.einsum("rgsqk,rgke->rgsqe", torch.softmax(scores, dim=-1), values).flatten(1, 2)

@@ -1,0 +1,107 @@
+"""Token embeddings and learned positions, whose tables are cut by x over features; that of tokens also by y over ids.
+
+Shapes: ids int64 [rows, positions]; hidden states [rows, positions, hidden / x], or their positions cut by y where
+hidden states are (see `sequence_parallel.py`).
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpctrain.model.axes import Axis
+from hpctrain.model.positions import gathered, start_scatter
+from hpctrain.model.units import Weight
+
+
+def local_ids(ids: torch.Tensor, first_id: int, table: Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's part of a table, 0 for ids of other ranks, and which ids these are."""
+    local = ids - first_id
+    absent = (local < 0) | (local >= table.data.shape[0])
+    return local.masked_fill(absent, 0), absent
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis, cuts_positions: bool):
+        local, absent = local_ids(ids, first_id, table)
+        ctx.save_for_backward(local, absent)
+        ctx.table, ctx.y, ctx.cuts_positions = table, y, cuts_positions
+        out = F.embedding(local, table.data)
+        if y.size == 1:
+            return out
+        out.masked_fill_(absent.unsqueeze(-1), 0)
+        if not cuts_positions:
+            return y.all_reduce(out)
+        own, scattering = start_scatter(out, y)
+        scattering.wait()
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        whole = gathered(dy, ctx.y) if ctx.cuts_positions else dy
+        ctx.table.accumulate(add_rows, whole, *ctx.saved_tensors)
+        return None, None, None, None, None, None
+
+
+def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor, fresh: bool) -> None:
+    """Add dy, [..., features], to the rows `local` of a table's gradient, but for those that are `absent`."""
+    if fresh:
+        grad.zero_()
+    dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
+    grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+
+
+def embed(
+    anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis, cuts_positions: bool = False
+) -> torch.Tensor:
+    """Look up ids in a table cut by y over ids and by x over features.
+
+    The result is the same on all y, or this y's positions of it where it `cuts_positions`. `anchor` is any tensor that
+    requires a gradient: it makes autograd call the backward pass. All ranks of `y` must call.
+    """
+    return _Embed.apply(anchor, ids, table, first_id, y, cuts_positions)
+
+
+def reference(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the rows of a table, scaled: differentiable."""
+    return table[ids] * scale
+
+
+class _AddPositions(Function):
+    @staticmethod
+    def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
+        ctx.table, ctx.places, ctx.first = table, places, first
+        return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if ctx.places is None:
+            ctx.table.accumulate(partial(add_consecutive, first=ctx.first), dy)
+        else:
+            ctx.table.accumulate(add_rows, dy, ctx.places, torch.zeros_like(ctx.places, dtype=torch.bool))
+        return dy, None, None, None
+
+
+def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, fresh: bool, first: int) -> None:
+    """Add dy, [rows, positions, features], summed over rows, to the gradients of positions `first`, `first` + 1, ..."""
+    if fresh:
+        grad.zero_()
+    grad[first : first + dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+
+
+def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
+
+    They are `first`, `first` + 1, ..., or `places`, int64 [rows, positions].
+    """
+    return _AddPositions.apply(x, table, first, places)
+
+
+def reference_positions(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return x plus the rows of a table of its positions: differentiable."""
+    return x + table

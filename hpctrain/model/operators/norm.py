@@ -1,0 +1,183 @@
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over features that may be cut among ranks.
+
+Both compute in fp32 and round once. Where features are cut by x, their sums over a token's features are given, summed
+over ranks; else the functions compute them. Shapes: x and dy [..., F], F this rank's features; statistics [..., 1].
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpctrain.architectures.description import Norm
+from hpctrain.model.axes import Axis
+from hpctrain.model.operators.running import OfInput, Run, add_part
+from hpctrain.model.units import Weight
+
+
+class RmsNorm:
+    """y = x / rms(x) * (weight + offset), with the statistic 1 / rms(x)."""
+
+    @staticmethod
+    def forward(x, weight, squares=None, *, features: int, epsilon: float, offset: float):
+        x32 = x.float()
+        squares = _squares(x32) if squares is None else squares
+        rstd = (squares / features).add_(epsilon).rsqrt_()
+        return RmsNorm.normed(x32, weight, rstd, offset=offset).to(x.dtype), rstd
+
+    @staticmethod
+    def normed(x, weight, rstd, *, offset: float):
+        """Return y of the same x and its statistic."""
+        return (x.float() * rstd).mul_(_scale(weight, offset)).to(x.dtype)
+
+    @staticmethod
+    def sums(x, run: Run, x_axis: Axis, features: int) -> list[torch.Tensor]:
+        """Return what `forward` is given where ranks have parts of the features; all of them must call."""
+        return [x_axis.all_reduce(run(squares_of, x))]
+
+    @staticmethod
+    def backward_sums(dy, x, weight, rstd, *, offset: float):
+        """Return the sum over features of dy * (weight + offset) * normed x."""
+        return _row_product(dy.float() * (x.float() * rstd), _scale(weight, offset))
+
+    @staticmethod
+    def backward(dy, x, weight, rstd, along=None, *, features: int, offset: float):
+        """Return the gradients of x and, in fp32, of the weight."""
+        normed, dy32, scale = x.float() * rstd, dy.float(), _scale(weight, offset)
+        product = dy32 * normed
+        along = (_row_product(product, scale) if along is None else along) / features
+        dx = (dy32 * scale).sub_(normed.mul_(along)).mul_(rstd)
+        return dx.to(x.dtype), product.flatten(0, -2).sum(0)
+
+
+class LayerNorm:
+    """y = (x - mean) / deviation * weight + bias, with the statistics mean and 1 / deviation."""
+
+    @staticmethod
+    def forward(x, weight, bias, mean=None, squares=None, *, features: int, epsilon: float, offset: float):
+        x32 = x.float()
+        mean = x32.sum(-1, keepdim=True).div_(features) if mean is None else mean
+        centred = x32 - mean
+        squares = _squares(centred) if squares is None else squares
+        rstd = (squares / features).add_(epsilon).rsqrt_()
+        return _scaled(centred, weight, bias, rstd).to(x.dtype), mean, rstd
+
+    @staticmethod
+    def normed(x, weight, bias, mean, rstd, *, offset: float):
+        """Return y of the same x and its statistics."""
+        return _scaled(x.float() - mean, weight, bias, rstd).to(x.dtype)
+
+    @staticmethod
+    def sums(x, run: Run, x_axis: Axis, features: int) -> list[torch.Tensor]:
+        """Return what `forward` is given where ranks have parts of the features; all of them must call."""
+        mean = x_axis.all_reduce(run(sums_of, x)).div_(features)
+        return [mean, x_axis.all_reduce(run(squares_of, x, mean))]
+
+    @staticmethod
+    def backward_sums(dy, x, weight, bias, mean, rstd, *, offset: float):
+        """Return the sums over features of dy * weight, and of that times normed x: [..., 2]."""
+        return _layer_sums(dy.float() * weight, (x.float() - mean).mul_(rstd))
+
+    @staticmethod
+    def backward(dy, x, weight, bias, mean, rstd, sums=None, *, features: int, offset: float):
+        """Return the gradients of x and, in fp32, of weight and bias."""
+        normed, dy32 = (x.float() - mean).mul_(rstd), dy.float()
+        d_weight, d_bias = (dy32 * normed).flatten(0, -2).sum(0), dy32.flatten(0, -2).sum(0)
+        scaled = dy32 * weight
+        means = (_layer_sums(scaled, normed) if sums is None else sums) / features
+        dx = scaled.sub_(means[..., :1]).sub_(normed.mul_(means[..., 1:])).mul_(rstd)
+        return dx.to(x.dtype), d_weight, d_bias
+
+
+def _scale(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    return weight.float() + offset if offset else weight
+
+
+def _scaled(centred, weight, bias, rstd) -> torch.Tensor:
+    """Return y, in the place of x - mean."""
+    return centred.mul_(rstd).mul_(weight).add_(bias)
+
+
+def _layer_sums(scaled: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    return torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], dim=-1)
+
+
+def _squares(x32: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
+
+
+def _row_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the product with a vector, [..., 1]: the quickest operation for it, or one that fuses with others."""
+    if torch.compiler.is_compiling():
+        return (rows * weight).sum(-1, keepdim=True)
+    return rows @ weight.float().unsqueeze(1)
+
+
+def sums_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of this rank's features of each token, fp32 [..., 1]."""
+    return x.float().sum(-1, keepdim=True)
+
+
+def squares_of(x: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum of squares of this rank's features of each token, or of their distances from a mean."""
+    return _squares(x.float() if mean is None else x.float() - mean)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        weights: list[Weight],
+        x_axis: Axis | None,
+        features: int,
+        of: Norm,
+        run: Run,
+        again: list[OfInput] | None,
+    ):
+        kind = LayerNorm if of.has_bias else RmsNorm
+        cutting = x_axis if x_axis is not None and x_axis.size > 1 else None
+        sums = kind.sums(x, run, cutting, features) if cutting else ()
+        settings = {"epsilon": of.epsilon, "offset": of.offset}
+        y, *statistics = run(kind.forward, x, *[w.data for w in weights], *sums, features=features, **settings)
+        ctx.save_for_backward(x, *statistics)
+        ctx.kind, ctx.weights, ctx.cutting, ctx.features, ctx.of, ctx.run = kind, weights, cutting, features, of, run
+        if again is not None:
+            again.append(lambda x: run(kind.normed, x, *[w.data for w in weights], *statistics, offset=of.offset))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, *statistics = ctx.saved_tensors
+        run, offset = ctx.run, ctx.of.offset
+        operands = dy, x, *[w.data for w in ctx.weights], *statistics
+        sums = [ctx.cutting.all_reduce(run(ctx.kind.backward_sums, *operands, offset=offset))] if ctx.cutting else ()
+        dx, *gradients = run(ctx.kind.backward, *operands, *sums, features=ctx.features, offset=offset)
+        for weight, gradient in zip(ctx.weights, gradients, strict=True):
+            weight.accumulate(add_part, gradient)
+        return dx, None, None, None, None, None, None
+
+
+def norm(
+    x: torch.Tensor,
+    weights: list[Weight],
+    x_axis: Axis | None,
+    features: int,
+    of: Norm,
+    run: Run,
+    again: list[OfInput] | None = None,
+) -> torch.Tensor:
+    """Normalise over the last dim, whose `features` are cut by `x_axis`, if there is one.
+
+    x: [..., features / x]; weights: the weight, and the bias of a LayerNorm. All ranks of `x_axis` must call. What
+    computes the result once more, of x and the statistics, which are kept, is added to `again`: it calls nobody.
+    """
+    return _Norm.apply(x, weights, x_axis, features, of, run, again)
+
+
+def reference(x: torch.Tensor, of: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the norm as torch's own, or as the paper has it: differentiable."""
+    if of.has_bias:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, of.epsilon)
+    return x / (x.square().mean(-1, keepdim=True) + of.epsilon).sqrt() * (weight + of.offset)
