@@ -66,8 +66,8 @@ class HierarchicalCollectives:
 
     def _owned(self, sizes: Iterable[int]) -> list[list[Interval]]:
         """Return what each domain's ranks own of a packed tensor, by the sizes of their parts in that order."""
-        pieces = itertools.starmap(Interval, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-        return [list(itertools.islice(pieces, len(domain))) for domain in self._domains]
+        intervals = itertools.starmap(Interval, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        return [list(itertools.islice(intervals, len(domain))) for domain in self._domains]
 
     def _owned_by(self, cuts: Sequence[Interval]) -> tuple[list[list[Interval]], bool]:
         """Return what ranks own of a tensor once it is packed, and whether it is packed as it is cut."""
