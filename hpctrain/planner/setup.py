@@ -144,7 +144,7 @@ HPCTRAIN = Stack(
     loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
     gathers_parts=True,
 )
-# Counted in model/operators: a norm, a rotary position and a gated activation read their operands and write their results
+# Counted in model/operators: a norm, a rotary position and a gated activation read their operands and write results
 # once, and read them once more for what is summed over tokens. The loss reads logits twice forward. The host starts 281
 # operations of a block instead of 402 (`benchmarks.gpu`).
 FUSED_PASSES = {
