@@ -135,7 +135,7 @@ def _norm(name: str, of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Oper
 
     roundings = {"output": Rounding(1, features), "d x": Rounding(1, features)}
     roundings |= {f"d {each}": Rounding(0, features + others) for each in names}
-    weights = dict.fromkeys(names, (features,))
+    weights: dict[str, tuple[int, ...]] = {each: (features,) for each in names}
     return Operator(name, {"x": shape}, weights, compute, reference, roundings, settings=of)
 
 
@@ -216,10 +216,10 @@ def _attention(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Opera
     size, shared = of.head_size, of.heads // of.kv_heads
 
     def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.attend(*(values[each] for each in heads), of, backend=kernels.attention)
+        return attention.attend(*(values[each] for each in heads), attention=of, backend=kernels.attention)
 
     def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.reference(*(values[each] for each in heads), of)
+        return attention.reference(*(values[each] for each in heads), attention=of)
 
     heads = {"queries": of.heads, "keys": of.kv_heads, "values": of.kv_heads}
     # Shares and the mixture, with a cap also scores and the cap's steps; back each of them once more.

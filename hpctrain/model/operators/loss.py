@@ -171,7 +171,7 @@ class _HeadLoss(Function):
         dx_NI = torch.empty_like(x_NI)
         for at in _chunks(x_NI, weight, ctx.kernels):
             logits_NV = _logits(x_NI[at], weight, axes)
-            d_logits_NV = logits_gradient(logits_NV, targets_N[at], logs_N[at], d_loss, *ctx.of, ctx.kernels.run)
+            d_logits_NV = logits_gradient(logits_NV, targets_N[at], logs_N[at], d_loss, *ctx.of, run=ctx.kernels.run)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
             if not axes.sequence_parallel:
                 axes.y.all_reduce(summed)
@@ -189,7 +189,7 @@ class _CrossEntropy(Function):
     def forward(ctx, logits, targets, first_id: int, num_ids: int, cap: float | None, y: Axis, run: Run):
         logits_NV, targets_N = logits.detach().reshape(-1, logits.shape[-1]), targets.reshape(-1)
         ctx.of = first_id, num_ids, cap
-        losses_N, logs_N = token_losses(logits_NV, targets_N, *ctx.of, y, run)
+        losses_N, logs_N = token_losses(logits_NV, targets_N, *ctx.of, y=y, run=run)
         ctx.save_for_backward(logits_NV, targets_N, logs_N)
         ctx.run, ctx.shape = run, logits.shape
         return losses_N.sum(dtype=torch.float64)
@@ -198,7 +198,7 @@ class _CrossEntropy(Function):
     @once_differentiable
     def backward(ctx, d_loss):
         logits_NV, targets_N, logs_N = ctx.saved_tensors
-        grad_NV = logits_gradient(logits_NV, targets_N, logs_N, d_loss, *ctx.of, ctx.run)
+        grad_NV = logits_gradient(logits_NV, targets_N, logs_N, d_loss, *ctx.of, run=ctx.run)
         return grad_NV.view(ctx.shape), None, None, None, None, None, None
 
 

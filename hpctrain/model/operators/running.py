@@ -6,13 +6,14 @@ Compiled ones have other last bits: values are rounded to the dtype once, at the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice
 
-Run = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+Run = Callable[..., Any]
 """`run(function, *tensors, **constants)` returns what a pure function makes of tensors."""
 OfInput = Callable[[torch.Tensor], torch.Tensor]
 """Computes a result once more from the same input."""
