@@ -20,12 +20,12 @@ import click
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.choose import verify_alone
+from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, latest_checkpoint, partial_folder
 from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, KINDS, RECTANGLE, num_blocks, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
-from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
+from hpctrain.checkpoint.resume import verify_alone
 from hpctrain.config.job import Job, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.uniform import resolve_plan

@@ -15,8 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.short_runs import compare, start, write_job
-from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import CHECKPOINTS, complete_checkpoints, latest_checkpoint, tidy
+from hpctrain.checkpoint.resume import verify_alone
 from hpctrain.config.errors import CheckpointError
 from hpctrain.engine.trainer import Trainer
 from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens

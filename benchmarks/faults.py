@@ -26,10 +26,10 @@ from click.testing import CliRunner
 from benchmarks.disks import disks
 from benchmarks.mutants import NO_FILES
 from benchmarks.short_runs import compare, start, write_job
-from hpctrain.checkpoint.choose import choose_checkpoint, verify_alone
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
 from hpctrain.checkpoint.format import INDEX, MANIFEST, seal
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.resume import choose_checkpoint, verify_alone
 from hpctrain.config.errors import CheckpointError
 from tests.checkpoints import FORGED, forge_index, write_checkpoint
 from tests.ranks.small_runs import Alone

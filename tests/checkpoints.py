@@ -8,10 +8,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import INDEX, MANIFEST, RECTANGLE, part_name, seal
 from hpctrain.checkpoint.parts import compress, lay_out, write_stream
-from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.job import Checkpoint, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.uniform import resolve_plan

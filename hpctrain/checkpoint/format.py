@@ -83,7 +83,7 @@ class Part(Table):
 
 
 class PartStream(Table):
-    """What one rank wrote: a dataset of a part, fp32, one dim."""
+    """The dataset of a part that one rank wrote: fp32, one dim."""
 
     part: Whole
     dataset: str

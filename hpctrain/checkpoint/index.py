@@ -132,7 +132,7 @@ class Index:
 
         Raises DamagedCheckpointError that names the damaged part and tensor.
         """
-        from hpctrain.checkpoint.tables import check_index
+        from hpctrain.checkpoint.contents import check_index
 
         number, count = share
         if number == 0:
@@ -162,7 +162,7 @@ class Index:
 
     @cached_property
     def _streams_of(self) -> list[list[PartStream]]:
-        """By part."""
+        """The streams of each part."""
         result: list[list[PartStream]] = [[] for _ in self.manifest.parts]
         for stream in self.manifest.streams:
             result[stream.part].append(stream)

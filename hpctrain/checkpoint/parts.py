@@ -93,7 +93,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class PartLayout:
-    """Where everything is in a part that several ranks write."""
+    """The places of everything in a part that several ranks write."""
 
     num_bytes: int
     streams: dict[int, tuple[Extent, ...]]

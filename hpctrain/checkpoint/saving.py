@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, tensors_of
-from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
@@ -42,7 +42,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """What this rank saves: the same for every checkpoint of a run."""
+    """The elements that this rank saves, the same for every checkpoint of a run."""
 
     rectangles: np.ndarray
     copies: tuple[Copy, ...]
@@ -157,17 +157,17 @@ class Saver:
 
     @property
     def own_bytes(self) -> int:
-        """What this rank writes of weights and moments."""
+        """The bytes of weights and moments that this rank writes."""
         return 4 * self._own.elements
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's thread is at work."""
+        """Say whether this rank's thread is at work."""
         return self._background is not None and self._background.is_running
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint was started that is not there yet; all ranks say the same."""
+        """Say whether a checkpoint was started that is not there yet; all ranks say the same."""
         return self._background is not None
 
     def start(self, step: int, validation_loss: float | None = None) -> None:

@@ -137,7 +137,7 @@ class MemoryOverflow(Table):
 
 
 class Family(Figures):
-    """What one device of a family can do."""
+    """The speeds and the memory of one device of a family."""
 
     SECTION: ClassVar = "families"
 
@@ -178,7 +178,7 @@ class Family(Figures):
 
     @property
     def reserve_bytes(self) -> int:
-        """What is kept free: as the file says, else assumed for accelerators, and nothing for CPUs and miniatures."""
+        """The bytes kept free: as the file says, else assumed for accelerators; nothing for CPUs and miniatures."""
         if self.reserved_bytes is not None:
             return self.reserved_bytes
         if self.kind == "cpu" or self.memory_bytes < MINIATURE_BYTES:
@@ -196,13 +196,13 @@ class Family(Figures):
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill of one device."""
+        """The bytes of one device that a plan may fill."""
         whole = self.memory_bytes - self.reserve_bytes
         return min((overflow.usable_bytes(whole) for overflow in self.overflows), default=whole)
 
 
 class Fabric(Figures):
-    """What connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
+    """A network that connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
 
     network: str | None = None
     """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
@@ -241,7 +241,7 @@ class Nodes(Figures):
 
     @property
     def num_devices(self) -> int:
-        """Of one node."""
+        """The devices of one node."""
         return sum(self.devices.values())
 
     @cached_property
@@ -254,7 +254,7 @@ class Nodes(Figures):
 
 
 class Time(Table):
-    """How long a message takes until it has arrived, with others like it in flight at once."""
+    """The seconds of a message until it has arrived, with others like it in flight at once."""
 
     message_bytes: Bytes
     flows: Count = 1
@@ -263,7 +263,7 @@ class Time(Table):
 
 
 class LinkClass(Figures):
-    """What pairs of devices get that are equally far; goes before what follows from nodes, NICs and fabrics."""
+    """The link of pairs of devices that are equally far; goes before what follows from nodes, NICs and fabrics."""
 
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
@@ -283,7 +283,7 @@ Pass = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
 
 
 class RowTimes(Table):
-    """How long the items of a model take for so many rows at once: each its forward and its backward pass."""
+    """The seconds of the items of a model for so many rows at once: each its forward and its backward pass."""
 
     rows: SequenceCount
     embedding_seconds: Pass
@@ -292,7 +292,7 @@ class RowTimes(Table):
 
 
 class Profile(Figures):
-    """What `hpctrain probe --job` measured of one job on a device of a family that is a replica of the whole model."""
+    """Times of one job on a device that is a replica of the whole model, measured by `hpctrain probe --job`."""
 
     SECTION: ClassVar = "profiles"
 
@@ -318,7 +318,7 @@ class Profile(Figures):
 
 
 class Device(NamedTuple):
-    """Where a rank's device is."""
+    """The place of a rank's device."""
 
     rank: int
     table: int
@@ -401,7 +401,7 @@ class Cluster(Table):
 
     @cached_property
     def _connecting(self) -> dict[str, set[str]]:
-        """By fabric, the families whose nodes are on it."""
+        """The families whose nodes are on each fabric."""
         result: dict[str, set[str]] = {}
         for nodes in self.nodes:
             for nic in nodes.nics:
@@ -410,7 +410,7 @@ class Cluster(Table):
 
     @property
     def without_effect(self) -> list[str]:
-        """What nothing is reached by, as warnings."""
+        """Warnings of what has no effect, since nothing is reached by it."""
         warnings = [f"families.{name}: no node has it" for name in self.families if not self.num_of(name)]
         warnings += [
             f"fabrics.{name}: no node has a NIC on it" for name in self.fabrics if name not in self._connecting

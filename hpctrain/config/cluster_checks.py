@@ -1,4 +1,4 @@
-"""What tables of a cluster file must have in common: names that exist, ranks that fit, fabrics that connect.
+"""Checks what tables of a cluster file must have in common: names that exist, ranks that fit, fabrics that connect.
 
 Works on plain data, so that a file with a broken table is checked in all others: each check leaves out what it cannot
 read, since that is said elsewhere.

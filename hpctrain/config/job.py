@@ -63,7 +63,7 @@ READY_MADE = Path(__file__).parents[1] / "jobs"
 
 
 class RopeScaling(Table):
-    """How rotary frequencies change for sequences longer than those of pre-training."""
+    """A change of rotary frequencies for sequences longer than those of pre-training."""
 
     kind: Literal["linear", "llama3"]
     """`linear`: all are divided by `factor`. `llama3`: the long wavelengths are."""
@@ -156,7 +156,7 @@ class Model(Table):
 
     @property
     def description(self) -> Description:
-        """What the model is made of, by its family."""
+        """The description of the model by its family."""
         return _describe(self)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
 
     @property
@@ -180,7 +180,7 @@ class Source(Table):
 
 
 class Data(Table):
-    """Where tokens come from."""
+    """The files that tokens come from."""
 
     tokens: FilePath
     """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""

@@ -1,4 +1,4 @@
-"""How a job says which kernels compute, where there are several that compute the same."""
+"""The section by which a job says which kernels compute, where there are several that compute the same."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
@@ -10,7 +10,7 @@ from hpctrain.config.tables import AUTO, Table
 
 
 class KernelChoice(Table):
-    """Which kernels compute, where several compute the same with other last bits."""
+    """The kernels that compute, where several compute the same with other last bits."""
 
     fused: Annotated[bool | None, AUTO] = None
     """Whether norms, rotary positions, gated activations and the loss are fused kernels (torch.compile); auto: on
@@ -36,7 +36,7 @@ class KernelChoice(Table):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernels of all families are fused, as far as it is known."""
+        """Say whether the kernels of all families are fused, as far as it is known."""
         return bool(self.fused) and all(self.fused_by_family.values())
 
     def assumed(self, cluster: Cluster) -> Self:

@@ -1,4 +1,4 @@
-"""How ranks of a family are started: where the batch system has their nodes, and the software that they need."""
+"""The start of a family's ranks: where the batch system has their nodes, and the software that they need."""
 
 import re
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What is between two devices of a cluster, and how long a message takes there. Pure; no pairs are enumerated."""
+"""Tells what is between two devices of a cluster, and how long a message takes there. Pure; no pairs are enumerated."""
 
 import math
 from bisect import bisect_left
@@ -18,7 +18,7 @@ measured LogGP parameters of InfiniBand."""
 
 
 class PairLink(NamedTuple):
-    """What is between two devices."""
+    """The link between two devices."""
 
     between: Literal["device", "node", "fabric", "across"]
     """One device and itself; one node; two nodes whose fastest fabric is this one; two that must take another."""
@@ -37,7 +37,7 @@ class PairLink(NamedTuple):
 
     @property
     def message_bytes_per_second(self) -> float:
-        """What a message gets that has the sender's NIC for itself."""
+        """The bandwidth of a message that has the sender's NIC for itself."""
         return min(self.bytes_per_second, self.shared_bytes_per_second)
 
 

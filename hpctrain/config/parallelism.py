@@ -1,4 +1,4 @@
-"""How a job asks for its plan, for the search of a plan, and for what ranks overlap."""
+"""The sections by which a job asks for its plan, for the search of a plan, and for what ranks overlap."""
 
 from typing import Annotated, Literal, Self
 
@@ -78,7 +78,7 @@ class PlanRequest(Table):
 
 
 class SearchBudget(Table):
-    """How far one rank searches for the plan where it is `auto`, while the others wait."""
+    """The limits of one rank's search for the plan where it is `auto`, while the others wait."""
 
     seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 10.0
     """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
@@ -89,8 +89,8 @@ class SearchBudget(Table):
 
 
 class Overlap(Table):
-    """What ranks communicate while they compute. Results are the same bits, on or off, but for `forward` and
-    `tensor_parts`."""
+    """The communication that ranks overlap with computation. Results are the same bits, on or off, but for
+    `forward` and `tensor_parts`."""
 
     tensor: Annotated[bool | None, AUTO] = None
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""

@@ -1,4 +1,4 @@
-"""What the files that people write have in common: strict, frozen tables, and one message for what is wrong.
+"""The common part of all files that people write: strict, frozen tables, and one message for what is wrong.
 
 Every TOML file is read here, within limits that keep a damaged one from taking minutes, or the memory of the host.
 """

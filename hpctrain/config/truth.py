@@ -1,4 +1,4 @@
-"""What a rehearsal's pretend devices really do: the table `[truth]` of a cluster file, that only they read.
+"""The behaviour of a rehearsal's pretend devices: the table `[truth]` of a cluster file, that only they read.
 
 Whoever plans knows what was measured, as with real devices: so this is no part of a `Cluster`. Figures are those of the
 cluster; `hpctrain.rehearsal.miniature` scales them together with a job. Those of a finished miniature are scaled.
@@ -15,7 +15,7 @@ from hpctrain.config.tables import Table
 
 
 class PretendDevice(Table):
-    """How one device of a family behaves."""
+    """The behaviour of one device of a family."""
 
     memory_bytes: Bytes
     memory_bytes_per_second: Rate

@@ -1,4 +1,4 @@
-"""What a run looks for in its own numbers: the `[watch]` section of a job file."""
+"""The faults that a run looks for in its own numbers: the `[watch]` section of a job file."""
 
 from typing import Annotated
 

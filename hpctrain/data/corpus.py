@@ -1,4 +1,4 @@
-"""From files of text to a token file: what `hpctrain prepare` does."""
+"""Makes a token file of files of text, for `hpctrain prepare`."""
 
 import codecs
 import hashlib
@@ -26,7 +26,7 @@ MOST_LINE_BYTES = 100_000_000
 
 
 class Texts(NamedTuple):
-    """Of one record."""
+    """The texts of one record."""
 
     prompt: str
     """What is given, and not learnt; empty where a file has none."""
@@ -34,7 +34,7 @@ class Texts(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What the texts of a record are called."""
+    """The names of a record's texts."""
 
     text: str = "text"
     prompt: str | None = None
@@ -176,7 +176,7 @@ NOT_STANDARD = frozenset({"site-packages", "dist-packages"})  # others' packages
 
 @dataclass(frozen=True)
 class Summary:
-    """What was prepared."""
+    """The figures of a token file that was prepared."""
 
     path: Path
     documents: int

@@ -1,4 +1,4 @@
-"""Which sequence is where in the global batch: a function of (seed, step) alone, the same for every layout."""
+"""Places sequences in the global batch: a function of (seed, step) alone, the same for every layout."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ class Sequences:
 
     @property
     def identity(self) -> str:
-        """What distinguishes these sequences from others; a run that is continued must have the same."""
+        """The text that distinguishes these sequences from others; a run that is continued must have the same."""
         return f"{self.source.identity} {tuple(self.interval)}"
 
 

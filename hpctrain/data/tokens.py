@@ -99,13 +99,13 @@ class TokenSource:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """How often each token id occurs, int64 [vocab_size]; takes a pass over a `.bin` file."""
+        """The number of times that each token id occurs, int64 [vocab_size]; takes a pass over a `.bin` file."""
         blocks = (np.bincount(self._block(i), minlength=self.vocab_size) for i in range(self.num_blocks))
         return np.sum(list(blocks), axis=0)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """What made the tokens; None: the file does not say."""
+        """The tokenizer that made the tokens; None: the file does not say."""
         return Tokenizer.from_json(self.tokenizer_json, str(self.path)) if self.tokenizer_json else None
 
     def unigram_entropy(self) -> float:
@@ -341,7 +341,7 @@ class TokenWriter:
 
     @property
     def partial(self) -> Path:
-        """What the file is called while it is not whole."""
+        """The path of the file while it is not whole."""
         return self.path.with_name(self.path.name + ".partial")
 
     def __enter__(self) -> Self:

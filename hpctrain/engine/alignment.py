@@ -47,7 +47,7 @@ SMALLEST_INPUT = 2.0**-14
 
 
 class Overflow(NamedTuple):
-    """Where a result is not finite although it is in float64."""
+    """The place where a result is not finite although it is in float64."""
 
     count: int
     at: tuple[int, ...]
@@ -205,7 +205,7 @@ def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mappi
 
 @dataclass(frozen=True)
 class RankAlignment:
-    """What one rank saw of its device."""
+    """The findings of one rank on its device."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""Whether MPI may move memory of devices between the families of a plan, whose libraries may be at work meanwhile."""
+"""Decides whether MPI may move memory of devices between the families of a plan, whose libraries may work then."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run that continues takes over: its plan and all that can change a bit, or the start of a new plan."""
+"""Takes over what a run continues with: its plan and all that can change a bit, or the start of a new plan."""
 
 from collections.abc import Mapping
 from dataclasses import replace

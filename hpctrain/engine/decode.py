@@ -72,7 +72,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled."""
+    """The rules by which the next token is sampled."""
 
     temperature: float = 0.8
     """0: the likeliest."""
@@ -88,7 +88,7 @@ class Sampling:
 
 
 class Evaluation(NamedTuple):
-    """How well a model knows some tokens."""
+    """The loss of a model on some tokens."""
 
     loss: float
     """Nats for each predicted token."""

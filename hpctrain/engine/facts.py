@@ -1,4 +1,4 @@
-"""What a start knows of a run while its job is resolved, and what a resolver returns."""
+"""The facts that a start knows of a run while its job is resolved, and what a resolver returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Facts:
-    """What resolvers know in addition to the job, and determine for those after them."""
+    """The facts that resolvers know in addition to the job, and determine for those after them."""
 
     world: "World"
     resume_from: Path | None = None
@@ -87,7 +87,7 @@ class Facts:
 
 
 class Resolution(NamedTuple):
-    """What a resolver made of a job and what is known, with a reason for each key that it gave a value."""
+    """The job and the facts that a resolver returns, with a reason for each key that it gave a value."""
 
     job: Job
     facts: Facts

@@ -12,8 +12,8 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.model.shard import Shard
+from hpctrain.sharding.host_buckets import ALIGNED, SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.offload import ALIGNED, SLOTS, bucket_elements
 
 
 class Updated(NamedTuple):
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What of a shard goes through the device at once."""
+    """The elements of a shard that go through the device at once."""
 
     shard: Shard
     runs: tuple[Run, ...]

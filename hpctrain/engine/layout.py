@@ -27,7 +27,7 @@ from hpctrain.sharding.items import layers
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank has of a plan. Made by `make_layout`."""
+    """The part of a plan that one rank has. Made by `make_layout`."""
 
     plan: Plan
     rank: int

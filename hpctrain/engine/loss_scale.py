@@ -18,7 +18,7 @@ SMALLEST, LARGEST = 2.0**-14, 2.0**24
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by now, the same on all ranks."""
+    """The number by which the loss is multiplied now, the same on all ranks."""
 
     value: float
     window: int

@@ -7,7 +7,10 @@ from hpctrain.config.job import Observe
 
 
 class Phases(NamedTuple):
-    """In the order of a run; what comes back has a phase of its own, for ranks wait for other things there."""
+    """The phases of a rank, in the order of a run.
+
+    What comes back has a phase of its own, for ranks wait for other things there.
+    """
 
     start: Phase
     first_step: Phase

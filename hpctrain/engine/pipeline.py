@@ -32,7 +32,7 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
 class SlotKey(NamedTuple):
-    """Where a tensor belongs."""
+    """The place of a tensor in the schedule."""
 
     virtual_stage: int
     """Which of the rank's tiles, in the order of items."""
@@ -176,7 +176,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Totals:
-    """What all ranks of a plan agree on after a step."""
+    """The sums that all ranks of a plan agree on after a step."""
 
     loss: float
     """Summed over tokens."""

@@ -46,7 +46,7 @@ DIGITS = 4  # of what was measured; more would only be noise
 
 
 class Limit(NamedTuple):
-    """How many rows fit on one rank's device."""
+    """The number of rows that fit on one rank's device."""
 
     rows: int
     reason: Literal["job", "time", "memory"]

@@ -60,7 +60,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 
 class HeldPart(NamedTuple):
-    """What this rank holds of a shard group that others hold too."""
+    """The part of a shard group that this rank holds, and others too."""
 
     key: int
     """The same on all ranks that hold the same in the same dtype, and on no others."""

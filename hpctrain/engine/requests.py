@@ -1,4 +1,4 @@
-"""What can ask a run to end or to save before its last step: a signal, a file in its folder, the end of its batch job.
+"""Requests to end or to save before the last step of a run: a signal, a file in its folder, the end of its batch job.
 
 Any rank may notice a request. All ranks agree on it with the sums that end a step, and so act at the same step.
 """
@@ -22,7 +22,7 @@ MARGIN_SECONDS = 60.0
 
 
 class Asked(NamedTuple):
-    """What is asked for. The numbers of ranks that ask are summed, so that these become true where one asks."""
+    """The requests of a step. The numbers of ranks that ask are summed, so that these become true where one asks."""
 
     interrupt: bool = False
     """Save, end, and be started again."""

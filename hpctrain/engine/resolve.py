@@ -1,4 +1,4 @@
-"""From a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
+"""Resolves a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
 
 The order is that of what depends on what. Mistakes in files are reported before torch is imported; what takes time
 comes last. Every choice comes back as a value and a reason.

@@ -1,4 +1,4 @@
-"""Which kernels compute: a value and a reason where the job leaves it open, and whether ranks have what it asks for."""
+"""Chooses kernels: a value and a reason where the job leaves it open, and whether ranks have what it asks for."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ TRIED_POSITIONS = 128
 
 
 class RankTrial(NamedTuple):
-    """What one rank says of its device."""
+    """The answers of one rank about its device."""
 
     rank: int
     family: str

@@ -1,4 +1,4 @@
-"""What communicates while ranks compute, where the job leaves it open: a value and a reason each."""
+"""Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ WHOLE_ROWS: dict[str, bool | int] = {"forward": False, "tensor_parts": 1}
 
 
 class Spread(NamedTuple):
-    """Where the groups are whose communication a switch hides."""
+    """The spread over hosts and families of the groups whose communication a switch hides."""
 
     crosses_hosts: bool
     """Whether any of them is on several hosts."""

@@ -1,4 +1,4 @@
-"""How the groups of a plan communicate, in one line: a route that is slower than it could be is said at the start."""
+"""Describes how the groups of a plan communicate: a route that is slower than it could be is said at the start."""
 
 from collections.abc import Iterable
 from typing import cast

@@ -49,8 +49,8 @@ class TrainingRun:
         DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where they do not
         fit.
         """
-        from hpctrain.checkpoint.choose import choose_checkpoint
         from hpctrain.checkpoint.folder import tidy
+        from hpctrain.checkpoint.resume import choose_checkpoint
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
         from hpctrain.observe.lock import RunLock
         from hpctrain.observe.run_folder import RunFolder, default_run_folder, note_failure, refuse_missing_checkpoints

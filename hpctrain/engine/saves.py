@@ -37,7 +37,7 @@ class Saves:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is at work on one."""
+        """Say whether this rank is at work on one."""
         return self._saver.is_writing
 
     @property

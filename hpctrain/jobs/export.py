@@ -27,7 +27,7 @@ def command(path, folder, dtype, shard_gb, as_json):
     imported gets back its ids of tokens, its chat template and generation_config.json. Needs one rank and no GPU,
     whatever layout trained the model. Weights are exact with --dtype fp32.
     """
-    from hpctrain.checkpoint.huggingface import export_model
+    from hpctrain.checkpoint.convert import export_model
     from hpctrain.jobs.common import locate_and_report
 
     made = export_model(locate_and_report(path), folder, dtype, int(shard_gb * GB))

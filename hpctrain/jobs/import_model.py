@@ -19,7 +19,7 @@ def command(folder, out, as_json):
     [data]
     tokens = "tokens.h5"       # made with: hpctrain prepare ... --tokenizer DIR/tokenizer.json
     """
-    from hpctrain.checkpoint.huggingface import import_model
+    from hpctrain.checkpoint.convert import import_model
 
     made = import_model(folder, out)
     summary = {"checkpoint": str(made.checkpoint), "job": str(made.job_file), "parameters": made.num_parameters}

@@ -96,7 +96,7 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _verify_all(checkpoints: list[Path]) -> None:
     """Check all checkpoints of a run. Raises CheckpointError that says which are damaged, and which are intact."""
-    from hpctrain.checkpoint.choose import verify_alone
+    from hpctrain.checkpoint.resume import verify_alone
 
     damages, intact = [], []
     for path in checkpoints:
@@ -122,8 +122,8 @@ def _ending(path: Path) -> dict:
 
 
 def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
-    from hpctrain.checkpoint.choose import verify_alone
     from hpctrain.checkpoint.index import Index
+    from hpctrain.checkpoint.resume import verify_alone
     from hpctrain.checkpoint.state import read_job
     from hpctrain.config.removed import say_on_stderr
 

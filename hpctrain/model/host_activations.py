@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.model.recompute import KeptTensor, unpack
-from hpctrain.sharding.offload import moves
+from hpctrain.sharding.host_buckets import moves
 
 
 class _Moved:

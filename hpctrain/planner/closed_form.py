@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline take by 1F1B, with more in flight where messages ask for it, in closed form. Pure.
+"""Estimates how long the stages of a pipeline take by 1F1B, with more in flight where messages ask for it. Pure.
 
 A stage waits for its first microbatch, computes all of them, and waits for the last one to come back, whose gradient is
 sent before those of weights are computed where that is free (`splits_freely`). Where it is a bottleneck, stages behind

@@ -1,4 +1,4 @@
-"""How a shape's blocks and rows are cut: one by one, each to who would then be done first. Pure.
+"""Cuts a shape's blocks and rows: gives them one by one, each to who would then be done first. Pure.
 
 That is exact: since times grow with what is taken, no other cut into whole blocks or rows makes the slowest faster.
 Equal stages get equal parts.
@@ -201,7 +201,7 @@ class SearchLayout:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether some stage could do better with more memory."""
+        """Say whether some stage could do better with more memory."""
         return any(
             placed.variant.recompute != "none"
             or placed.variant.offload != "none"
@@ -234,7 +234,7 @@ class SearchLayout:
 
 
 class PricedItems(NamedTuple):
-    """What a stage would take with some items."""
+    """The seconds of a stage for any items, and how many of them fit."""
 
     seconds: Sequence[float]
     """For each item: of all items before it, had the stage these."""

@@ -20,9 +20,9 @@ from hpctrain.planner.buffers import exchanged_bytes, largest_message_bytes, num
 from hpctrain.planner.cost import goes_in_halves, heads_on, layer_elements
 from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.host_buckets import SLOTS, bucket_elements, moves
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import EMBEDDING, is_attention, layers
-from hpctrain.sharding.offload import SLOTS, bucket_elements, moves
 from hpctrain.sharding.parameters import padded_vocabulary
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8

@@ -9,7 +9,7 @@ from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import StageMemory, state_bytes
 from hpctrain.planner.setup import Setup
-from hpctrain.sharding.offload import SLOTS, bucket_elements
+from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 
 ADAMW_SHARE = 32 / 48
 """Of the seconds of an update, that overlap copies: AdamW's own, by `Stack.update_bytes` of our engine. The norm and

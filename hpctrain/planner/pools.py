@@ -34,7 +34,7 @@ class Pool:
 
     @property
     def memory_bytes(self) -> int:
-        """What a plan may fill of one device."""
+        """Return what a plan may fill of one device."""
         return self.device.family.usable_bytes
 
     @cached_property

@@ -1,7 +1,4 @@
-"""From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
-
-The longest of all stages counts.
-"""
+"""Cuts a shape, and estimates in closed form how long a step of it takes, by which shapes are ranked. Pure."""
 
 import itertools
 import math

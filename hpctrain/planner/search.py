@@ -61,7 +61,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a search goes; `None`: to the end."""
+    """The limits of a search; `None`: it goes to the end."""
 
     scored: int | None = SCORED
     timed: int | None = TIMED

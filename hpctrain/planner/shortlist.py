@@ -1,4 +1,4 @@
-"""Which choices for a pool are worth scoring: those that would be the fastest with the others' best. Pure."""
+"""Lists the choices for a pool that are worth scoring: those that would be the fastest with the others' best. Pure."""
 
 from bisect import insort
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
 class StageChoice(NamedTuple):
-    """What becomes of the devices of a pool."""
+    """The use of the devices of a pool: so many stages of so many replicas, each by a tensor grid."""
 
     grid: TensorGrid
     stages: int
@@ -55,7 +55,7 @@ class StageChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What a search selects from; `None`: all that there are."""
+    """The plans that a search selects from; `None`: all that there are."""
 
     microbatches: tuple[int, ...] | None = None
     largest_grid: int | None = None
@@ -118,7 +118,7 @@ class Shape:
 
     @property
     def is_whole_models(self) -> bool:
-        """Whether all stages have the whole model, by one tensor grid."""
+        """Say whether all stages have the whole model, by one tensor grid."""
         grids = {row[0].grid for row in self.choices}
         return len(grids) == 1 and all(len(row) == row[0].stages == 1 for row in self.choices)
 

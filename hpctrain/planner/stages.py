@@ -1,4 +1,4 @@
-"""What a stage of a pipeline costs: seconds and bytes as lines in its number of blocks, shared by all plans. Pure.
+"""Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
 Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same. Seconds are
 those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that exchange
@@ -36,8 +36,8 @@ COMPARED_ROWS = 1, 8
 
 
 class Seconds(NamedTuple):
-    """Of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and after
-    that."""
+    """Seconds of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and
+    after that."""
 
     forward: float
     backward: float
@@ -51,7 +51,7 @@ WHOLE, SPLIT = ("forward", "backward"), ("backward_input", "backward_weight")
 
 
 class BlockLine(NamedTuple):
-    """Of a stage with k blocks: base + k * each."""
+    """A quantity of a stage with k blocks: base + k * each."""
 
     base: float
     each: float
@@ -74,7 +74,7 @@ NOTHING = BlockLine(0.0, 0.0)
 
 
 class Holders(NamedTuple):
-    """Who has the same weights, where these are exchanged in every pass."""
+    """The ranks with the same weights, where these are exchanged in every pass."""
 
     zero: int = 1
     groups: tuple[tuple[int, int], ...] = ()
@@ -144,7 +144,7 @@ class StageVariant(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageVariants:
-    """What a stage would take with so many blocks."""
+    """The variants of a stage, of which its number of blocks decides."""
 
     variants: tuple[StageVariant, ...]
     offloading: Callable[[], tuple[StageVariant, ...]] = tuple

@@ -7,8 +7,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 
-from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import latest_checkpoint
+from hpctrain.checkpoint.resume import verify_alone
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
 from tests.examples import costly

@@ -5,8 +5,8 @@ import time
 import pytest
 
 import hpctrain.checkpoint.saving as saving
-from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
+from hpctrain.checkpoint.resume import verify_alone
 from hpctrain.config.errors import CheckpointError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.requests import Requests

@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.disks import every_call
 from hpctrain.checkpoint import index as checkpoint_index
-from hpctrain.checkpoint.choose import choose_checkpoint, verify_alone
 from hpctrain.checkpoint.folder import (
     Kept,
     candidates,
@@ -23,6 +22,7 @@ from hpctrain.checkpoint.folder import (
     tidy,
 )
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.resume import choose_checkpoint, verify_alone
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
 from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint

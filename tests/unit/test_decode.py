@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from hpctrain.checkpoint.convert import import_model
 from hpctrain.checkpoint.folder import locate_checkpoint
-from hpctrain.checkpoint.huggingface import import_model
 from hpctrain.cli import root
 from hpctrain.config.errors import JobError
 from hpctrain.data.tokenizer import train_bpe

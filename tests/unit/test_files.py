@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.mutants import NO_FILES
-from hpctrain.checkpoint.choose import choose_checkpoint
+from hpctrain.checkpoint.convert import import_model
 from hpctrain.checkpoint.folder import complete_checkpoints
-from hpctrain.checkpoint.huggingface import import_model
+from hpctrain.checkpoint.resume import choose_checkpoint
 from hpctrain.comm.watchdog.flight import read_first_death, read_flights
 from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError

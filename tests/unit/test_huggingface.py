@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hpctrain.checkpoint.choose import verify_alone
+from hpctrain.checkpoint.convert import export_model, import_model
 from hpctrain.checkpoint.folder import locate_checkpoint
-from hpctrain.checkpoint.huggingface import export_model, import_model
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.resume import verify_alone
 from hpctrain.checkpoint.state import read_job
 from hpctrain.cli import root
 from hpctrain.config.errors import CheckpointError, DataError, HpctrainError

@@ -34,8 +34,8 @@ from hpctrain.planner.search import search
 from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.host_buckets import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.offload import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
 
 JOB = load_job("tiny", list(SETTINGS))
 SETUP = Setup.of_job(JOB, "fp32")

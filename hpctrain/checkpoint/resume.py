@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from: the latest one, or the newest that is intact."""
+"""Chooses the checkpoint that a run continues from: the latest one, or the newest that is intact."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 
 
 class Choice(NamedTuple):
-    """What to continue from."""
+    """The checkpoint to continue from."""
 
     checkpoint: Path | None
     """None: there is none yet."""

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import families
+from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import KEPT, PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, make_empty, read_job
-from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
 from hpctrain.config.paths import is_file, read_bytes
@@ -53,7 +53,7 @@ KEPT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Theirs(NamedTuple):
-    """Where a parameter is in their files."""
+    """The place of a parameter in their files."""
 
     name: str
     first: int
@@ -63,7 +63,7 @@ class Theirs(NamedTuple):
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a folder."""
+    """The checkpoint and the job file that a folder became."""
 
     checkpoint: Path
     job_file: Path
@@ -74,7 +74,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of a checkpoint."""
+    """The folder that a checkpoint became."""
 
     folder: Path
     num_files: int

@@ -104,7 +104,7 @@ def _mappings(properties) -> set:
 
 
 class WrittenStream(NamedTuple):
-    """What a rank has written."""
+    """A stream as its rank has written it."""
 
     part: int
     offset: int
@@ -115,7 +115,7 @@ class WrittenStream(NamedTuple):
 
 @dataclass
 class Contents:
-    """What is the same in every checkpoint of a run."""
+    """The parts of a description that are the same in every checkpoint of a run."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors, by their names with the kind before them."""
