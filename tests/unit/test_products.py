@@ -68,17 +68,16 @@ def alone() -> Axes:
 
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("at_once", [1, 3, 7, 100])
-def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_once):
+def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(cap, at_once):
     """Against the product, the cap and the cross entropy of all tokens, with padding, and targets that do not count."""
     generator = torch.Generator().manual_seed(1)
     ids, columns, tokens, features = 11, 12, (2, 5), 6
-    monkeypatch.setattr(kernels, "LOGITS_BYTES", at_once * columns * 4)
     weight = Weight("head.weight")
     weight.data = torch.randn(columns, features, generator=generator)
     weight.grad = torch.zeros(columns, features)
     hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
     targets = torch.randint(-1, ids, tokens, generator=generator)
-    loss = losses.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels())
+    loss = losses.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels(logits_bytes=at_once * columns * 4))
     (3 * loss).backward()
 
     double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
@@ -92,10 +91,9 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_o
     assert torch.allclose(weight.grad.double(), table.grad, atol=1e-5)
 
 
-def test_no_more_logits_are_there_than_may_be(monkeypatch):
+def test_no_more_logits_are_there_than_may_be():
     columns, tokens = 64, 1000
     most = 100 * columns * 4
-    monkeypatch.setattr(kernels, "LOGITS_BYTES", most)
     assert kernels.tokens_at_once(tokens, columns, most) == 100 and kernels.tokens_at_once(50, columns, most) == 50
     assert kernels.tokens_at_once(tokens, columns // 8, most) == 768, "of 800, a multiple of 256"
     weight = Weight("head.weight")
@@ -112,6 +110,6 @@ def test_no_more_logits_are_there_than_may_be(monkeypatch):
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with Watch():
         targets = torch.randint(64, (1, tokens))
-        loss = losses.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels())
+        loss = losses.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels(logits_bytes=most))
         loss.backward()
     assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"
