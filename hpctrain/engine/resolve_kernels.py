@@ -13,7 +13,7 @@ from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
-from hpctrain.model.operators.attention import Documents, attend
+from hpctrain.model.operators import attention as operator
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -109,12 +109,12 @@ def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
                     torch.ones(1, heads, positions, attention.head_size, dtype=dtype, device=accelerator.device)
                     for heads in (attention.heads, attention.kv_heads, attention.kv_heads)
                 )
-                attend(
+                operator.attend(
                     queries.requires_grad_(),
                     keys,
                     values,
                     attention,
-                    documents=Documents(starts) if job.data.mask_documents else None,
+                    documents=operator.Documents(starts) if job.data.mask_documents else None,
                     backend=backend,
                 ).sum().backward()
         except RuntimeError as error:

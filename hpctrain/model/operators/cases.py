@@ -216,10 +216,10 @@ def _attention(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Opera
     size, shared = of.head_size, of.heads // of.kv_heads
 
     def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.attend(*(values[each] for each in heads), attention=of, backend=kernels.attention)
+        return attention.attend(values["queries"], values["keys"], values["values"], of, backend=kernels.attention)
 
     def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.reference(*(values[each] for each in heads), attention=of)
+        return attention.reference(values["queries"], values["keys"], values["values"], of)
 
     heads = {"queries": of.heads, "keys": of.kv_heads, "values": of.kv_heads}
     # Shares and the mixture, with a cap also scores and the cap's steps; back each of them once more.
