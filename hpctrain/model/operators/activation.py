@@ -20,6 +20,11 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": _gelu}
 """By the name in a description."""
+GRADIENTS = {
+    "silu": (torch.ops.aten.silu_backward, {}),
+    "gelu": (torch.ops.aten.gelu_backward, {"approximate": "tanh"}),
+}
+"""Of each, torch's backward operation and its settings."""
 
 
 def forward(both: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -32,11 +37,13 @@ def backward(dy: torch.Tensor, both: torch.Tensor, *, activation: str) -> torch.
     gate, up = both.chunk(2, dim=-1)
     result = torch.empty_like(both)
     d_gate, d_up = result.chunk(2, dim=-1)
-    d_up.copy_(ACTIVATIONS[activation](gate)).mul_(dy)
-    if activation == "silu":
-        d_gate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+    gradient, settings = GRADIENTS[activation]
+    if torch.compiler.is_compiling():  # it writes into no part of a tensor, and needs no memory for what is between
+        d_up.copy_(ACTIVATIONS[activation](gate)).mul_(dy)
+        d_gate.copy_(gradient(dy * up, gate, **settings))
     else:
-        d_gate.copy_(torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh"))
+        torch.mul(dy, ACTIVATIONS[activation](gate), out=d_up)
+        gradient.grad_input(dy * up, gate, **settings, grad_input=d_gate)
     return result
 
 

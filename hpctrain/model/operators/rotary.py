@@ -15,7 +15,13 @@ def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """Turn each pair (a, b) by its angle."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    if torch.compiler.is_compiling():  # it writes into no part of a tensor, and needs no memory for what is between
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = result.chunk(2, dim=-1)
+    torch.sub(a * cos, b * sin, out=first)
+    torch.add(b * cos, a * sin, out=second)
+    return result
 
 
 def backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
