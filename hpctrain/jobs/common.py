@@ -138,7 +138,7 @@ def started_world() -> Iterator["World"]:
     Ranks that were started with another hpctrain or another MPI library are refused.
     """
     from hpctrain.comm.world import World
-    from hpctrain.doctor.software import compare_software, describe_environments
+    from hpctrain.jobs.doctor.software import compare_software, describe_environments
 
     world = World.start()
     try:

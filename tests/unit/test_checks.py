@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.config.errors import LaunchError, TopologyError
-from hpctrain.doctor.machine_checks import (
+from hpctrain.jobs.doctor.machine_checks import (
     Finding,
     check_launchers,
     check_shared_memory,
@@ -11,8 +11,8 @@ from hpctrain.doctor.machine_checks import (
     format_finding,
     launchers,
 )
-from hpctrain.doctor.rank_checks import check_cores, check_promise, describe_devices
-from hpctrain.doctor.software import Software, describe_environments, refuse_differences
+from hpctrain.jobs.doctor.rank_checks import check_cores, check_promise, describe_devices
+from hpctrain.jobs.doctor.software import Software, describe_environments, refuse_differences
 from hpctrain.launch.mpi import MpiLibrary
 
 MPICH = MpiLibrary("mpich", "MPICH Version: 5.0.2")

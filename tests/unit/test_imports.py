@@ -12,7 +12,7 @@ FLOORS = (
     ("launch",),
     ("comm",),
     ("model", "planner", "rehearsal", "data"),
-    ("engine", "checkpoint", "observe", "doctor"),
+    ("engine", "checkpoint", "observe"),
     ("jobs",),
 )
 LIGHT = ("architectures", "config", "sharding", "plan", "planner", "launch")

@@ -9,8 +9,8 @@ import click
 
 from hpctrain.comm.launcher import promised_rank
 from hpctrain.config.errors import HpctrainError
-from hpctrain.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
-from hpctrain.doctor.rank_checks import check_ranks
+from hpctrain.jobs.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
+from hpctrain.jobs.doctor.rank_checks import check_ranks
 
 
 @click.command("doctor")

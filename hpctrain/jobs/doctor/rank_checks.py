@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.comm.launcher import asked_threads, promised_size
 from hpctrain.config.errors import HpctrainError, LaunchError
-from hpctrain.doctor.machine_checks import Finding, error_finding
-from hpctrain.doctor.software import compare_software, describe_environments, grouped
+from hpctrain.jobs.doctor.machine_checks import Finding, error_finding
+from hpctrain.jobs.doctor.software import compare_software, describe_environments, grouped
 
 if TYPE_CHECKING:
     from hpctrain.comm.topology import Place
