@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import LaunchError
@@ -32,8 +33,10 @@ class Component:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def name(self) -> str:
-        return " and ".join(name or "ranks" for name in self.devices)
+    def ranks_of_node(self) -> dict[str, range]:
+        """The numbers of a node's ranks by family."""
+        ends = accumulate(self.devices.values())
+        return {name: range(end - self.devices[name], end) for name, end in zip(self.devices, ends, strict=True)}
 
     @property
     def request(self) -> Launch:

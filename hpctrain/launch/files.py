@@ -15,16 +15,17 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 
 import hpctrain
 from hpctrain import __version__
+from hpctrain.config import errors
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.errors import JobError, LaunchError, describe_os_error
+from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.launch.components import Component
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
@@ -90,63 +91,22 @@ def _creator(mode: int) -> Callable[[str, int], int]:
 
 
 LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")
-MODULES = """\
-if ! command -v module > /dev/null; then
-  for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /etc/profile.d/z00_lmod.sh; do
-    if [ -r "$file" ]; then . "$file"; break; fi
-  done
-fi"""
 
 
 def rank_script(component: Component) -> str:
-    """Return the script of a component's ranks; all texts of the cluster file are quoted.
-
-    Of several families on a node a rank takes its own by its number on the node.
-    """
-    title = f"# Starts one rank of {component.describe()}. Arguments: those of hpctrain."
-    lines = ["#!/bin/bash", title, "set -eo pipefail"]
-    if len(component.devices) == 1:
-        lines += _set_up(component, next(iter(component.devices)))
-    else:
-        lines.append(f'case "{LOCAL_RANK}" in')
-        first = 0
-        for name, count in component.devices.items():
-            lines.append(f"{'|'.join(str(number) for number in range(first, first + count))})")
-            lines += [f"  {line}" for line in _set_up(component, name)]
-            lines.append("  ;;")
-            first += count
-        lines += [
-            "*)",
-            f'  echo "hpctrain: rank {LOCAL_RANK} of node $(hostname): {component.ranks_per_node} ranks are for a node;'
-            ' start as many" >&2',
-            f"  exit {LaunchError.exit_code}",
-            "  ;;",
-            "esac",
-        ]
-    lines.append('exec "$HPCTRAIN_PROGRAM" "$@"')
-    return "\n".join(lines) + "\n"
+    """Return the script of a component's ranks."""
+    own_venv = sys.prefix if sys.prefix != sys.base_prefix else ""
+    return render("rank", component=component, own_venv=own_venv, local_rank=LOCAL_RANK)
 
 
-def _set_up(component: Component, family: str) -> Iterator[str]:
-    launch = component.launch[family]
-    if family:
-        yield f"export HPCTRAIN_FAMILY={shlex.quote(family)}"
-    if kind := component.kinds.get(family):  # else a rank without its device could compute on its host
-        yield f"export HPCTRAIN_DEVICE={kind}"
-    if launch.modules:
-        yield from MODULES.splitlines()
-        yield f"module load {shlex.join(launch.modules)}"
-    folder = Path(launch.venv) if launch.venv else Path(sys.prefix)
-    if launch.venv or sys.prefix != sys.base_prefix:
-        yield f"export VIRTUAL_ENV={shlex.quote(str(folder))}"
-        yield 'export PATH="$VIRTUAL_ENV/bin:$PATH"'
-        yield 'HPCTRAIN_PROGRAM="$VIRTUAL_ENV/bin/hpctrain"'
-    else:
-        yield "HPCTRAIN_PROGRAM=hpctrain"
-    cores = launch.cores_per_rank or "${SLURM_CPUS_PER_TASK:-1}"
-    yield f"export OMP_NUM_THREADS={cores}"
-    for name, value in launch.environment.items():
-        yield f"export {name}={shlex.quote(value)}"
+def render(template: str, **values: object) -> str:
+    """Return a script, whose template is `template`.sh.jinja in this folder, with some values in it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(loader=PackageLoader("hpctrain.launch", "."), undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = environment.keep_trailing_newline = True
+    environment.filters["quoted"] = lambda value: shlex.quote(str(value))
+    return environment.get_template(f"{template}.sh.jinja").render(values, errors=errors)
 
 
 def code_digest(package: Path = PACKAGE) -> str:

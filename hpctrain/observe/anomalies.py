@@ -8,6 +8,7 @@ import numpy as np
 
 from hpctrain.observe.metrics import median
 from hpctrain.observe.schema import SavedMetrics
+from hpctrain.plan.groups import tile_groups
 from hpctrain.plan.tiling import Plan
 
 WATCHED = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
@@ -82,13 +83,9 @@ class StragglerWatch:
     """Looks at the seconds that ranks compute in logged steps; for one rank."""
 
     def __init__(self, plan: Plan):
-        work: dict[tuple, list[int]] = {}
-        for tile in plan.first_tiles:
-            key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
-            work.setdefault(key, []).extend(tile.ranks)
-        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
-        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
-        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
+        groups = [list(group.ranks) for group in tile_groups(plan)]
+        self._peers = [np.array(ranks) for ranks in groups if len(ranks) >= FEWEST_PEERS]
+        self._alone = np.array([r for ranks in groups if len(ranks) < FEWEST_PEERS for r in ranks], dtype=int)
         self._first: list[np.ndarray] = []
         """The seconds of all ranks in the first steps."""
         size = max(plan.ranks) + 1

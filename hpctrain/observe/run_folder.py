@@ -15,20 +15,15 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.config.paths import exists, is_file, look_at, read_bytes, replace_text, write_text
-from hpctrain.observe.schema import EVENTS, METRICS, OF_ONE_PLAN, SavedFile, SavedNote, T
+from hpctrain.observe.schema import EVENTS, METRICS, OF_ONE_PLAN, SavedFile, SavedLosses, SavedNote, T, read_lines
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
-NUMBERS = ("loss", "validation_loss", "grad_norm")
-"""Of a line of metrics, which other commands compute with; the first is in each."""
 RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
@@ -70,7 +65,7 @@ class RunFolder:
         file = self.path / METRICS.name
         damaged, partial = file.with_name(f"{file.name}.damaged"), file.with_name(f"{file.name}.partial")
         with writing(self.path):
-            lines, mistakes = parse_metrics(file)
+            lines, mistakes = read_lines(file, SavedLosses)
             if mistakes:
                 file.replace(damaged)
             partial.unlink(missing_ok=True)
@@ -149,41 +144,12 @@ def read_metrics(path: Path) -> list[dict]:
     A last line that a crash cut short is left out. Raises JobError for any other line that is damaged.
     """
     try:
-        lines, mistakes = parse_metrics(path / METRICS.name)
+        lines, mistakes = read_lines(path / METRICS.name, SavedLosses)
     except OSError as error:
         raise JobError(f"{path / METRICS.name}: cannot be read: {describe_os_error(error)}") from None
     if mistakes:
         raise JobError(f"{mistakes[0]}; remove that line")
     return lines
-
-
-def parse_metrics(file: Path) -> tuple[list[dict], list[str]]:
-    """Return the lines of a file of metrics that are whole, and a message for each that is damaged. Raises OSError."""
-    if not is_file(file):
-        return [], []
-    lines, mistakes = [], []
-    *whole, rest = read_bytes(file).split(b"\n")
-    for number, text in enumerate(whole, 1):
-        try:
-            lines.append(_metrics_of(text))
-        except (ValueError, RecursionError) as error:
-            mistakes.append(f"{file}, line {number}: is damaged: {error}")
-    with suppress(ValueError, RecursionError):
-        lines += [_metrics_of(rest)] if rest else []
-    return lines, mistakes
-
-
-def _metrics_of(text: bytes) -> dict:
-    """Return one line of metrics. Raises ValueError or RecursionError where it is none."""
-    line = json.loads(text)
-    if not isinstance(line, dict):
-        raise ValueError("is no table of metrics")
-    if type(step := line.get("step")) is not int or not 0 <= step <= MOST_NUMBER:
-        raise ValueError("has no whole number 'step'")
-    for name in NUMBERS:
-        if type(line.get(name, 0.0 if name != "loss" else None)) not in (int, float):
-            raise ValueError(f"has no number '{name}'")
-    return line
 
 
 START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
@@ -209,17 +175,9 @@ def note_event(folder: Path, event: str, step: int, text: str, **more: object) -
 
 def read_events(folder: Path) -> list[dict]:
     """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
-    adapter, events = TypeAdapter(SavedNote), []
-    try:
-        lines = read_bytes(folder / EVENTS.name).split(b"\n")
-    except OSError:  # there is none, or something that no run wrote
-        lines = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            event = json.loads(line)
-            adapter.validate_python(event)
-            events.append(event)
-    return events
+    with suppress(OSError):  # something that no run wrote
+        return read_lines(folder / EVENTS.name, SavedNote)[0]
+    return []
 
 
 def refuse_missing_checkpoints(folder: Path) -> None:

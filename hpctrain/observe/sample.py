@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.observe.schema import TIMELINE, TRAFFIC, SavedCollective, SavedGrid, SavedSend
 from hpctrain.observe.spans import EXPOSED, OVERLAPPED, Observed, Observer, Span, mean_by_axis, sums_by_axis
+from hpctrain.plan.groups import tile_groups
 from hpctrain.plan.schedule import Instruction
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, Tile
 
 SAMPLED_STEP = 3
 """Of a start, counted from 1."""
@@ -69,15 +70,14 @@ class StepSample(Observer):
         return {"rank": world.rank, "spans": kept}
 
 
-def shown_tiles(plan: Plan) -> list:
+def shown_tiles(plan: Plan) -> Sequence[Tile]:
     """Return the first tiles of the tensor grids whose instructions are kept and drawn.
 
     Of more than `MOST_GRIDS` these are of equal ones the first.
     """
     if len(plan.first_tiles) <= MOST_GRIDS:
-        return list(plan.first_tiles)
-    equal = {(tile.items, tile.rows.size, tile.family, tile.tensor): tile for tile in reversed(plan.first_tiles)}
-    return sorted(equal.values(), key=plan.first_tiles.index)[:MOST_GRIDS]
+        return plan.first_tiles
+    return [group.tile for group in tile_groups(plan)[:MOST_GRIDS]]
 
 
 def _entries(rank: int, spans: Sequence[Span]) -> list[SavedSend | SavedCollective]:

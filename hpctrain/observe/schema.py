@@ -4,7 +4,7 @@ A key that is `NotRequired` is not written by every run, or was not by earlier v
 new to them.
 """
 
-from collections.abc import Iterable
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, NotRequired, TypeVar
@@ -13,8 +13,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from hpctrain.comm.watchdog.flight import parse_ranks
+from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.errors import JobError, describe_os_error
-from hpctrain.config.paths import exists, read_bytes
+from hpctrain.config.paths import exists, is_file, read_bytes
 from hpctrain.planner.simulate import EXPOSED
 
 T = TypeVar("T")
@@ -83,16 +84,21 @@ class SavedFigures(SavedTable):
     slowest: NotRequired[SavedSlowest]
 
 
-class SavedMetrics(SavedFigures):
+class SavedLosses(SavedTable):
+    """The keys of a line of metrics.jsonl that other commands compute with."""
+
+    step: Annotated[int, Field(ge=0, le=MOST_NUMBER)]
+    loss: float
+    validation_loss: NotRequired[float]
+    grad_norm: NotRequired[float]
+
+
+class SavedMetrics(SavedFigures, SavedLosses):
     """A line of metrics.jsonl."""
 
-    step: int
-    loss: float
-    grad_norm: NotRequired[float]
     learning_rate: NotRequired[float]
     loss_scale: NotRequired[float]
     skipped: NotRequired[float]
-    validation_loss: NotRequired[float]
     step_seconds: Positive
     tokens_per_second: Positive
     mfu: NotRequired[Positive]
@@ -278,21 +284,28 @@ def read_saved(folder: Path, file: SavedFile[T], num_ranks: int = 0) -> T | None
         raise JobError(text) from None
 
 
-def check_lines(file: SavedFile[T], lines: Iterable[object]) -> tuple[list[T], str]:
-    """Return those lines of a file that are as they should be, and what is to be said of the others."""
-    adapter, good, mistakes = TypeAdapter(file.table), [], []
-    for number, line in enumerate(lines, 1):
+def read_lines(path: Path, table: type) -> tuple[list[Any], list[str]]:
+    """Return the lines of a file that are as `table` says, with all of their keys, and a message for each other one.
+
+    A last line that a crash cut short is left out. Raises OSError.
+    """
+    lines, mistakes = [], []
+    if not is_file(path):
+        return lines, mistakes
+    adapter, texts = TypeAdapter(table), read_bytes(path).split(b"\n")
+    for number, text in enumerate(texts, 1):
         try:
-            good.append(adapter.validate_python(line))
-        except ValidationError as error:
-            mistakes.append(f"line {number}: {_first(error)}")
-    if not mistakes:
-        return good, ""
-    text = f"{len(mistakes):,} lines are damaged or of another version; the first is {mistakes[0]}"
-    return good, f"{file.name}: {text}"
+            adapter.validate_python(line := json.loads(text))
+            lines.append(line)
+        except (ValueError, RecursionError) as error:
+            if number < len(texts):
+                mistakes.append(f"{path}, line {number}: is damaged, or of another version: {_first(error)}")
+    return lines, mistakes
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: Exception) -> str:
     """Return the first mistake with where it is, such as `grids.0.rank: ...`."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     mistake = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}"
+    return ": ".join(filter(None, (".".join(map(str, mistake["loc"])), mistake["msg"])))

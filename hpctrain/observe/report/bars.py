@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from hpctrain.observe.report.record import RunRecord, TileGroup
+from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     LANE,
     LANES_LEFT,
@@ -21,6 +21,7 @@ from hpctrain.observe.report.svg import (
 )
 from hpctrain.observe.run_folder import CLUSTER
 from hpctrain.observe.schema import RANKS, TRAFFIC
+from hpctrain.plan.groups import TileGroup
 from hpctrain.planner.simulate import EXPOSED
 
 PARTS = {

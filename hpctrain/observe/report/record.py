@@ -18,41 +18,12 @@ from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import is_file, is_folder
 from hpctrain.observe import schema
 from hpctrain.observe.report.svg import number
-from hpctrain.observe.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START, parse_metrics, read_events
-from hpctrain.plan.draw import ranges
+from hpctrain.observe.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START
 from hpctrain.plan.file import load_plan
-from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.groups import TileGroup, tile_groups
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Forecast, forecast
 from hpctrain.planner.setup import Setup
-
-
-@dataclass(frozen=True)
-class TileGroup:
-    """The tensor grids of a plan that have equal work: one line of a picture."""
-
-    tiles: tuple[Tile, ...]
-    ranks: tuple[int, ...]
-
-    @property
-    def tile(self) -> Tile:
-        return self.tiles[0]
-
-    def describe(self, ranks: Sequence[int] | None = None) -> str:
-        """Say what is computed, by which family and ranks; these are all of the group, unless some are given."""
-        ranks = tuple(sorted(ranks or self.ranks))
-        text = ranges(ranks)
-        who = f"{len(ranks):,} ranks" if len(text) > 18 else f"rank{'s' * (len(ranks) > 1)} {text}"
-        return f"items {self.tile.items.start}-{self.tile.items.stop - 1} · {self.tile.family}, {who}"
-
-
-def groups_of(plan: Plan) -> list[TileGroup]:
-    """Return the groups of equal tiles, in the order of items and then of the tiles."""
-    groups: dict[tuple, list[Tile]] = {}
-    for tile in plan.first_tiles:
-        work = tuple((t.items, t.rows.size) for t in plan.virtual_stages(tile))
-        groups.setdefault((work, tile.family, tile.tensor, tile.recompute, tile.offload), []).append(tile)
-    equal = [TileGroup(tuple(tiles), tuple(sorted(r for t in tiles for r in t.ranks))) for tiles in groups.values()]
-    return sorted(equal, key=lambda group: (group.tile.items, group.ranks))
 
 
 @dataclass(frozen=True)
@@ -86,7 +57,7 @@ class RunRecord:
 
     @cached_property
     def groups(self) -> list[TileGroup]:
-        return groups_of(self.plan)
+        return tile_groups(self.plan)
 
     @property
     def start(self) -> schema.SavedEvent | dict[str, Any]:
@@ -162,12 +133,15 @@ def read_run(path: Path, name: str) -> RunRecord:
             )
     plan, left_out = load_plan(path / PLAN), []
     job, cluster = load_job(str(path / RESOLVED), say=left_out.append), load_cluster(path / CLUSTER)
-    try:
-        lines, mistakes = parse_metrics(path / schema.METRICS.name)
-    except OSError as error:
-        lines, mistakes = [], [f"{path / schema.METRICS.name} cannot be read: {describe_os_error(error)}"]
-    if mistakes:
-        left_out.append(mistakes[0] + (f" (and {len(mistakes) - 1:,} lines more)" if mistakes[1:] else ""))
+
+    def read_lines(file: schema.SavedFile) -> list[Any]:
+        try:
+            lines, mistakes = schema.read_lines(path / file.name, file.table)
+        except OSError as error:
+            lines, mistakes = [], [f"{path / file.name} cannot be read: {describe_os_error(error)}"]
+        if mistakes:
+            left_out.append(mistakes[0] + (f" (and {len(mistakes) - 1:,} lines more)" if mistakes[1:] else ""))
+        return lines
 
     def read(file: schema.SavedFile[schema.T]) -> schema.T | None:
         try:
@@ -176,11 +150,10 @@ def read_run(path: Path, name: str) -> RunRecord:
             left_out.append(str(error))
             return None
 
-    metrics, events = schema.check_lines(schema.METRICS, lines), schema.check_lines(schema.EVENTS, read_events(path))
-    left_out += [said for said in (metrics[1], events[1]) if said]
+    lines = read_lines(schema.METRICS), read_lines(schema.EVENTS)
     files = read(schema.DRIFT), read(schema.TIMELINE), read(schema.TRAFFIC), read(schema.RANKS)
     ending = post_mortem(path / FOLDER, time.time())
-    return RunRecord(path, name, job, plan, cluster, metrics[0], events[0], *files, ending, left_out)
+    return RunRecord(path, name, job, plan, cluster, *lines, *files, ending, left_out)
 
 
 def read_runs(paths: list[Path]) -> list[RunRecord]:

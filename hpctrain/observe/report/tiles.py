@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from hpctrain.observe.report.svg import RIGHT, Panel, PixelScale, Svg, clip, show_whole, text_width
 from hpctrain.plan.draw import ranges
+from hpctrain.plan.groups import work_of
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
 
@@ -28,17 +29,11 @@ def boxes_of(plan: Plan) -> list[Box]:
     boxes: list[Box] = []
     for tile in sorted(plan.tiles, key=lambda t: (t.items, t.rows)):
         last = boxes[-1] if boxes else None
-        if last and _is_equal(last.tiles[0], tile) and last.rows.stop == tile.rows.start:
+        if last and work_of(last.tiles[0]) == work_of(tile) and last.rows.stop == tile.rows.start:
             boxes[-1] = Box((*last.tiles, tile), Interval(last.rows.start, tile.rows.stop))
         else:
             boxes.append(Box((tile,), tile.rows))
     return boxes
-
-
-def _is_equal(one: Tile, other: Tile) -> bool:
-    return (one.items, one.family, one.tensor, one.rows.size, one.recompute, one.zero, one.offload) == (
-        other.items, other.family, other.tensor, other.rows.size, other.recompute, other.zero, other.offload
-    )  # fmt: skip
 
 
 NOTE = (
