@@ -149,8 +149,7 @@ def blame(comparison: SavedComparison) -> str:
     """Return in a sentence how large a drift is, and in which part."""
     how = "longer" if comparison["drift"] > 0 else "shorter"
     result = f"steps took {abs(comparison['drift']):.0%} {how} than predicted"
-    if parts := comparison.get("parts"):
-        drifted = max(parts, key=lambda part: _difference(comparison, part))
+    if drifted := comparison.get("drifted"):
         by = _difference(comparison, drifted) / comparison["predicted_seconds"]
         result += f", most of it in '{drifted}' ({by:.0%} of a step)"
     if cause := comparison.get("cause"):

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.links import nic_of
+from hpctrain.config.links import link_between, nic_of
 
 
 class Path(NamedTuple):
@@ -73,25 +73,19 @@ class PretendedNetwork:
         return tuple(self._path(*pair) for pair in itertools.product(range(self.num_ranks), repeat=2))
 
     def _path(self, source: int, target: int) -> Path:
-        """Return the path through the pair of NICs with the most bandwidth; among equals, the least latency."""
         here, there = self.cluster.devices[source], self.cluster.devices[target]
         if here.node == there.node:
             ports = () if source == target else (2 * source, 2 * target + 1)
             return Path(ports, (self.cluster.nodes[here.table].link_latency_seconds or 0.0) * self.dilation)
-        result = []
-        for name, fabric in self.cluster.fabrics.items():
-            out, into = self._number(source, name), self._number(target, name)
-            if out is not None and into is not None:
-                ports = (2 * out, 2 * into + 1)
-                narrowest = min(self.bandwidths[port] for port in ports)
-                result.append((-narrowest, fabric.latency_seconds * self.dilation, ports))
-        _, latency, ports = min(result)  # nodes of a cluster have a fabric in common
-        return Path(ports, latency)
+        fabric = link_between(self.cluster, source, target).fabric or ""
+        ports = (2 * self._number(source, fabric), 2 * self._number(target, fabric) + 1)
+        return Path(ports, self.cluster.fabrics[fabric].latency_seconds * self.dilation)
 
-    def _number(self, rank: int, fabric: str) -> int | None:
-        """Return the number of the NIC by which a rank enters a fabric."""
+    def _number(self, rank: int, fabric: str) -> int:
+        """Return the number of the NIC by which a rank enters a fabric that its node has."""
         nic = nic_of(self.cluster, rank, fabric)
-        return self._nics[self.cluster.devices[rank].node, fabric, nic[0]] if nic else None
+        assert nic is not None
+        return self._nics[self.cluster.devices[rank].node, fabric, nic[0]]
 
 
 NUM_SCALARS, NUM_FIELDS = 8, 7

@@ -8,12 +8,12 @@ A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished minia
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpctrain.architectures.description import head_size_of, inner_of
-from hpctrain.config.cluster import ITEM_BYTES, MANY_ROWS, Cluster, Family, Figures, LinkClass
+from hpctrain.config.cluster import ITEM_BYTES, MANY_ROWS, Cluster, Family, Figures
 from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest
@@ -27,6 +27,8 @@ from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.setup import Setup
 
 T = TypeVar("T", bound=Table)
+NETWORK = ("fabrics", "nodes", "links")
+"""Keys of a cluster file."""
 TILE = 128
 """Rows and columns of the result that an accelerator computes at once, where nothing is said."""
 HALF_SPEED_ROWS = 256.0
@@ -83,37 +85,20 @@ def with_speeds(cluster: Cluster, dtypes: Mapping[str, str], dtype: str) -> Clus
 def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> Cluster:
     """Return the cluster that the rehearsal's planner sees. Profiles are left out: they are of another job."""
     families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
-    nodes = tuple(
-        _remade(each, _figures(each, scale) | {"nics": tuple(_scaled(nic, scale) for nic in each.nics)})
-        for each in cluster.nodes
-    )
-    return _remade(
-        cluster,
-        {
-            "families": families,
-            "fabrics": {name: _scaled(fabric, scale) for name, fabric in cluster.fabrics.items()},
-            "nodes": nodes,
-            "links": tuple(_link(link, scale) for link in cluster.links),
-            "profiles": (),
-        },
-    )
+    scaled = {name: _mapped(getattr(cluster, name), lambda table: _figures(table, scale)) for name in NETWORK}
+    return _remade(cluster, {**scaled, "families": families, "profiles": ()})
 
 
 def with_exact_links(cluster: Cluster) -> Cluster:
     """Return the cluster with bandwidths of links that count as measured: a pretended network gives all of them."""
 
-    def measured(table: Figures, **values):
+    def as_measured(table: Table) -> dict:
+        if not isinstance(table, Figures):
+            return {}
         bandwidths = [figure for figure in table.given if figure.endswith("bytes_per_second")]
-        return _remade(table, {"origins": table.origins | dict.fromkeys(bandwidths, "measured"), **values})
+        return {"origins": table.origins | dict.fromkeys(bandwidths, "measured")}
 
-    return _remade(
-        cluster,
-        {
-            "fabrics": {name: measured(fabric) for name, fabric in cluster.fabrics.items()},
-            "nodes": tuple(measured(each, nics=tuple(map(measured, each.nics))) for each in cluster.nodes),
-            "links": tuple(map(measured, cluster.links)),
-        },
-    )
+    return _remade(cluster, {name: _mapped(getattr(cluster, name), as_measured) for name in NETWORK})
 
 
 def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> Truth:
@@ -146,15 +131,13 @@ def half_speed_rows(family: Family) -> float:
 
 def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scale: Scale) -> Truth:
     """Return the pretended devices of a rehearsal: those that are `given`, and by their `own` figures the others."""
-    devices = own.devices | (given.devices if given else {})
     scaled = {}
-    for name, device in devices.items():
-        if name not in own.devices:
-            continue
+    for name, of_family in own.devices.items():
+        device = given.devices.get(name, of_family) if given else of_family
         speeds = device.flops_per_second
         halves = [half for half in ("bf16", "fp16") if half in speeds and dtypes[name] != "fp32"]
         dtype = next((known for known in (dtypes[name], *halves) if known in speeds), None)
-        speed = speeds[dtype] if dtype else own.devices[name].flops_per_second[dtypes[name]]
+        speed = speeds[dtype] if dtype else of_family.flops_per_second[dtypes[name]]
         scaled[name] = _remade(
             device,
             {
@@ -173,19 +156,26 @@ def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scal
 
 
 def _figures(table: Table, scale: Scale) -> dict:
-    """Return the figures of a table that are of bytes: bandwidths and sizes of memory."""
+    """Return the figures of a table that are of bytes, scaled: bandwidths, and sizes of memory and of messages."""
     result = {}
     for name in type(table).model_fields:
         value = getattr(table, name)
         if value is not None and name.endswith("bytes_per_second"):
             result[name] = value * scale.num_bytes
         elif value is not None and name.endswith("_bytes"):
-            result[name] = max(1, round(value * scale.memory))
+            result[name] = max(1, round(value * (scale.num_bytes if name == "message_bytes" else scale.memory)))
     return result
 
 
-def _scaled(table: T, scale: Scale) -> T:
-    return _remade(table, _figures(table, scale))
+def _mapped(value: Any, change: Callable[[Table], dict]) -> Any:
+    """Return what a cluster file has under a key, with the values that `change` returns for each table in it."""
+    if isinstance(value, Table):
+        return _remade(
+            value, {name: _mapped(getattr(value, name), change) for name in type(value).model_fields} | change(value)
+        )
+    if isinstance(value, dict):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    return tuple(_mapped(each, change) for each in value) if isinstance(value, tuple) else value
 
 
 def _remade(table: T, values: dict) -> T:
@@ -225,14 +215,6 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
 
 def _origin(family: Family, figure: str) -> str:
     return (family.origin_of(figure) if getattr(family, figure) else None) or "assumed"
-
-
-def _link(link: LinkClass, scale: Scale) -> LinkClass:
-    times = tuple(
-        time.model_copy(update={"message_bytes": max(1, round(time.message_bytes * scale.num_bytes))})
-        for time in link.times
-    )
-    return _remade(link, _figures(link, scale) | {"times": times})
 
 
 SMALL_HIDDEN = 512
