@@ -24,8 +24,8 @@ from hpctrain.engine.phases import phases_of
 from hpctrain.engine.requests import Asked
 from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
-from hpctrain.jobs.arguments import COUNT, PATH
-from hpctrain.jobs.common import load_job_on, override_option, started_world
+from hpctrain.jobs.arguments import COUNT, PATH, override_option
+from hpctrain.jobs.common import load_job_on, started_world
 
 AT_ONCE_BYTES = 8 << 20
 """Of a plain file, in one call."""

@@ -4,8 +4,8 @@ import click
 
 from benchmarks.plan_benchmark import PlanBenchmark
 from hpctrain.cli import main
-from hpctrain.jobs.arguments import COUNT, json_option, print_result
-from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world, time_scale_option
+from hpctrain.jobs.arguments import COUNT, json_option, override_option, print_result, time_scale_option
+from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.observe.console import trust
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import EVERY_PLAN, Limits

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import click
 
-from hpctrain.jobs.common import load_job_on, override_option, started_world
+from hpctrain.jobs.arguments import override_option
+from hpctrain.jobs.common import load_job_on, started_world
 
 TRACED = ("computed", "exposed", "waited", "overlapped")
 FIRST = 4

@@ -15,13 +15,8 @@ from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
 from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups, switched
-from hpctrain.jobs.common import (
-    load_job_on,
-    override_option,
-    rehearse_option,
-    start_rehearsal,
-    started_world,
-)
+from hpctrain.jobs.arguments import override_option, rehearse_option
+from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from dataclasses import replace
 import click
 
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.jobs.common import load_job_on, override_option, started_world
+from hpctrain.jobs.arguments import override_option
+from hpctrain.jobs.common import load_job_on, started_world
 
 
 @click.command()

@@ -9,15 +9,16 @@ from hpctrain.comm.accelerators.bind import bind_accelerator
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, json_option, print_result
-from hpctrain.jobs.common import (
-    load_job_on,
+from hpctrain.jobs.arguments import (
+    COUNT,
+    NONE_OR_MORE,
+    json_option,
     override_option,
+    print_result,
     rehearse_option,
-    start_rehearsal,
-    started_world,
     time_scale_option,
 )
+from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 
 
 @click.command("benchmarks.training")

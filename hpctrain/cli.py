@@ -29,6 +29,8 @@ COMMANDS = {
     "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }
+REMOVED = {"bench": "python -m benchmarks.training, in a clone of the repository"}
+"""Commands that are gone, and what does the same. A command that a version drops is added here."""
 ENDS_IN_ORDER = ("train",)
 """Commands that listen to signals before they import what takes seconds, and do not end where output is lost."""
 MODULES = {"import": "import_model"}
@@ -42,6 +44,8 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, context, name):
+        if name in REMOVED:
+            raise click.UsageError(f"'{name}' is no command any more; use {REMOVED[name]}")
         if name not in COMMANDS:
             return None
         return importlib.import_module(f"hpctrain.jobs.{MODULES.get(name, name)}").command

@@ -4,18 +4,18 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.phases import phases_of
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, print_result
-from hpctrain.jobs.common import load_job_on, override_option, started_world, with_any_vocabulary
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, override_option, print_result
+from hpctrain.jobs.common import load_job_on, started_world, with_any_vocabulary
 
 if TYPE_CHECKING:
-    from hpctrain.engine.alignment import Compared, RankAlignment
+    from hpctrain.engine.alignment import RankAlignment
 
 BEYOND_EXIT_CODE = 1
 MOST_DEVIATION = 1e6
@@ -91,7 +91,7 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
         summary = summarise(every, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
         code = 0 if summary["aligned"] else BEYOND_EXIT_CODE
         if world.rank == 0:
-            print_result(summary, format_alignment(summary), as_json)
+            print_result(_finite(summary), format_alignment(summary), as_json)
     sys.exit(code)
 
 
@@ -104,65 +104,55 @@ def _dtypes_of(job: Job, family: str, asked: Sequence[str]) -> tuple[str, ...]:
 
 def summarise(every: "Sequence[RankAlignment]", tolerance: float) -> dict:
     """Return what all ranks saw as plain data: of each family, dtype, operator and result the worst rank. Pure."""
-    worst: dict[tuple[str, str, str, str], tuple[RankAlignment, Compared]] = {}
+    worst: dict[tuple[str, str, str, str], dict] = {}
     mended = {(each.rank, of.dtype, of.operator, of.result): of for each in every for of in each.mended}
     for each in every:
         for of in each.compared:
+            entry = of._asdict() | {"family": each.family, "rank": each.rank, "host": each.host, "beyond": of.is_beyond}
+            entry["overflow"] = of.overflow._asdict() if of.overflow else None
+            if of.is_beyond:
+                again = mended.get((each.rank, of.dtype, of.operator, of.result))
+                entry["mended_error"] = again.error if again else None
+                entry["override"] = f"precision.overrides.{of.pin}=fp32" if again and not again.is_beyond else None
             key = each.family, of.dtype, of.operator, of.result
-            if key not in worst or _badness(of) > _badness(worst[key][1]):
-                worst[key] = each, of
-    entries = []
-    for each, of in worst.values():
-        entry = of._asdict() | {"family": each.family, "rank": each.rank, "host": each.host, "beyond": of.is_beyond}
-        entry["overflow"] = of.overflow._asdict() if of.overflow else None
-        if of.is_beyond:
-            again = mended.get((each.rank, of.dtype, of.operator, of.result))
-            entry["mended_error"] = again.error if again else None
-            entry["override"] = f"precision.overrides.{of.pin}=fp32" if again and not again.is_beyond else None
-        entries.append({name: _finite(value) for name, value in entry.items()})
-    losses = {(each.family, dtype): of for each in every for dtype, of in each.losses.items()}
-    compared_losses = _compare_losses(losses, tolerance)
+            if key not in worst or _share(entry) > _share(worst[key]):
+                worst[key] = entry
+    compared_losses = _compare_losses(every, tolerance)
+    families = Counter((each.family, each.model) for each in every)
     return {
-        "families": _families(every),
-        "operators": entries,
+        "families": {family: {"model": model, "ranks": count} for (family, model), count in families.items()},
+        "operators": list(worst.values()),
         "losses": compared_losses,
-        "aligned": not any(entry["beyond"] for entry in entries) and all(of["aligned"] for of in compared_losses),
+        "aligned": not any(each["beyond"] for each in worst.values()) and all(of["aligned"] for of in compared_losses),
     }
 
 
-def _badness(of: "Compared") -> tuple[bool, float]:
-    return of.is_beyond, of.error / of.bound if of.bound else of.error
+def _share(entry: Mapping) -> tuple[bool, float]:
+    """Return whether an error is beyond its bound, and its share of that."""
+    return entry["beyond"], entry["error"] / entry["bound"] if entry["bound"] else entry["error"]
 
 
-def _finite(value):
-    """JSON has no infinity."""
+def _finite(value: Any) -> Any:
+    """Return plain data as JSON can have it: None in the place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _families(every: "Sequence[RankAlignment]") -> dict[str, dict]:
-    counts = Counter((each.family, each.model) for each in every)
-    return {family: {"model": model, "ranks": count} for (family, model), count in counts.items()}
-
-
-def _compare_losses(losses: Mapping[tuple[str, str], Sequence[float]], tolerance: float) -> list[dict]:
+def _compare_losses(every: "Sequence[RankAlignment]", tolerance: float) -> list[dict]:
     """Return how far the losses of each family and dtype are from those of rank 0 in fp32."""
     from hpctrain.engine.alignment import REFERENCE_DTYPE, mean_relative_difference
 
-    result = []
+    losses = {(each.family, dtype): of for each in every for dtype, of in each.losses.items()}
     reference = next((of for (_, dtype), of in losses.items() if dtype == REFERENCE_DTYPE), ())
+    result = []
     for (family, dtype), of in losses.items():
         difference = mean_relative_difference(of, reference)
-        result.append(
-            {
-                "family": family,
-                "dtype": dtype,
-                "steps": len(of),
-                "losses": [_finite(loss) for loss in of],
-                "mean_relative_difference": _finite(difference),
-                "tolerance": tolerance,
-                "aligned": difference <= tolerance,
-            }
-        )
+        named = {"family": family, "dtype": dtype, "steps": len(of), "losses": of}
+        compared = {"mean_relative_difference": difference, "tolerance": tolerance, "aligned": difference <= tolerance}
+        result.append(named | compared)
     return result
 
 
@@ -196,20 +186,13 @@ def format_alignment(summary: Mapping) -> str:
         lines.append("within its bound in fp32; to compute it so: " + " ".join(f"--set {each}" for each in overrides))
     for of in summary["losses"]:
         difference = of["mean_relative_difference"]
-        figure = "not finite" if difference is None else f"{difference:.2e}"
+        figure = f"{difference:.2e}" if math.isfinite(difference) else "not finite"
         lines.append(
             f"losses of {of['steps']} steps on {of['family']} in {of['dtype']}: mean relative difference from fp32"
             f" {figure}{'' if of['aligned'] else ', beyond ' + format(of['tolerance'], 'g')}"
         )
     lines.append("aligned" if summary["aligned"] else "not aligned")
     return "\n".join(lines)
-
-
-def _share(entry: Mapping) -> tuple[bool, float]:
-    error = math.inf if entry["error"] is None else entry["error"]
-    if entry["bound"] is None:  # only overflow counts
-        return entry["beyond"], 0.0
-    return entry["beyond"], error / entry["bound"] if entry["bound"] else error
 
 
 def _format_cell(entry: Mapping | None) -> str:

@@ -49,6 +49,27 @@ LARGE_COUNT = click.IntRange(1, MOST_NUMBER)
 SEED = click.IntRange(-INT64, INT64 - 1)
 VOCABULARY = click.IntRange(max=MOST_WIDTH)
 
+override_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
+)
+
+rehearse_option = click.option(
+    "--rehearse",
+    metavar="CLUSTER",
+    help="A cluster file, or the name of a ready one, whose devices the ranks impersonate: a rank for each.",
+)
+
+time_scale_option = click.option(
+    "--time-scale",
+    type=FiniteRange(min=0, max=MOST_SECONDS, min_open=True),
+    metavar="SECONDS",
+    help="Seconds of a rehearsal for one of its cluster. Default: the file's, or so many that the cores keep up.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
 

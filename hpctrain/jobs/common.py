@@ -1,4 +1,4 @@
-"""Parts that several commands share: options, the world, the job, and the cluster that ranks run on or rehearse."""
+"""Parts that several commands share: the world, the job, and the cluster that ranks run on or rehearse."""
 
 import atexit
 import itertools
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ import click
 
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
-from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
 from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
@@ -23,112 +22,13 @@ from hpctrain.config.paths import exists
 from hpctrain.config.removed import ignore, say_on_stderr
 from hpctrain.engine.facts import Described, with_values
 from hpctrain.engine.phases import phases_of
-from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
-from hpctrain.plan.uniform import resolve_plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.launch.scripts import Start
     from hpctrain.rehearsal.miniature import Miniature
-
-override_option = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
-)
-
-rehearse_option = click.option(
-    "--rehearse",
-    metavar="CLUSTER",
-    help="A cluster file, or the name of a ready one, whose devices the ranks impersonate: a rank for each.",
-)
-
-time_scale_option = click.option(
-    "--time-scale",
-    type=FiniteRange(min=0, max=MOST_SECONDS, min_open=True),
-    metavar="SECONDS",
-    help="Seconds of a rehearsal for one of its cluster. Default: the file's, or so many that the cores keep up.",
-)
-
-
-def launch_options(command):
-    """Add the options that say what is started, and where."""
-    for option in reversed(
-        (
-            click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one."),
-            click.option("--nodes", type=RANKS, metavar="N", help="Or: N equal nodes, described later."),
-            click.option("--ranks-per-node", type=RANKS, metavar="N", help="Of such nodes."),
-            click.option("--plan", type=PATH, metavar="FILE", help="A plan file. Default: searched for."),
-            click.option(
-                "--run", "run_path", type=PATH, help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def prepare_start(
-    reference: str,
-    overrides: tuple[str, ...],
-    cluster_reference: str | None,
-    plan_path: Path | None,
-    nodes: int | None,
-    ranks_per_node: int | None,
-    run_path: Path | None,
-) -> "Start":
-    """Check a job, its cluster and its plan, and return its start.
-
-    Raises JobError, TopologyError, LaunchError, PlanError.
-    """
-    from hpctrain.config.launch import Launch
-    from hpctrain.launch.components import Component, components_of
-    from hpctrain.launch.files import launch_files
-    from hpctrain.launch.scripts import Start
-    from hpctrain.observe.run_folder import default_run_folder
-
-    if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
-        raise click.UsageError("give --cluster CLUSTER, or --nodes N and --ranks-per-node N")
-    if nodes and ranks_per_node and nodes * ranks_per_node > MOST_RANKS:
-        raise click.UsageError(f"{nodes} nodes of {ranks_per_node} ranks are more than {MOST_RANKS:,} ranks; lower one")
-    if plan_path:
-        overrides = (*overrides, f"plan.file={plan_path}")
-    job = load_job(reference, overrides)
-    check_inputs(job)
-    run = (run_path or default_run_folder(job.name)).absolute()
-    if cluster_reference:
-        cluster = load_cluster(locate_cluster(cluster_reference))
-        components = components_of(cluster, cluster_reference)
-        families = [device.family for device in cluster.devices]
-        arguments = ("--cluster", '"$run/launch/cluster.toml"')
-    else:
-        assert nodes and ranks_per_node
-        cluster, families, arguments = None, None, ()
-        components = (Component(nodes, {"": ranks_per_node}, {"": Launch()}),)
-    plan, notes = None, []
-    if job.plan is not None:
-        num_ranks = sum(component.num_ranks for component in components)
-        plan = resolve_plan(with_vocabulary(job), num_ranks, families).plan
-        check_runs(with_vocabulary(job), plan, str(plan_path or reference))
-        notes.append(f"plan: {plan.describe()}, the job's own")
-    elif cluster:
-        notes.append("plan: searched for when the job starts, with the nodes that it then has")
-    files = launch_files(job, plan, cluster, components)
-    return Start(job.name, run, Path.cwd(), components, arguments, files, notes)
-
-
-def write_start(start: "Start", scripts: Mapping[str, str], launcher: str, command: str) -> None:
-    """Write the run folder of a start with its scripts, and say which command starts it. Raises JobError."""
-    from hpctrain.launch.files import write_files
-
-    write_files(start.run, {**start.files, **scripts}, start.components)
-    for line in (f"{start.describe()}{launcher}", *start.notes, f"start it with: {command}"):
-        click.echo(line)
 
 
 @contextmanager
@@ -271,19 +171,6 @@ def write_out(path: Path, text: str, is_script: bool = False) -> None:
             path.chmod(0o755)
     except OSError as error:
         raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
-
-
-def check_inputs(job: Job) -> None:
-    """Refuse a job that would wait in a queue for a start without its data. Raises DataError, CheckpointError."""
-    from hpctrain.checkpoint.folder import locate_checkpoint
-    from hpctrain.data.tokens import open_tokens
-
-    data = job.data
-    for path in (data.tokens, data.validation, *(source.tokens for source in data.more)):
-        if path is not None:
-            open_tokens(path).close()
-    if job.train.start_from:
-        locate_checkpoint(job.train.start_from)
 
 
 def locate_and_report(path: Path) -> Path:

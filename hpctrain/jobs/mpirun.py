@@ -8,18 +8,16 @@ import click
 from hpctrain.config.errors import LaunchError, describe_os_error
 from hpctrain.config.paths import read_bytes
 from hpctrain.jobs.arguments import PATH
-from hpctrain.jobs.common import launch_options, override_option, prepare_start, write_start
+from hpctrain.jobs.starts import start_options, write_start
 from hpctrain.launch.mpi import mpi_library
-from hpctrain.launch.scripts import MPIRUNS, host_lines, mpirun_script
+from hpctrain.launch.scripts import MPIRUNS, Start, host_lines, mpirun_script
 
 
 @click.command("mpirun")
-@click.argument("job")
-@override_option
-@launch_options
+@start_options
 @click.option("--hosts", type=PATH, metavar="FILE", help="The hosts, one a line. Default: this.")
 @click.option("--implementation", type=click.Choice(MPIRUNS), help="Whose mpirun. Default: that of mpi4py.")
-def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, hosts, implementation):
+def command(start: Start, hosts, implementation):
     """Write a script that starts JOB with mpirun, each family with its own environment, and the run folder for it.
 
     \b
@@ -29,7 +27,6 @@ def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, host
     The hosts are listed in the order of the cluster file's nodes. Modules, virtual environments and variables of a
     family are in the cluster file, [families.NAME.launch].
     """
-    start = prepare_start(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
     if implementation is None:
         kind = mpi_library().kind
         implementation = "mpich" if kind == "cray" else kind

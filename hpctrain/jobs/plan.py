@@ -13,8 +13,17 @@ from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
 from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS, json_option, print_result
-from hpctrain.jobs.common import check_runs, load_job_for, override_option, with_vocabulary, write_out
+from hpctrain.jobs.arguments import (
+    LARGE_COUNT,
+    NONE_OR_MORE,
+    PATH,
+    RANKS,
+    SECONDS,
+    json_option,
+    override_option,
+    print_result,
+)
+from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
 from hpctrain.jobs.predict import describe, format_prediction, profile_source, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan

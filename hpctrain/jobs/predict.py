@@ -9,8 +9,8 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve_overlap import resolve_on
-from hpctrain.jobs.arguments import PATH, json_option, print_result
-from hpctrain.jobs.common import check_runs, load_job_for, override_option
+from hpctrain.jobs.arguments import PATH, json_option, override_option, print_result
+from hpctrain.jobs.common import check_runs, load_job_for
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families

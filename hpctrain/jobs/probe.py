@@ -26,15 +26,8 @@ from hpctrain.config.tables import read_text
 from hpctrain.engine.facts import Described
 from hpctrain.engine.resolve import check_ranks_are_devices
 from hpctrain.engine.resolve_overlap import resolve_overlap
-from hpctrain.jobs.arguments import PATH, FiniteRange, print_result
-from hpctrain.jobs.common import (
-    load_job_on,
-    override_option,
-    rehearse_option,
-    start_rehearsal,
-    started_world,
-    with_vocabulary,
-)
+from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
+from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world, with_vocabulary
 from hpctrain.planner.curves import is_profiled, model_seconds, profiles_of
 
 MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0

@@ -7,18 +7,17 @@ import click
 
 from hpctrain.config.errors import LaunchError
 from hpctrain.jobs.arguments import PATH
-from hpctrain.jobs.common import launch_options, override_option, prepare_start, write_out, write_start
+from hpctrain.jobs.common import write_out
+from hpctrain.jobs.starts import start_options, write_start
 from hpctrain.launch.mpi import srun_interface
-from hpctrain.launch.scripts import SlurmOptions, batch_script, chain_script
+from hpctrain.launch.scripts import SlurmOptions, Start, batch_script, chain_script
 
 MOST_STARTS = 1000
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 
 @click.command("slurm")
-@click.argument("job")
-@override_option
-@launch_options
+@start_options
 @click.option("--out", type=PATH, metavar="FILE", help="Write the batch script here as well.")
 @click.option("--time", metavar="TIME", help="The time limit, as Slurm writes it: 30:00, 12:00:00, 2-00:00:00.")
 @click.option("--mpi", metavar="TYPE", help="The value of srun --mpi. Default: by the MPI library of mpi4py.")
@@ -29,9 +28,7 @@ TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 @click.option(
     "--chain", type=click.IntRange(1, MOST_STARTS), metavar="N", help="Where requeue is forbidden: N jobs in a chain."
 )
-def command(
-    job, overrides, cluster, plan, nodes, ranks_per_node, run_path, out, time, mpi, retries, shared_nodes, chain
-):
+def command(start: Start, out, time, mpi, retries, shared_nodes, chain):
     """Write a batch script that trains JOB on the nodes of a cluster file, and the run folder that it uses.
 
     \b
@@ -45,7 +42,6 @@ def command(
     """
     if time and not TIME.fullmatch(time):
         raise LaunchError(f"--time {time!r}: no time as Slurm writes it; give 30:00, 12:00:00 or 2-00:00:00")
-    start = prepare_start(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
     mpi = mpi or srun_interface()
     options = SlurmOptions(mpi, time, retries, shared_nodes, requeues=not chain)
     script, submit = start.run / "job.sbatch", "sbatch"

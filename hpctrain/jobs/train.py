@@ -9,16 +9,8 @@ from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.process import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH
-from hpctrain.jobs.common import (
-    describe,
-    load_job_on,
-    override_option,
-    rehearse_option,
-    start_rehearsal,
-    started_world,
-    time_scale_option,
-)
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
+from hpctrain.jobs.common import describe, load_job_on, start_rehearsal, started_world
 
 
 @click.command("train")
