@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.mixed import call
+from benchmarks.commands import call
 from benchmarks.overlap_variants import ALL_AND_FORWARD
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.truth import PretendDevice, Truth

@@ -12,38 +12,23 @@ Times are the rehearsed clusters', so that runs may be compared where their over
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.commands import call
 from hpctrain.config.cluster import Cluster, Nodes
 from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
 from hpctrain.config.job import Job
 from hpctrain.config.truth import Truth
 from hpctrain.jobs.common import generate_tokens, ready_miniature
 
-BIN = Path(sys.executable).parent
 HYBRID = "ib-roce"
 PARITY_STEPS, PARITY_BATCH, TOLERANCE, HURRIED_SCALE = 20, 48, 1e-5, 0.01
 # Where the sum of the families is a weak baseline (H2, arXiv 2505.17548): with so many layers four A100-40 must compute
 # blocks again and four A100-80 go through one row at a time; together they need neither. Predicted: 1.13 of the sum.
 # Rows one by one are many small operations, for which a core needs longer than the pretended device.
 SHORT, SHORT_LAYERS, SHORT_BATCH, SHORT_SCALE = "a100-80-40", 38, 96, 4.0
-
-
-def call(*arguments, ranks: int = 0, cwd: Path | None = None, module: str = "") -> str:
-    """Return what a command of hpctrain prints, or a module of the benchmarks; end with it where it fails."""
-    launcher = [BIN / "mpirun", "-n", ranks] if ranks else []
-    program = [sys.executable, "-m", module] if module else [BIN / "hpctrain"]
-    command = [str(part) for part in (*launcher, *program, *arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=cwd, env=environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
-    return done.stdout
 
 
 def measure(cluster: str | Path, options: list) -> dict:

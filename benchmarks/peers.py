@@ -11,10 +11,7 @@ speed on one rank. `one` is therefore always measured. Stock PyTorch is `stock.p
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.commands import ONE_THREAD, TIMED_OUT, command_line, run
+
 HERE = Path(__file__).resolve().parent
-BIN = Path(sys.executable).parent  # not resolved: the interpreter of a virtual environment is a link out of it
 NUM_CORES = 2
 """Cores that the four ranks of a layout share."""
 NUM_TOKENS, VOCABULARY, SEED = 200_000, 512, 1
@@ -64,56 +62,29 @@ def stock_command(layout: str, steps: int) -> list[str]:
 
 
 def hpctrain_command(layout: str, steps: int, tokens: Path) -> list[str]:
-    launcher = [str(BIN / "mpirun"), "-n", str(LAYOUTS[layout].num_ranks)]
-    command = [*launcher, sys.executable, "-m", "benchmarks.training", str(HERE / "peers.toml")]
-    for setting in (f"data.tokens={tokens}", *COMMON, *LAYOUTS[layout].settings):
-        command += ["--set", setting]
-    return [*command, "--steps", str(steps), "--warmup", "1", "--json"]
+    settings = (f"data.tokens={tokens}", *COMMON, *LAYOUTS[layout].settings)
+    words = [HERE / "peers.toml", *(word for setting in settings for word in ("--set", setting))]
+    words += ["--steps", steps, "--warmup", 1, "--json"]
+    return command_line(*words, ranks=LAYOUTS[layout].num_ranks, module="benchmarks.training")
 
 
 def measure(command: list[str], timeout_seconds: float) -> dict:
     """Run a command and return the JSON object on its last line of stdout. Raises RunError, with its stderr."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_seconds)
-        problem = f"exit code {process.returncode}" if process.returncode else None
-    except subprocess.TimeoutExpired:
-        stdout, stderr = stop(process)
+    done = run(command, timeout_seconds=timeout_seconds, **ONE_THREAD)
+    problem = f"exit code {done.returncode}" if done.returncode else None
+    if done.returncode == TIMED_OUT:
         problem = f"not done after {timeout_seconds:g} s; give it more with --timeout"
-    except BaseException:
-        stop(process)
-        raise
     if problem is None:
         try:
-            result = json.loads(stdout.strip().splitlines()[-1])
+            result = json.loads(done.stdout.strip().splitlines()[-1])
             if result["tokens_per_second"] > 0 and "loss" in result:
                 return result
         except (IndexError, KeyError, TypeError, ValueError):
             pass
         problem = 'the last line of stdout is not a JSON object with "tokens_per_second" and "loss"'
-    raise RunError(f"{problem}: {' '.join(command)}\n-- stdout\n{stdout[-2000:]}\n-- stderr\n{stderr[-8000:]}")
-
-
-def stop(process: subprocess.Popen) -> tuple[str, str]:
-    """End a command and its ranks: SIGTERM first, as mpirun takes its ranks down with it, then SIGKILL to all."""
-    for number, grace_seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, number)
-            return process.communicate(timeout=grace_seconds)
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            break
-    return process.communicate()
+    raise RunError(
+        f"{problem}: {' '.join(command)}\n-- stdout\n{done.stdout[-2000:]}\n-- stderr\n{done.stderr[-8000:]}"
+    )
 
 
 def run_rounds(options: argparse.Namespace, tokens: Path) -> dict[str, dict[str, list[dict]]]:

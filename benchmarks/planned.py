@@ -15,8 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.commands import call
 from benchmarks.families import OWN_JOB
-from benchmarks.mixed import call
 from benchmarks.plan_benchmark import Candidate, PlanBenchmark
 from hpctrain.config.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
 from hpctrain.config.errors import PlanError

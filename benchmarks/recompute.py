@@ -11,12 +11,11 @@ family, whose devices are short, the second on a new one, which keeps all. The j
 
 import argparse
 import json
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.mixed import BIN
+from benchmarks import commands
 from benchmarks.probed import probed
 from benchmarks.rehearsals import SHAPES
 from benchmarks.search import Case
@@ -105,9 +104,8 @@ def rehearse_on(
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = (*settings, f"plan.file={folder / 'plan.toml'}", f"train.steps={steps + 1}")
     options = [part for setting in settings for part in ("--set", setting)]
-    command = [BIN / "mpirun", "-n", described.num_devices, BIN / "hpctrain", "train", "tiny", "--rehearse", cluster]
-    command += ["--run", run, "--sample", 0, "--json", *options]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    words = ["train", "tiny", "--rehearse", cluster, "--run", run, "--sample", 0, "--json", *options]
+    done = commands.run(commands.command_line(*words, ranks=described.num_devices))
     if done.returncode:
         return " ".join(done.stderr.split("hpctrain: ")[-1].split(";")[0].split())
     overrun = json.loads(done.stdout.splitlines()[-1])["overrun"]

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.mixed import call
+from benchmarks.commands import call
 from benchmarks.probed import probed
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.cluster_file import dump_cluster

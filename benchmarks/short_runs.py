@@ -1,6 +1,5 @@
 """Training runs of seconds on a few ranks, for what kills them and what refuses their files."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import commands  # noqa: E402
+from benchmarks.commands import ONE_THREAD, command_line  # noqa: E402
 from tests.ranks.small_runs import write_tokens  # noqa: E402
-from tests.started import BIN  # noqa: E402
 
 JOB = """
 [model]
@@ -41,20 +41,11 @@ def write_job(folder: Path, ranks: int, steps: int) -> None:
 
 def start(folder: Path, run: Path, ranks: int, *arguments: str, err: int = subprocess.DEVNULL) -> subprocess.Popen:
     """Start the job of a folder."""
-    command = [BIN / "mpirun", "-n", str(ranks), BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "0"]
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=err,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    words = ["train", "job.toml", "--run", run, "--sample", 0, *arguments]
+    return commands.start(command_line(*words, ranks=ranks), folder, subprocess.DEVNULL, err, **ONE_THREAD)
 
 
 def compare(folder: Path, one: Path, other: Path) -> str:
     """Return what differs between two runs in any bit; nothing: an empty text."""
-    command = [BIN / "hpctrain", "compare", one, other, "--exact"]
-    same = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    same = commands.run(command_line("compare", one, other, "--exact"), folder)
     return "" if same.returncode == 0 else same.stdout[-200:] + same.stderr[-200:]

@@ -10,19 +10,18 @@ machine: another processor has other products.
 """
 
 import json
-import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
+from benchmarks import commands
+from benchmarks.commands import ONE_THREAD, command_line
+
 TIMEOUT_SECONDS = 300
 STEPS = 6
 PREDICTION_TOLERANCE = 1e-9
@@ -145,13 +144,8 @@ def drawn_tilings(seed: int) -> list[dict]:
 
 
 def run(folder: Path, *words: str, ranks: int = 0) -> subprocess.CompletedProcess:
-    command = [str(BIN / "hpctrain"), *words]
-    if ranks:
-        command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
+    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+    return commands.run(command_line(*words, ranks=ranks), folder, TIMEOUT_SECONDS, **ONE_THREAD, **cache)
 
 
 def last_lines(ended: subprocess.CompletedProcess, folder: Path) -> str:

@@ -12,7 +12,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from benchmarks.mixed import call
+from benchmarks.commands import call
 from hpctrain.config.cluster_file import load_cluster, ready_clusters
 
 SPEEDS = "sustained_flops_per_second"

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks.commands import call
 from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_to_hide
-from benchmarks.mixed import call
 from benchmarks.probed import probed
 from hpctrain.config.cluster import Cluster, Nodes
 from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from subprocess import PIPE, STDOUT
 from typing import NamedTuple
 
 from hpctrain.config.errors import LaunchError
@@ -68,13 +69,17 @@ def mpi_library(python: str = sys.executable) -> MpiLibrary:
     return MpiLibrary(kind_of(asked.stdout), text)
 
 
+def ask(*words: str) -> str:
+    """Return all that a program prints; nothing where it cannot be asked."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, stdout=PIPE, stderr=STDOUT, text=True, timeout=SECONDS).stdout
+    return ""
+
+
 def srun_interfaces() -> list[str]:
     """Return the values that this Slurm takes for `srun --mpi`; none where it cannot be asked."""
-    with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS)
-        words = (asked.stdout + asked.stderr).replace(",", " ").replace(":", " ").split()
-        return [word for word in words if word == "none" or word.startswith(("pmi", "cray"))]
-    return []
+    words = ask("srun", "--mpi=list").replace(",", " ").replace(":", " ").split()
+    return [word for word in words if word == "none" or word.startswith(("pmi", "cray"))]
 
 
 def srun_interface() -> str:

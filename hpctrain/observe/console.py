@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from hpctrain.config.job import Job
+from hpctrain.config.job import Job, Model
 from hpctrain.config.terminal import drawing, printable
 from hpctrain.observe.overrun import QUOTED_OVERRUN, UNTRUSTED_OVERRUN
 from hpctrain.observe.run_folder import RESOLVED
@@ -44,6 +44,12 @@ def trust(overrun: float) -> str:
     return "good for ratios" if overrun <= QUOTED_OVERRUN else "too much for ratios to be quoted"
 
 
+def describe_model(model: Model) -> str:
+    """Say in half a line which model is trained."""
+    million = count_parameters(model) / 1e6
+    return f"{model.architecture}, {model.num_layers} layers x {model.hidden_size} hidden, {million:,.1f} M parameters"
+
+
 class Console:
     """Prints on one rank; on all others every method does nothing."""
 
@@ -68,11 +74,7 @@ class Console:
         self, job: Job, plan: Plan, reasons: dict[str, str], source, steps_done: int, checkpoint, run: Path
     ) -> None:
         """Print what is trained, the main choices, and what it continues from."""
-        model = job.model
-        self.say(
-            f"{job.name}: {model.architecture} {model.num_layers} layers x {model.hidden_size} hidden,"
-            f" {count_parameters(model) / 1e6:.1f} M parameters, on {source.num_tokens / 1e6:.1f} M tokens"
-        )
+        self.say(f"{job.name}: {describe_model(job.model)}, on {source.num_tokens / 1e6:.1f} M tokens")
         self.say(f"plan: {plan.describe()}; {len(plan.ranks)} ranks, {job.train.dtype}")
         for key, label in SHOWN.items():
             if key in reasons:

@@ -85,7 +85,7 @@ class RunFolder:
     def write(self, file: SavedFile[T], value: T, indent: int | None = None) -> None:
         """Write a file, whole or not at all."""
         path = self.path / file.name
-        self.attempt(path, lambda: write_json(path, value, indent))
+        self.attempt(path, lambda: replace_text(path, json.dumps(value, indent=indent) + "\n"))
 
     def note(self, event: str, step: int, text: str, **more: object) -> None:
         """Append an event."""
@@ -119,11 +119,6 @@ def append_line(path: Path, line: object) -> None:
 def append_event(folder: Path, event: str, step: int, text: str, more: Mapping[str, object]) -> None:
     """Append an event to those of a run folder. Raises OSError."""
     append_line(folder / EVENTS.name, {"time": time.time(), "event": event, "step": step, "text": text, **more})
-
-
-def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """Write a file of a run folder, whole or not at all. Raises OSError."""
-    replace_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 @contextmanager

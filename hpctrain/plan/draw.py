@@ -28,15 +28,14 @@ def _table(plan: Plan) -> list[str]:
     """Return a line for all tiles that differ only in their ranks and in which rows they have."""
     groups: dict[tuple, list[tuple[int, Tile]]] = {}
     for number, tile in enumerate(plan.tiles):
-        key = tile.items, tile.rows.size, tile.family, tile.tensor, tuple(_options(plan, tile))
+        key = tile.work, tuple(_options(plan, tile))
         groups.setdefault(key, []).append((number, tile))
     cells = [("items", "tiles", "rows each", "family", "grid", "ranks", "options")]
-    for (items, rows, family, grid, options), members in groups.items():
+    for (work, options), members in groups.items():
         ranks = _brief(tuple(rank for _, tile in members for rank in tile.ranks))
         numbers = _brief(tuple(number for number, _ in members))
-        cells.append(
-            (f"[{items.start}, {items.stop}]", numbers, str(rows), family, str(grid), ranks, ", ".join(options))
-        )
+        items, rows = f"[{work.items.start}, {work.items.stop}]", str(work.rows.size)
+        cells.append((items, numbers, rows, work.family, str(work.tensor), ranks, ", ".join(options)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
@@ -96,12 +95,15 @@ def _brief(numbers: tuple[int, ...], size: int = 24) -> str:
 
 
 def _options(plan: Plan, tile: Tile) -> list[str]:
-    """Return what of a tile is not the default."""
+    """Return what of a tile is not the default, and its virtual stage of several."""
     virtual_stages = plan.virtual_stages(tile)
-    options = (
-        [f"virtual stage {virtual_stages.index(tile)} of {len(virtual_stages)}"] if len(virtual_stages) > 1 else []
-    )
-    options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
+    number = [f"virtual stage {virtual_stages.index(tile)} of {len(virtual_stages)}"]
+    return [*(number if len(virtual_stages) > 1 else []), *options_of(tile)]
+
+
+def options_of(tile: Tile) -> list[str]:
+    """Return what of a tile is not the default."""
+    options = [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
     options += [] if tile.offload == "none" else [f"offload {tile.offload}"]
     options += [f"ZeRO {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []

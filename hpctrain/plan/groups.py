@@ -1,11 +1,10 @@
 """Groups of a plan's tensor grids that have equal work: what is told of one is told of all of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.sharding.intervals import Interval
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ def tile_groups(plan: Plan) -> list[TileGroup]:
     """Return the groups of equal tiles, in the order of items and then of the tiles."""
     groups: dict[tuple[Tile, ...], list[Tile]] = {}
     for tile in plan.first_tiles:
-        groups.setdefault(tuple(map(work_of, plan.virtual_stages(tile))), []).append(tile)
+        groups.setdefault(tuple(each.work for each in plan.virtual_stages(tile)), []).append(tile)
     equal = [TileGroup(tuple(tiles), tuple(sorted(r for t in tiles for r in t.ranks))) for tiles in groups.values()]
     return sorted(equal, key=lambda group: (group.tile.items, group.ranks))
-
-
-def work_of(tile: Tile) -> Tile:
-    """Return a tile as it is wherever its rows and ranks are: those of equal tiles are equal."""
-    return replace(tile, ranks=(0,), rows=Interval(0, tile.rows.size))

@@ -7,7 +7,7 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -95,6 +95,11 @@ class Tile:
 
     def contains(self, item: int) -> bool:
         return self.items.start <= item < self.items.stop
+
+    @property
+    def work(self) -> "Tile":
+        """The tile as it is wherever its rows and ranks are: that of equal tiles is equal."""
+        return replace(self, ranks=(0,), rows=Interval(0, self.rows.size))
 
 
 @dataclass(frozen=True)

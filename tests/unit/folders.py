@@ -6,7 +6,7 @@ from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
 from hpctrain.observe.prediction_check import MeasuredStep, compare
-from hpctrain.observe.run_folder import RunFolder, write_json
+from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.sample import shown_tiles
 from hpctrain.observe.schema import DRIFT, TIMELINE, TRAFFIC
 from hpctrain.planner.predictor import forecast
@@ -56,17 +56,17 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     ranks = f"0-{len(plan.ranks) - 1}"
     groups.append({"group": "data", "operation": "all_reduce", "ranks": ranks, "tensor_bytes": 8000, "calls": 1})
     axes = {"data": {"communication_seconds": 0.5, "hidden_seconds": 0.125, "exposed_seconds": 0.375}}
-    write_json(path / TRAFFIC.name, {"step": 3, "groups": groups, "axes": axes})
+    folder.write(TRAFFIC, {"step": 3, "groups": groups, "axes": axes})
     grids = []
     for tile in shown_tiles(plan):
         spans = ((span.instruction, SLOWER * span.begin, SLOWER * span.end) for span in expected.spans[tile])
         named = [[i.op.value, i.virtual_stage, i.microbatch, begin, end] for i, begin, end in spans]
         grids.append({"rank": tile.ranks[0], "spans": named})
-    write_json(path / TIMELINE.name, {"step": 3, "grids": grids})
+    folder.write(TIMELINE, {"step": 3, "grids": grids})
     parts = {part: SLOWER * value for part, value in expected.prediction.exposed_seconds.items()}
     measured = [MeasuredStep(seconds, parts, 2_000_000)] * len(plan.ranks)
     compared = compare(expected.prediction, plan, "a test", measured, steps - 1, knows_parts=True)
-    write_json(path / DRIFT.name, compared)
+    folder.write(DRIFT, compared)
     live.note_save(steps, path / "step-00000006", 0.25)
     if ends:
         alone = {"fast": 5000.0, "slow": None}

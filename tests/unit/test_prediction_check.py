@@ -8,7 +8,7 @@ import pytest
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.engine.facts import Described
 from hpctrain.observe.prediction_check import MeasuredStep, blame, compare, text
-from hpctrain.observe.run_folder import write_json
+from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.schema import DRIFT, read_saved
 from hpctrain.observe.spans import StepRecorder
 from hpctrain.plan.schedule import Instruction, Op
@@ -75,7 +75,7 @@ def test_a_step_as_predicted_is_no_drift(tmp_path):
     summary = compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
     assert "warning" not in text(summary)
-    write_json(tmp_path / DRIFT.name, summary)
+    RunFolder(tmp_path).write(DRIFT, summary)
     assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
     assert read_saved(tmp_path / "nowhere", DRIFT) is None
 
@@ -117,7 +117,7 @@ def test_memory_is_compared_with_the_ranks_that_have_as_many_rows(tmp_path):
     lines = [line for line in text(summary).splitlines() if "memory of items" in line]
     assert [line.split(":")[0].split(", ")[-1] for line in lines] == ["1 row", "7 rows"]
     assert all("(+0.0%)" in line for line in lines)
-    write_json(tmp_path / DRIFT.name, summary)
+    RunFolder(tmp_path).write(DRIFT, summary)
     assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
 
 
@@ -125,7 +125,7 @@ def test_a_comparison_of_an_earlier_version_can_be_read(tmp_path):
     summary = compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     for each in summary["memory"]:
         del each["rows"]
-    write_json(tmp_path / DRIFT.name, summary)
+    RunFolder(tmp_path).write(DRIFT, summary)
     assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
     assert "memory of items [0, 5], fast: " in text(summary)
 

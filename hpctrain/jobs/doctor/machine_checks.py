@@ -3,18 +3,16 @@
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpctrain.config.errors import HpctrainError, LaunchError, TrainingError, describe_os_error
-from hpctrain.launch.mpi import MpiLibrary, kind_of, mpi_library, srun_interfaces
+from hpctrain.launch.mpi import MpiLibrary, ask, kind_of, mpi_library, srun_interfaces
 
 NEWEST_TOO_OLD = (3, 10)
 REQUIRED = ("torch", "mpi4py", "numpy", "h5py")
@@ -27,7 +25,6 @@ LEAST_SHARED_BYTES = 256 << 20
 WRITTEN_BYTES = 64 << 20
 SLOW_BYTES_PER_SECOND = 50e6
 """Of a file system, below which a checkpoint of a model of 1 B parameters takes minutes."""
-SECONDS = 30
 
 
 class Finding(NamedTuple):
@@ -120,12 +117,9 @@ def launchers(search_path: str) -> list[Launcher]:
 
 def launcher_kind(path: str) -> str:
     """Ask a launcher whose it is."""
-    with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=SECONDS)
-        text = (asked.stdout + asked.stderr).lower()
-        if any(word in text for word in ("open mpi", "openrte", "prte", "hydra", "intel", "mpich")):
-            return kind_of(text)
-    return ""
+    text = ask(path, "--version").lower()
+    is_known = any(word in text for word in ("open mpi", "openrte", "prte", "hydra", "intel", "mpich"))
+    return kind_of(text) if is_known else ""
 
 
 def check_launchers(library: MpiLibrary, environment: Mapping[str, str]) -> Finding:

@@ -23,10 +23,13 @@ IN_NODE = "inside a node"
 class Matrix(NamedTuple):
     """Bytes between cells: ranks, or groups of consecutive ranks."""
 
-    names: list[str]
+    cells: list[range]
+    """The ranks of each."""
     num_bytes: Counter[tuple[int, int]]
-    between: dict[tuple[int, int], str]
-    """What most of the bytes of a pair of cells pass: a fabric, or the inside of a node."""
+
+    @property
+    def names(self) -> list[str]:
+        return [str(cell[0]) if len(cell) == 1 else f"{cell[0]}-{cell[-1]}" for cell in self.cells]
 
 
 def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> Counter[tuple[int, int]]:
@@ -52,7 +55,7 @@ def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> C
 
 
 def fabric_between(cluster: Cluster, one: int, other: int) -> str:
-    """Return what two ranks of different devices communicate over."""
+    """Return what two ranks communicate over."""
     return link_between(cluster, one, other).fabric or IN_NODE
 
 
@@ -79,14 +82,7 @@ def matrix_of(run: RunRecord) -> Matrix | None:
         each = on_node * math.ceil(each / on_node)
     count = math.ceil(size / each)
     cells = [range(number * each, min(size, (number + 1) * each)) for number in range(count)]
-    between = {
-        (a, b): fabric_between(cluster, one[0], other[-1])
-        for a, one in enumerate(cells)
-        for b, other in enumerate(cells)
-        if one[0] != other[-1]
-    }
-    names = [str(cell[0]) if len(cell) == 1 else f"{cell[0]}-{cell[-1]}" for cell in cells]
-    return Matrix(names, bytes_between(run.traffic["groups"], lambda rank: rank // each), between)
+    return Matrix(cells, bytes_between(run.traffic["groups"], lambda rank: rank // each))
 
 
 def traffic_panel(run: RunRecord) -> Panel:
@@ -128,7 +124,7 @@ def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None
     for (a, b), size in sorted(matrix.num_bytes.items()):
         strength = 0.12 + 0.88 * size / most
         at = left + b * cell, head + a * cell
-        where = matrix.between.get((a, b), IN_NODE)
+        where = fabric_between(run.cluster, matrix.cells[a][0], matrix.cells[b][-1])  # as most of their bytes
         title = f"rank {names[a]} to {names[b]}: {show_traffic(size)} {'' if where == IN_NODE else 'over '}{where}"
         svg.rect(
             *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=float(strength),

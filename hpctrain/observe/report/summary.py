@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from hpctrain.observe.console import describe_slowest, trust
+from hpctrain.observe.console import describe_model, describe_slowest, trust
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
 from hpctrain.observe.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
 from hpctrain.observe.schema import DRIFT, EVENTS, METRICS
-from hpctrain.sharding.parameters import count_parameters
 
 MOST_EVENTS = 60
 """Of one run; the first and the last are shown."""
@@ -53,14 +52,12 @@ def verdict(run: RunRecord) -> Markup:
 
 def trained(run: RunRecord) -> list[Fact]:
     """Return what was trained, on what, and when."""
-    job, model = run.job, run.job.model
-    million = count_parameters(model) / 1e6
-    size = f"{model.architecture}, {model.num_layers} layers x {model.hidden_size} hidden, {million:,.1f} M parameters"
+    job = run.job
     batch = run.figure("{:,}".format, RESOLVED, "train", "global_batch")
     length = run.figure("{:,}".format, RESOLVED, "data", "sequence_length")
     rate = run.figure("{:.4g}".format, RESOLVED, "train", "learning_rate")
     facts = [
-        Fact("model", f"{size}, {job.train.dtype}"),
+        Fact("model", f"{describe_model(job.model)}, {job.train.dtype}"),
         Fact("data", str(job.data.tokens)),
         Fact("step", Markup("{} sequences of {} tokens, learning rate {}").format(batch, length, rate)),
         Fact("plan", f"{run.plan.describe()}, on {run.cluster.describe()}"),

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpctrain.observe.report.svg import RIGHT, Panel, PixelScale, Svg, clip, show_whole, text_width
-from hpctrain.plan.draw import ranges
-from hpctrain.plan.groups import work_of
+from hpctrain.plan.draw import options_of, ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
 
@@ -29,7 +28,7 @@ def boxes_of(plan: Plan) -> list[Box]:
     boxes: list[Box] = []
     for tile in sorted(plan.tiles, key=lambda t: (t.items, t.rows)):
         last = boxes[-1] if boxes else None
-        if last and work_of(last.tiles[0]) == work_of(tile) and last.rows.stop == tile.rows.start:
+        if last and last.tiles[0].work == tile.work and last.rows.stop == tile.rows.start:
             boxes[-1] = Box((*last.tiles, tile), Interval(last.rows.start, tile.rows.stop))
         else:
             boxes.append(Box((tile,), tile.rows))
@@ -101,13 +100,4 @@ def _lines(box: Box) -> list[str]:
     ranks = ranges(tuple(sorted(rank for each in box.tiles for rank in each.ranks)))
     each = f"{count} tiles of {counted(tile.rows.size, 'row')}" if count > 1 else counted(tile.rows.size, "row")
     lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", each, str(tile.tensor)]
-    if tile.recompute != "none":
-        lines.append(f"recompute {tile.recompute}")
-    if tile.offload != "none":
-        lines.append(f"offload {tile.offload}")
-    lines.append(f"ZeRO {tile.zero}")
-    if tile.extra_warmup:
-        lines.append(f"extra warm-up {tile.extra_warmup}")
-    if tile.row_chunks > 1:
-        lines.append(f"{tile.row_chunks} row chunks")
-    return lines
+    return [*lines, *(["ZeRO 1"] if tile.zero == 1 else []), *options_of(tile)]
