@@ -316,6 +316,8 @@ def test_help_is_there_for_every_command(hpctrain, folder):
         done = CliRunner().invoke(root, [name, "--help"])
         assert done.exit_code == 0
         assert done.output.startswith("Usage: ")
+    gone = CliRunner().invoke(root, ["bench"])
+    assert gone.exit_code == 2 and "use python -m benchmarks.training" in gone.output
 
 
 SLOW_DISK = """
