@@ -1,4 +1,4 @@
-"""Llama in plain PyTorch, as its users write it, of the shape of a job: what `benchmarks.gpu` measures hpctrain against.
+"""Llama in plain PyTorch, as its users write it, of the shape of a job: what hpctrain is measured against on a GPU.
 
 Shapes: B sequences, S positions, E hidden size, H heads, D head size.
 """
