@@ -8,7 +8,7 @@ import numpy as np
 
 from hpctrain.observe.metrics import median
 from hpctrain.observe.schema import SavedMetrics
-from hpctrain.plan.groups import tile_groups
+from hpctrain.plan.equal_tiles import tile_groups
 from hpctrain.plan.tiling import Plan
 
 WATCHED = {"loss": "the loss", "grad_norm": "the norm of the gradient"}

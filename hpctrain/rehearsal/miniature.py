@@ -109,7 +109,8 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
     devices = {}
     for name, family in cluster.families.items():
         model = DeviceModel(name, family)
-        half = half_speed_rows(family) if tile > 1 else family.half_speed_rows or 0.0
+        unsaid = HALF_SPEED_ROWS if tile > 1 else 0.0
+        half = unsaid if family.half_speed_rows is None else family.half_speed_rows
         speed = speed_of(name, family, dtypes[name]) * (1 + 1 / MANY_ROWS if half else 1.0)
         devices[name] = PretendDevice(
             memory_bytes=family.memory_bytes,
@@ -122,11 +123,6 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
             host_copy_bytes_per_second=model.host_copy_bytes_per_second,
         )
     return Truth(devices=devices)
-
-
-def half_speed_rows(family: Family) -> float:
-    """Return at how many rows of the result a family's products have half of their speed."""
-    return HALF_SPEED_ROWS if family.half_speed_rows is None else family.half_speed_rows
 
 
 def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scale: Scale) -> Truth:

@@ -21,7 +21,7 @@ from hpctrain.observe.report.svg import (
 )
 from hpctrain.observe.run_folder import CLUSTER
 from hpctrain.observe.schema import RANKS, TRAFFIC
-from hpctrain.plan.groups import TileGroup
+from hpctrain.plan.equal_tiles import TileGroup
 from hpctrain.planner.simulate import EXPOSED
 
 PARTS = {

@@ -19,8 +19,8 @@ from hpctrain.config.paths import is_file, is_folder
 from hpctrain.observe import schema
 from hpctrain.observe.report.svg import number
 from hpctrain.observe.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START
+from hpctrain.plan.equal_tiles import TileGroup, tile_groups
 from hpctrain.plan.file import load_plan
-from hpctrain.plan.groups import TileGroup, tile_groups
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Forecast, forecast
 from hpctrain.planner.setup import Setup
