@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console as RichConsole
@@ -198,12 +198,12 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,}:{minutes % 60:02} h"
 
 
-def wrap(parts: Sequence[str], width: int) -> list[str]:
-    """Return lines of whole parts, none wider than `width` unless a single part is."""
+def wrap(parts: Sequence[str], width: float, gap: str = GAP, size: Callable[[str], float] = len) -> list[str]:
+    """Return lines of whole parts, none wider than `width` by `size` unless a single part is."""
     lines = [parts[0]]
     for part in parts[1:]:
-        joined = lines[-1] + GAP + part
-        if len(joined) <= width:
+        joined = lines[-1] + gap + part
+        if size(joined) <= width:
             lines[-1] = joined
         else:
             lines.append(part)

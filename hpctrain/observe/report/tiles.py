@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpctrain.observe.console import wrap
 from hpctrain.observe.report.svg import RIGHT, Panel, PixelScale, Svg, clip, show_whole, text_width
 from hpctrain.plan.draw import options_of, ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
@@ -74,24 +75,12 @@ def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
             if right - left > LINE:
                 svg.text(middle - 8, start, clip(" · ".join(lines), bottom - top - 12), "ontile", transform=turned)
             continue
-        for number, line in enumerate(_fitted(lines, right - left - 12, int((bottom - top - 4) / LINE))):
+        count = int((bottom - top - 4) / LINE)
+        fitted = lines if count >= len(lines) else wrap(lines, right - left - 12, " · ", text_width)[:count]
+        for number, line in enumerate(fitted):
             if shown := clip(line, right - left - 12):
                 svg.text(left + 6, top + 15 + number * LINE, shown, "ontile" if number else "ontile strong")
     return svg
-
-
-def _fitted(lines: list[str], width: float, count: int) -> list[str]:
-    """Return texts in at most so many lines, several on one where they fit."""
-    if count >= len(lines) or not count:
-        return lines[:count]
-    fitted = lines[:1]
-    for line in lines[1:]:
-        joined = f"{fitted[-1]} · {line}"
-        if text_width(joined) <= width:
-            fitted[-1] = joined
-        elif len(fitted) < count:
-            fitted.append(line)
-    return fitted
 
 
 def _lines(box: Box) -> list[str]:
