@@ -25,8 +25,10 @@ def command_line(*words: object, ranks: int = 0, module: str = "") -> list[str]:
 def start(command: Sequence[str], cwd: Path | None = None, stdout=None, stderr=None, **variables: str):
     """Start a command, which imports this checkout, as a process group of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+    )  # fmt: skip
 
 
 def run(

@@ -27,6 +27,7 @@ def start_options(command: Callable) -> Callable:
     def with_start(job, overrides, cluster, nodes, ranks_per_node, plan, run_path, **more: Any) -> Any:
         return command(prepare_start(job, overrides, cluster, plan, nodes, ranks_per_node, run_path), **more)
 
+    result: Callable = with_start
     for option in reversed(
         (
             click.argument("job"),
@@ -40,8 +41,8 @@ def start_options(command: Callable) -> Callable:
             ),
         )
     ):
-        with_start = option(with_start)
-    return with_start
+        result = option(result)
+    return result
 
 
 def prepare_start(
