@@ -4,12 +4,12 @@ Whole units are such an array already, and the model computes with views of it; 
 `hpctrain.model.regions`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hpctrain.model.axes import Axes, Axis, PendingWork
+from hpctrain.model.axes import Axes, Axis, Following, PendingWork
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
@@ -27,18 +27,6 @@ class StoredRegion:
     """Within the group's flat array."""
     counts: bool
     """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
-
-
-class Following:
-    """Several works, and what is to be done after all of them."""
-
-    def __init__(self, works: Sequence[PendingWork], then: Callable[[], object] = lambda: None):
-        self._works, self._then = works, then
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._then()
 
 
 def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:

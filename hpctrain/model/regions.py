@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.model.axes import Axes, Axis, PendingWork
-from hpctrain.model.groups import Following, Group, Sharded, StoredRegion, UnitArrays
+from hpctrain.model.axes import Axes, Axis, Following, PendingWork
+from hpctrain.model.groups import Group, Sharded, StoredRegion, UnitArrays
 from hpctrain.plan.holders import Region, ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, UnitLayout, box_size

@@ -108,7 +108,8 @@ class UnitStore:
         """
         self.layout = layout
         self._sharded, self._z = sharded, axes.z
-        self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        self.stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        """Whether the whole unit is always there."""
         self.scatters = axes.z.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
         # Holders exchange in one order: who has no z would start with them where others are still at z.
@@ -136,7 +137,7 @@ class UnitStore:
         """
         result = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
         self._views += result
-        if self._stays:
+        if self.stays:
             whole = self._shard if self._whole is None else self._whole
             self._set_views(result, whole, None if self.scatters else self._grad_shard)
         return [weight for weight, _, _ in result]
@@ -150,7 +151,7 @@ class UnitStore:
     def prefetch(self, distance: int) -> None:
         """Start the overlapped part of a gather, for a unit that is used so many items later."""
         number = self.overlapped_gathers - distance + 1
-        if number < 1 or self._stays or self._is_gathered:
+        if number < 1 or self.stays or self._is_gathered:
             return
         if self._gathering is None:
             self._gathering = InFlight(self._gather(), self.overlapped_gathers)
@@ -159,7 +160,7 @@ class UnitStore:
     def gather(self) -> None:
         """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
-        if self._stays or self._is_gathered:
+        if self.stays or self._is_gathered:
             return
         (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
         self._gathering = None

@@ -146,7 +146,7 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
     operations = (beside_z and with_z) + beside_data
     for i, layer in enumerate(order):
         store.traffic.gather(layer)
-        units = [unit for unit in units_of(store, [layer]) if not unit._stays]
+        units = [unit for unit in units_of(store, [layer]) if not unit.stays]
         assert all(unit._is_gathered for unit in units)
         assert whole_units(store) <= units_of(store, layers_from(order, i, operations))
         store.traffic.release(layer)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
@@ -162,7 +161,6 @@ class _HeadLoss(Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_loss):
         hidden, targets_N, logs_N = ctx.saved_tensors
         weight: Weight = ctx.weight
@@ -195,7 +193,6 @@ class _CrossEntropy(Function):
         return losses_N.sum(dtype=torch.float64)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_loss):
         logits_NV, targets_N, logs_N = ctx.saved_tensors
         grad_NV = logits_gradient(logits_NV, targets_N, logs_N, d_loss, *ctx.of, run=ctx.run)

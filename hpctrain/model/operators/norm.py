@@ -7,7 +7,6 @@ over ranks; else the functions compute them. Shapes: x and dy [..., F], F this r
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.architectures.description import Norm
 from hpctrain.model.axes import Axis
@@ -147,7 +146,6 @@ class _Norm(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         x, *statistics = ctx.saved_tensors
         run, offset = ctx.run, ctx.of.offset
