@@ -16,14 +16,14 @@ import torch
 from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import activate, capped
 from hpctrain.model.operators.attention import Documents, attend
 from hpctrain.model.operators.embedding import add_positions, embed
 from hpctrain.model.operators.linear import Linear
-from hpctrain.model.operators.loss import cross_entropy, head_loss
-from hpctrain.model.operators.norm import norm
+from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
+from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels, OfInput
 from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.recompute import Dropping, Pack, keep, keeping_inputs
@@ -111,11 +111,10 @@ class LayerModule:
             result += self._store.weights(item, names) if names else []
         return result
 
-    def norm_weights(self, name: str) -> list:
-        return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
-
-    def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[OfInput] | None = None) -> torch.Tensor:
-        return norm(x, weights, self.axes.x, self.model.hidden_size, of, self.kernels.run, again)
+    def make_norm(self, name: str, of: Norm) -> NormLayer:
+        """Make a norm of hidden states, which x cuts."""
+        weights = [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
+        return NormLayer(weights, self.axes.x, self.model.hidden_size, of, self.kernels.run)
 
     def make_linear(self, weights: list, biases: list, into: Axis, out: Axis, in_8_bits=False, parts=1) -> Linear:
         """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
@@ -178,11 +177,19 @@ class Block(LayerModule):
     def __init__(self, *of_layer):
         super().__init__(*of_layer)
         block = self.description.blocks[block_of(self.items.start)]
-        self.attention_of, self.mlp_of = block.attention, block.mlp
+        attention, mlp = self.attention_of, self.mlp_of = block.attention, block.mlp
         self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
-        self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
-        self.attention_out_norm, self.ffn_out_norm = map(self.norm_weights, ("attention_out_norm", "ffn_out_norm"))
-        self.head_norms = self.weights("attention.q_norm.weight") + self.weights("attention.k_norm.weight")
+        self.attention_norm = self.make_norm("attention_norm", attention.norm)
+        self.attention_out_norm = attention.out_norm and self.make_norm("attention_out_norm", attention.out_norm)
+        self.ffn_norm = self.make_norm("ffn_norm", mlp.norm)
+        self.ffn_out_norm = mlp.out_norm and self.make_norm("ffn_out_norm", mlp.out_norm)
+        self.head_norms = [
+            NormLayer(
+                self.weights(f"attention.{each}_norm.weight"), ONE_RANK, attention.head_size, of, self.kernels.run
+            )
+            for each in "qk"
+            if (of := attention.head_norm)
+        ]
         pinned = self._computing.pinned.get("linear")
         in_8_bits = pinned == FP8
         self._linear_dtype = None if in_8_bits else pinned
@@ -215,17 +222,12 @@ class Block(LayerModule):
 
     def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Passing:
         """Return the residual stream behind the block."""
-        attention, mlp = self.attention_of, self.mlp_of
         if self._has_attention:
-            added = yield from self.attention(self.normed(hidden, self.attention_norm, attention.norm), documents)
-            if attention.out_norm:
-                added = self.norm(added, self.attention_out_norm, attention.out_norm)
-            hidden = hidden + added
+            added = yield from self.attention(self.normed(self.attention_norm, hidden), documents)
+            hidden = hidden + (self.attention_out_norm(added) if self.attention_out_norm else added)
         if self._has_mlp:
-            added = yield from self.feed_forward(self.normed(hidden, self.ffn_norm, mlp.norm))
-            if mlp.out_norm:
-                added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
-            hidden = hidden + added
+            added = yield from self.feed_forward(self.normed(self.ffn_norm, hidden))
+            hidden = hidden + (self.ffn_out_norm(added) if self.ffn_out_norm else added)
         return hidden
 
     def attention(self, x: torch.Tensor, documents: Documents | None) -> Passing:
@@ -261,10 +263,10 @@ class Block(LayerModule):
             ends[0]()
         return result.to(x.dtype)
 
-    def normed(self, hidden: torch.Tensor, weights: list, of: Norm) -> torch.Tensor:
+    def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Return the norm that a product reads, which is dropped."""
         again: list[OfInput] | None = [] if self._dropping else None
-        result = self.norm(hidden, weights, of, again)
+        result = norm(hidden, again)
         if self._dropping and again:
             self._dropping.drop(result, again[0], hidden)
         return result
@@ -279,10 +281,9 @@ class Block(LayerModule):
     def placed(self, queries_keys: torch.Tensor) -> torch.Tensor:
         """Return queries and keys with their norms and rotary positions, where the model has them."""
         attention, run = self.attention_of, self.kernels.run
-        if of := attention.head_norm:
-            pairs = zip(queries_keys.split([self.num_heads, self.num_kv_heads], dim=2), self.head_norms, strict=True)
-            normed = [norm(part, [weight], None, attention.head_size, of, run) for part, weight in pairs]
-            queries_keys = torch.cat(normed, dim=2)
+        if self.head_norms:
+            parts = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+            queries_keys = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
         if attention.rotary:
             tables = self.rotary_tables(queries_keys)
             queries_keys = self.computed_in("rotary", lambda each: rotary.rotate(each, *tables, run), queries_keys)
@@ -323,12 +324,13 @@ class Head(LayerModule):
 
     def __init__(self, *of_layer):
         super().__init__(*of_layer)
-        self.final_norm = self.norm_weights("norm")
+        self.final_norm = self.make_norm("norm", self.description.norm)
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
         self._product = self.make_linear(self.table, [], self.axes.x, self.axes.y)
+        self._loss = TokenLoss(self.axes, self.kernels, *self.vocabulary(), self.description.logit_cap)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(hidden, self.final_norm, self.description.norm)
+        normed = self.final_norm(hidden)
         return normed.to(self._computing.pinned.get("head", normed.dtype))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -338,10 +340,10 @@ class Head(LayerModule):
 
     def forward(self, value: torch.Tensor, more: torch.Tensor | None = None, pack: Pack = keep) -> torch.Tensor:
         assert more is not None, "the loss is of targets"
-        (table,), of = self.table, (*self.vocabulary(), self.description.logit_cap)
+        (table,) = self.table
         if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
-            return head_loss(self._normed(value), table, more, *of, self.axes, self.kernels)
-        return cross_entropy(self._product(self._normed(value)), more, *of, self.axes.y, self.kernels.run)
+            return head_loss(self._normed(value), table, more, self._loss)
+        return cross_entropy(self._product(self._normed(value)), more, self._loss)
 
 
 def make_layer(model: Model, items: Interval, *more) -> LayerModule:

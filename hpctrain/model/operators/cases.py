@@ -126,7 +126,7 @@ def _norm(name: str, of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Oper
         name,
         {"x": shape},
         weights,
-        lambda x, **weights: norms.norm(x, [*weights.values()], ONE_RANK, features, of, kernels.run),
+        lambda x, **weights: norms.NormLayer([*weights.values()], ONE_RANK, features, of, kernels.run)(x),
         lambda x, **weights: norms.reference(x, of, **weights),
         roundings,
         settings=of,
@@ -216,7 +216,7 @@ def _attention(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Opera
         "attention",
         {name: (rows, count, positions, size) for name, count in heads.items()},
         {},
-        lambda **values: attention.attend(**values, attention=of, backend=kernels.attention),
+        lambda queries, keys, values: attention.attend(queries, keys, values, of, backend=kernels.attention),
         partial(attention.reference, attention=of),
         roundings,
         pin="attention",
@@ -241,11 +241,15 @@ def _activation(mlp: Mlp, shape: tuple[int, int], kernels: Kernels) -> Operator:
 def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kernels: Kernels) -> Sequence[Operator]:
     tokens, numbers = math.prod(shape), {"targets": (shape, ids)}
     logits, caps = {"logits": (*shape, ids)}, 3 * (cap is not None)
+
+    def loss_of(capped_at: float | None) -> loss.TokenLoss:
+        return loss.TokenLoss(Axes(), kernels, 0, ids, capped_at)
+
     entropy = Operator(
         "cross_entropy",
         logits,
         {},
-        lambda logits, targets: loss.cross_entropy(logits, targets, 0, ids, None, ONE_RANK, kernels.run),
+        lambda logits, targets: loss.cross_entropy(logits, targets, loss_of(None)),
         partial(loss.reference, cap=None),
         {"output": Rounding(0, ids + tokens), "d logits": Rounding(1, ids)},
         numbers,
@@ -254,7 +258,7 @@ def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kern
         "head.loss",
         {"x": (*shape, hidden)},
         {"table": (ids, hidden)},
-        lambda x, table, targets: loss.head_loss(x, table, targets, 0, ids, cap, Axes(), kernels),
+        lambda x, table, targets: loss.head_loss(x, table, targets, loss_of(cap)),
         lambda x, table, targets: loss.reference(x @ table.t(), targets, cap),
         {
             "output": Rounding(1 + caps, hidden + ids + tokens),
