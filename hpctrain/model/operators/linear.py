@@ -23,7 +23,7 @@ from torch.autograd import Function
 from hpctrain.model.axes import Axis, Following, PendingWork
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
-from hpctrain.model.positions import Gathering, cut_parts, joined, start_gather, start_scatter
+from hpctrain.model.positions import Gathering, cut_parts, start_scatter
 from hpctrain.model.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
 
@@ -101,7 +101,7 @@ class Linear:
         parts: int = 1,
         keeps_whole: bool = False,
     ):
-        """With `in_8_bits` the operands of all three products are rounded to fp8.
+        """The operands of all three products are rounded to fp8 where they are `in_8_bits`.
 
         Next to a collective a product is cut in `parts`, of which each is summed or scattered while the next one is
         computed, or gathered while the last one is. They are of tokens, or, where positions are cut, of rows or of the
@@ -150,6 +150,8 @@ class Linear:
             parts = [forward_product(x_NI, weight.data) for weight in self.weights]
             y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             return y_NO if out is None else out.copy_(y_NO)
+        if out is None and len(self.weights) == 1:
+            return x_NI @ self.weights[0].data.to(x_NI.dtype).t()
         y_NO = x_NI.new_empty(x_NI.shape[0], self.num_outputs) if out is None else out
         for weight, part in zip(self.weights, self.split(y_NO), strict=True):
             torch.mm(x_NI, weight.data.to(x_NI.dtype).t(), out=part)
@@ -222,7 +224,7 @@ class _Linear(Function):
             works += [into.start_all_reduce(layer.products(x_NI[slice(*at)], y_NO[slice(*at)])) for at in cuts]
         else:
             if gathering is not None:
-                ((_, x_NI),) = gathering.take()
+                x_NI = gathering.tokens()
             y_NO = layer.products(x_NI)
             y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
             if ends is None:
@@ -247,7 +249,7 @@ class _Linear(Function):
         layer: Linear = ctx.layer
         (x_NI,) = ctx.saved_tensors
         dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
-        regathered = start_gather(x_NI, layer.out) if layer.gathers and not ctx.keeps_whole else None
+        regathered = Gathering(x_NI, layer.out) if layer.gathers and not ctx.keeps_whole else None
         if layer.scatters:
             gathering = Gathering(dy, layer.into, layer.parts, keeps_whole=True)
             dx = x_NI.new_empty(ctx.shape)
@@ -262,8 +264,7 @@ class _Linear(Function):
         else:
             work = layer.out.start_all_reduce(dx)
         if regathered is not None:
-            regathered[1].wait()
-            x_NI = joined(regathered[0]).view(-1, ctx.shape[-1])
+            x_NI = regathered.tokens()
         layer.add_weight_gradients(dy_NO, x_NI)
         layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
         work.wait()
