@@ -215,9 +215,11 @@ class Block(LayerModule):
         documents = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
         drops = self._recompute == "selective" and torch.is_grad_enabled()
         self._dropping = Dropping(pack) if drops else None
-        with self._dropping.packing() if self._dropping else nullcontext():
-            outputs = alternating([self.residual(*pair) for pair in zip(parts, documents, strict=True)])
-        self._dropping = None
+        try:
+            with self._dropping.packing() if self._dropping else nullcontext():
+                outputs = alternating([self.residual(*pair) for pair in zip(parts, documents, strict=True)])
+        finally:
+            self._dropping = None  # and with it what it keeps
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Passing:
