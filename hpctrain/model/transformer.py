@@ -156,8 +156,7 @@ class Embedding(LayerModule):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, value: torch.Tensor, more: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
-        ids = value
+    def forward(self, ids: torch.Tensor, more: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], y, is_cut)
         if self.description.embedding_scale != 1.0:
@@ -340,12 +339,12 @@ class Head(LayerModule):
         logits = self._product(self._normed(hidden))
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
-    def forward(self, value: torch.Tensor, more: torch.Tensor | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None, pack: Pack = keep) -> torch.Tensor:
         assert more is not None, "the loss is of targets"
         (table,) = self.table
         if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
-            return head_loss(self._normed(value), table, more, self._loss)
-        return cross_entropy(self._product(self._normed(value)), more, self._loss)
+            return head_loss(self._normed(hidden), table, more, self._loss)
+        return cross_entropy(self._product(self._normed(hidden)), more, self._loss)
 
 
 def make_layer(model: Model, items: Interval, *more) -> LayerModule:

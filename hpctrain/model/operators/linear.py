@@ -238,7 +238,10 @@ class _Linear(Function):
                 work.wait()
             layer.add_biases(later_NO)
 
-        end() if ends is None else ends.append(end)
+        if ends is None:
+            end()
+        else:
+            ends.append(end)
         if gathering is not None:
             x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
