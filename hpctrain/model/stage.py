@@ -228,4 +228,7 @@ class Stage:
 
     @staticmethod
     def _run(layer: LayerModule, value: torch.Tensor, of: Saved, pack: Pack = keep) -> torch.Tensor:
-        return layer.forward(value, of.targets if isinstance(layer, Head) else of.documents, pack)
+        if isinstance(layer, Head):
+            assert of.targets is not None, "the last stage has them"
+            return layer.loss(value, of.targets)
+        return layer.forward(value, of.documents, pack)

@@ -35,11 +35,11 @@ from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_v
 
 IGNORED = -1  # a target that does not count
 
-Passing = Generator[None, None, torch.Tensor]
-"""Something computed that pauses where it would wait for others, and returns a result."""
+Pausing = Generator[None, None, torch.Tensor]
+"""Something computed that pauses where it would wait for other ranks, and returns a result."""
 
 
-def alternating(passings: list[Passing]) -> list[torch.Tensor]:
+def alternating(passings: list[Pausing]) -> list[torch.Tensor]:
     """Continue with each until it would wait, one after the other, until all are done; return their results."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(passings):
@@ -95,11 +95,11 @@ class LayerModule:
         self.name = name_layer(items, model.num_items)
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
-    def forward(self, value: torch.Tensor, more=None, pack: Pack = keep) -> torch.Tensor:
-        """Return the layer's output for its input: ids or hidden states.
+    def forward(self, value: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+        """Return hidden states for ids, or hidden states; the head has a `loss` in its place.
 
-        `more` are the documents inside of which attention stays, or None; the head, whose output is its loss, gets the
-        targets, int64 [rows, positions]. What a block computes again has its operands kept as `pack` says.
+        With `documents` attention stays inside of them. What a block drops is computed again from operands that are
+        kept as `pack` says.
         """
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class LayerModule:
             scatters=cuts_positions and into is y,
             in_8_bits=in_8_bits,
             parts=parts,
-            keeps_whole=self._recompute == "full",  # what is computed again goes back at once
+            keeps_whole=self._recompute == "full",  # the backward pass follows at once: one gather less
         )
 
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Embedding(LayerModule):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, ids: torch.Tensor, more: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], y, is_cut)
         if self.description.embedding_scale != 1.0:
@@ -164,14 +164,18 @@ class Embedding(LayerModule):
         if not self.positions:
             return hidden
         first = y.rank * hidden.shape[1] if is_cut else 0
-        places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more.starts
+        places = None if documents is None else torch.arange(ids.shape[1], device=ids.device) - documents.starts
         if places is not None:
             places = places[:, first : first + hidden.shape[1]]
         return add_positions(hidden, self.positions[0], self.first() + first, places)
 
 
 class Block(LayerModule):
-    """Attention and feed-forward part, or one of them, each after a norm and added to the residual stream."""
+    """Attention and feed-forward part, or one of them, each after a norm and added to the residual stream.
+
+    Products `qkv` and `up` are column-parallel in y, as Megatron's, their inputs being cut by x; `out` and `down` are
+    row-parallel in y, their outputs being cut by x.
+    """
 
     def __init__(self, *of_layer):
         super().__init__(*of_layer)
@@ -208,20 +212,20 @@ class Block(LayerModule):
         for kind in ("weight", "bias"):
             yield self.weights(*(f"{name}.{kind}" for name in names))
 
-    def forward(self, hidden: torch.Tensor, more: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         """Compute all rows, or one half while the other waits for other ranks; drop what is computed again."""
         parts = hidden.chunk(2) if self._computing.in_halves else (hidden,)
-        documents = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
+        each = documents.split([part.shape[0] for part in parts]) if documents else [None] * len(parts)
         drops = self._recompute == "selective" and torch.is_grad_enabled()
         self._dropping = Dropping(pack) if drops else None
         try:
             with self._dropping.packing() if self._dropping else nullcontext():
-                outputs = alternating([self.residual(*pair) for pair in zip(parts, documents, strict=True)])
+                outputs = alternating([self.residual(*pair) for pair in zip(parts, each, strict=True)])
         finally:
             self._dropping = None  # and with it what it keeps
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Passing:
+    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Pausing:
         """Return the residual stream behind the block."""
         if self._has_attention:
             added = yield from self.attention(self.normed(self.attention_norm, hidden), documents)
@@ -231,7 +235,7 @@ class Block(LayerModule):
             hidden = hidden + (self.ffn_out_norm(added) if self.ffn_out_norm else added)
         return hidden
 
-    def attention(self, x: torch.Tensor, documents: Documents | None) -> Passing:
+    def attention(self, x: torch.Tensor, documents: Documents | None) -> Pausing:
         """Return what attention adds, of normed hidden states."""
         qkv = yield from self.linear(self.qkv, x)
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -242,40 +246,39 @@ class Block(LayerModule):
         mixed = self.attend(*(part.transpose(1, 2) for part in (queries, keys, values)), documents)
         return (yield from self.linear(self.out, mixed.transpose(1, 2).flatten(2)))
 
-    def feed_forward(self, x: torch.Tensor) -> Passing:
+    def feed_forward(self, x: torch.Tensor) -> Pausing:
         """Return what the feed-forward part adds, of normed hidden states."""
         inner = yield from self.linear(self.up, x)
         return (yield from self.linear(self.down, self.dropped(self.activated, inner)))
 
-    def linear(self, layer: Linear, x: torch.Tensor) -> Passing:
+    def linear(self, layer: Linear, x: torch.Tensor) -> Pausing:
         """Apply a layer, in the dtype to which a job pins it. It pauses while others are awaited, by rows in halves."""
         dropping, dtype = self._dropping, self._linear_dtype or x.dtype
         given = x.to(dtype)
         if given is not x and dropping and dropping.drops(x):
             dropping.drop(given, lambda wide: wide.to(dtype), x)
-        ends = [] if self._computing.in_halves else None
+        if not self._computing.in_halves:
+            return layer(given).to(x.dtype)
         gathering = layer.start_gather(given) if layer.gathers else None
-        if ends is not None and layer.gathers:
+        if layer.gathers:
+            yield  # the other half computes now
+        result, finish = layer.start(given, gathering)
+        if layer.into.size > 1:
             yield
-        result = layer(given, gathering, ends)
-        if ends is not None:
-            if layer.into.size > 1:
-                yield
-            ends[0]()
+        finish()
         return result.to(x.dtype)
 
     def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Return the norm that a product reads, which is dropped."""
-        again: list[OfInput] | None = [] if self._dropping else None
-        result = norm(hidden, again)
-        if self._dropping and again:
-            self._dropping.drop(result, again[0], hidden)
+        result, compute = norm.recomputable(hidden)
+        if self._dropping:
+            self._dropping.drop(result, compute, hidden)
         return result
 
     def dropped(self, compute: OfInput, given: torch.Tensor) -> torch.Tensor:
         """Return what a cheap operator makes of its input; where a block drops such results, not for long."""
         result = compute(given)
-        if self._dropping and result is not given:
+        if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
             self._dropping.drop(result, compute, given)
         return result
 
@@ -339,12 +342,12 @@ class Head(LayerModule):
         logits = self._product(self._normed(hidden))
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
-    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None, pack: Pack = keep) -> torch.Tensor:
-        assert more is not None, "the loss is of targets"
-        (table,) = self.table
-        if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
-            return head_loss(self._normed(hidden), table, more, self._loss)
-        return cross_entropy(self._product(self._normed(hidden)), more, self._loss)
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss of targets, int64 [rows, positions]."""
+        (table,), count = self.table, targets.numel()
+        if tokens_at_once(count, table.data.shape[0], self.kernels.logits_bytes) < count:
+            return head_loss(self._normed(hidden), table, targets, self._loss)
+        return cross_entropy(self._product(self._normed(hidden)), targets, self._loss)
 
 
 def make_layer(model: Model, items: Interval, *more) -> LayerModule:

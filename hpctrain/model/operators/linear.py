@@ -120,21 +120,24 @@ class Linear:
     def num_outputs(self) -> int:
         return sum(self.outputs)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        gathering: Gathering | None = None,
-        ends: list[Callable[[], None]] | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, gathering: Gathering | None = None) -> torch.Tensor:
         """Return x W^T + b, [..., O] of [..., I]. Ranks of `into` (forward) and `out` (backward) must call.
 
         x is [rows, positions, I] where positions are cut; that of a layer that gathers is what `start_gather` got.
-        With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to
-        it has been called.
         """
+        y, finish = self._apply(x, gathering, waits=True)
+        finish()
+        return y
+
+    def start(self, x: torch.Tensor, gathering: Gathering | None) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return the result of a call, whose sum over `into` is only started, and what finishes it: the result may be
+        used after that was called."""
+        return self._apply(x, gathering, waits=False)
+
+    def _apply(self, x: torch.Tensor, gathering: Gathering | None, waits: bool):
         if self.gathers and gathering is None:
             gathering = self.start_gather(x)
-        return _Linear.apply(x, self, gathering, ends)
+        return _Linear.apply(x, self, gathering, waits)
 
     def start_gather(self, x: torch.Tensor) -> Gathering:
         """Start to gather the positions of an input. All ranks of `out` must call."""
@@ -195,7 +198,7 @@ class _Linear(Function):
     weights are computed where the axis lets it (AxoNN, arXiv 2305.13525)."""
 
     @staticmethod
-    def forward(ctx, x, layer: Linear, gathering: Gathering | None, ends: list[Callable[[], None]] | None):
+    def forward(ctx, x, layer: Linear, gathering: Gathering | None, waits: bool):
         ctx.layer, ctx.shape = layer, x.shape
         if gathering is not None:
             ctx.shape, ctx.keeps_whole = gathering.shape, gathering.whole is not None
@@ -227,28 +230,25 @@ class _Linear(Function):
                 x_NI = gathering.tokens()
             y_NO = layer.products(x_NI)
             y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
-            if ends is None:
+            if waits:
                 into.all_reduce(y_NO)
             else:
                 works.append(into.start_all_reduce(y_NO.data))
-        later_NO = y.data.view(-1, y.shape[-1])  # of which autograd does not see that it is not yet there
+        # Without the version counter of `y`: sums are still written into it when autograd has it, an error else.
+        later_NO = y.data.view(-1, y.shape[-1])
 
-        def end() -> None:
+        def finish() -> None:
             for work in works:
                 work.wait()
             layer.add_biases(later_NO)
 
-        if ends is None:
-            end()
-        else:
-            ends.append(end)
         if gathering is not None:
             x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        return y
+        return y, finish
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         layer: Linear = ctx.layer
         (x_NI,) = ctx.saved_tensors
         dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])

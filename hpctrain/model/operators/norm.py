@@ -133,13 +133,14 @@ class NormLayer:
         self.kind = LayerNorm if of.has_bias else RmsNorm
         self.epsilon, self.offset = of.epsilon, of.offset
 
-    def __call__(self, x: torch.Tensor, again: list[OfInput] | None = None) -> torch.Tensor:
-        """Normalise [..., features / x]. All ranks of the axis must call.
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., features / x]. All ranks of the axis must call."""
+        return self.recomputable(x)[0]
 
-        What computes the result once more, of x and the statistics, which are kept, is added to `again`: it calls
-        nobody.
-        """
-        return _Norm.apply(x, self, again)
+    def recomputable(self, x: torch.Tensor) -> tuple[torch.Tensor, OfInput]:
+        """Return the result of a call, and what computes it once more, of x and the statistics, which are kept: that
+        calls nobody."""
+        return _Norm.apply(x, self)
 
     @property
     def data(self) -> list[torch.Tensor]:
@@ -148,19 +149,17 @@ class NormLayer:
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx, x, layer: NormLayer, again: list[OfInput] | None):
+    def forward(ctx, x, layer: NormLayer):
         kind, run, features, offset = layer.kind, layer.run, layer.features, layer.offset
         sums = kind.sums(x, run, layer.axis, features) if layer.axis.size > 1 else ()
         settings = {"features": features, "epsilon": layer.epsilon, "offset": offset}
         y, *statistics = run(kind.forward, x, *layer.data, *sums, **settings)
         ctx.save_for_backward(x, *statistics)
         ctx.layer = layer
-        if again is not None:
-            again.append(lambda x: run(kind.normed, x, *layer.data, *statistics, offset=offset))
-        return y
+        return y, lambda x: run(kind.normed, x, *layer.data, *statistics, offset=offset)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         x, *statistics = ctx.saved_tensors
         layer: NormLayer = ctx.layer
         kind, run, offset = layer.kind, layer.run, layer.offset
@@ -170,7 +169,7 @@ class _Norm(Function):
         dx, *gradients = run(kind.backward, *operands, *sums, features=layer.features, offset=offset)
         for weight, gradient in zip(layer.weights, gradients, strict=True):
             weight.accumulate(add_part, gradient)
-        return dx, None, None
+        return dx, None
 
 
 def reference(x: torch.Tensor, of: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
