@@ -125,9 +125,7 @@ class Linear:
 
         x is [rows, positions, I] where positions are cut; that of a layer that gathers is what `start_gather` got.
         """
-        y, finish = self._apply(x, gathering, waits=True)
-        finish()
-        return y
+        return self._apply(x, gathering, waits=True)[0]
 
     def start(self, x: torch.Tensor, gathering: Gathering | None) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the result of a call, whose sum over `into` is only started, and what finishes it: the result may be
@@ -242,6 +240,8 @@ class _Linear(Function):
                 work.wait()
             layer.add_biases(later_NO)
 
+        if waits:
+            finish()
         if gathering is not None:
             x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
