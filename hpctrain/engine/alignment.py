@@ -111,7 +111,7 @@ class Case:
             for each, (shape, limit) in operator.ids.items()
         }
         values, weights = ({k: v.double().requires_grad_() for k, v in m.items()} for m in (self.values, self.weights))
-        output = operator.reference(values, weights, self.ids)
+        output = operator.reference(**values, **weights, **self.ids)
         self.gradient = draw(name, "gradient", output.shape, 1.0)
         if not output.dim():
             self.gradient.fill_(1.0)
@@ -144,7 +144,7 @@ class Case:
         """
         values = inputs.values
         given = {k: v.to(pinned) for k, v in values.items()} if pinned else values
-        output = self.operator.compute(given, inputs.weights, inputs.ids).to(inputs.gradient.dtype)
+        output = self.operator.compute(**given, **inputs.weights, **inputs.ids).to(inputs.gradient.dtype)
         output.backward(inputs.gradient)
         return output.detach()
 

@@ -10,12 +10,11 @@ import torch
 
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job, read_region
-from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import CheckpointError, JobError
 from hpctrain.data.order import check_tokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
-from hpctrain.model.axes import Axes
+from hpctrain.model.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Block, Cache, Embedding, Head
@@ -32,9 +31,8 @@ class WholeModel:
             self.job = read_job(index)
             self.tokenizer_json = str(index.about["tokenizer"])
             self.model = model = self.job.model
-            alone = Communicator([0])
-            axes = Axes(alone, alone, alone)
-            store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
+            axes = Axes()
+            store = Store([ONE_RANK], whole_model(model), axes, torch.float32, torch.device("cpu"))
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
                 for region in group.regions(Interval(0, group.size)):

@@ -11,13 +11,13 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
-from hpctrain.model.axes import Axes
+from hpctrain.model.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.host_activations import HostActivations
 from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import CutRows
+from hpctrain.model.transformer import Computing
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
@@ -36,7 +36,7 @@ class Layout:
     everyone: Communicator
     axes: Axes
     shards: RankShards
-    groups: list[Communicator]
+    groups: list[Axis]
     """The ranks of each shard group."""
     store: Store
     """Of the weights of all tiles."""
@@ -69,11 +69,15 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelera
     near = world.is_near if job.comm.gather_messages else everywhere
     role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
     everyone = world.group(plan.ranks, "everyone", on_host=True)
-    x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
-    z = world.group(role.axes["z"], "z", overlapped=bool(overlap.z))
+
+    def group(ranks: tuple[int, ...], name: str, overlapped: bool | None) -> Axis:
+        return ONE_RANK if len(ranks) == 1 else world.group(ranks, name, overlapped=bool(overlapped))
+
+    x, y = (group(role.axes[axis], axis, overlap.tensor) for axis in "xy")
+    z = group(role.axes["z"], "z", overlap.z)
     axes = Axes(x, y, z, role.tiles[0].tensor.sequence_parallel)
     sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
-    made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
+    made = {ranks: group(ranks, "data", overlap.data) for ranks in sets}
     groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
     own = role.tiles[0].family
     dtype = DTYPES[job.dtype_of(own)]
@@ -89,12 +93,12 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelera
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
     store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    cut = CutRows(in_halves, 1 if in_halves else overlap.tensor_parts or 1)
+    parts = 1 if in_halves else overlap.tensor_parts or 1
     dtypes = DTYPES | {"fp8": FP8}
     pinned = {operator: dtypes[name] for operator, name in job.precision.overrides.items()}
-    kernels, host = make_kernels(job.kernels, own), HostActivations(accelerator)
-    how = cut, pinned, kernels, host
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, *how) for tile in role.tiles)
+    computing = Computing(make_kernels(job.kernels, own), in_halves, parts, pinned)
+    host = HostActivations(accelerator)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, computing, host) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

@@ -15,7 +15,6 @@ from hpctrain.config.job import Train
 from hpctrain.engine.host_state import HostState, Updated, runs_of
 from hpctrain.engine.layout import Layout
 from hpctrain.model.axes import PendingWork
-from hpctrain.model.regions import CutRegions, ShardedRegions
 from hpctrain.model.shard import Shard, make_shard
 
 
@@ -55,7 +54,7 @@ class Optimizer:
         self._partial_grads = [
             shard.of(shard.grads, each.at)
             for shard in self.shards
-            if layout.axes.sequence_parallel and not isinstance(shard.group, CutRegions | ShardedRegions)
+            if layout.axes.sequence_parallel and not shard.group.places.is_packed
             for each in shard.group.regions(shard.updated)
             if each.parameter.is_whole_on_y
         ]

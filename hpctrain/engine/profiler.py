@@ -33,6 +33,7 @@ from hpctrain.engine.pipeline import Pipeline
 from hpctrain.engine.resolve_kernels import resolve_kernels
 from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.stage import Stage
+from hpctrain.model.transformer import Computing
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
 from hpctrain.sharding.intervals import Interval
@@ -245,13 +246,14 @@ class Trials:
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
-        layout, kernels = self._layout(small, zero, rows), make_kernels(self._kernels, self._accelerator.family)
+        layout = self._layout(small, zero, rows)
+        computing = Computing(make_kernels(self._kernels, self._accelerator.family))
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.full((), 1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
-            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store, kernels=kernels)
+            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store, computing=computing)
             for items in layers(Interval(0, small.model.num_items))
         )
         return RowTimes(

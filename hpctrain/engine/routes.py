@@ -13,10 +13,10 @@ def describe_routes(world: World, layout: Layout) -> str:
 
     All ranks must call.
     """
-    axes = {name: [cast(Communicator, getattr(layout.axes, name))] for name in "xyz"}
+    every_axis = {name: [getattr(layout.axes, name)] for name in "xyz"} | {"data": layout.groups}
     own = {
-        name: [(group.route, group.reason) for group in groups if group.size > 1]
-        for name, groups in (axes | {"data": layout.groups}).items()
+        name: [(group.route, group.reason) for group in cast(list[Communicator], axes) if group.size > 1]
+        for name, axes in every_axis.items()
     }
     own["messages"] = [(channel.route, channel.reason) for channel in layout.channels.values()]
     every = world.gather_objects(own)

@@ -1,6 +1,6 @@
 """The model sees communication as one communicator for each axis of its tensor grid."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,18 @@ class PendingWork(Protocol):
     def wait(self) -> None:
         """Return when it has ended. Raises its error."""
         ...
+
+
+class Following:
+    """Several works, and what is to be done after all of them."""
+
+    def __init__(self, works: Sequence[PendingWork], then: Callable[[], object] = lambda: None):
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._then()
 
 
 class Axis(Protocol):
@@ -36,15 +48,11 @@ class Axis(Protocol):
 
     def start_all_reduce(self, tensor: torch.Tensor) -> PendingWork: ...
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
-    ) -> object: ...
-
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
     ) -> PendingWork: ...
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor: ...
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> object: ...
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork: ...
 
@@ -55,12 +63,50 @@ class Axis(Protocol):
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None: ...
 
 
+class OneRank:
+    """The axis of a rank that is alone on it: what it would exchange is what it has, and everything is done at once."""
+
+    rank, size, is_overlapped, bytes_sent = 0, 1, False, (0,)
+
+    def wait(self) -> None:
+        """Return: an axis of one rank is the work that it starts, which has ended."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        return self
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> PendingWork:
+        out.copy_(tensor.view_as(out))
+        return self
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> object:
+        return tensor
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork:
+        return self
+
+    def barrier(self) -> object: ...
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        return None
+
+
+ONE_RANK = OneRank()
+
+
 @dataclass(frozen=True)
 class Axes:
     """The three axes of a tensor grid: x cuts input features, y output features, z rows and weight storage."""
 
-    x: Axis
-    y: Axis
-    z: Axis
+    x: Axis = ONE_RANK
+    y: Axis = ONE_RANK
+    z: Axis = ONE_RANK
     sequence_parallel: bool = False
     """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""

@@ -37,27 +37,10 @@ def cut_parts(rows: int, positions: int, count: int) -> list[RowPart]:
     return [RowPart(slice(*cut), every) for cut in cut_evenly(rows, min(count, rows))]
 
 
-def start_gather(own: torch.Tensor, y: Axis, buffer: torch.Tensor | None = None) -> tuple[torch.Tensor, PendingWork]:
-    """Start to gather the positions of all y; return a buffer for them, which `joined` reads when the work is done.
-
-    `buffer` is contiguous, [y, rows, positions / y, features]. All ranks of `y` must call.
-    """
-    buffer = own.new_empty(y.size, *own.shape) if buffer is None else buffer
-    buffer[y.rank] = own
-    return buffer, y.start_all_gather(buffer)
-
-
-def joined(buffer: torch.Tensor) -> torch.Tensor:
-    """Return [rows, positions, features] of [y, rows, positions / y, features]; a single row is not copied."""
-    y, rows, positions, features = buffer.shape
-    return buffer.transpose(0, 1).reshape(rows, y * positions, features)
-
-
 def gathered(own: torch.Tensor, y: Axis) -> torch.Tensor:
     """Return the hidden states of all positions. All ranks of `y` must call."""
-    buffer, work = start_gather(own, y)
-    work.wait()
-    return joined(buffer)
+    gathering = Gathering(own, y)
+    return gathering.tokens().view(gathering.shape)
 
 
 def start_scatter(whole: torch.Tensor, y: Axis, own: torch.Tensor | None = None) -> tuple[torch.Tensor, PendingWork]:
@@ -85,8 +68,16 @@ class Gathering:
         for part in self.parts:
             place = None if self.whole is None else part.of(self.whole, y.size).transpose(0, 1)
             is_placed = place is not None and place.is_contiguous()
-            started = start_gather(own[part.rows, part.positions], y, place if is_placed else None)
-            self._started.append((*started, is_placed))
+            some = own[part.rows, part.positions]
+            if place is None or not is_placed:
+                place = own.new_empty(y.size, *some.shape)  # [y, rows, positions / y, features]
+            place[y.rank] = some
+            self._started.append((place, y.start_all_gather(place), is_placed))
+
+    def tokens(self) -> torch.Tensor:
+        """Return all tokens of what is gathered in one part, [N, features]."""
+        ((_, tokens),) = self.take()
+        return tokens
 
     def take(self) -> Iterator[tuple[RowPart, torch.Tensor]]:
         """Yield each part when it is there, with its tokens, [N, features]."""
@@ -96,8 +87,11 @@ class Gathering:
             y, rows, _, features = buffer.shape
             if self.whole is not None and not is_placed:
                 part.of(self.whole, y).copy_(buffer.transpose(0, 1))
-            tokens = joined(buffer) if self.whole is None or rows == 1 else self.whole[part.rows]
-            yield part, tokens.view(-1, features)
+            if self.whole is None or rows == 1:  # a single row is not copied
+                tokens = buffer.transpose(0, 1).reshape(-1, features)
+            else:
+                tokens = self.whole[part.rows].view(-1, features)
+            yield part, tokens
 
     def map(
         self, compute: Callable[..., torch.Tensor], out: torch.Tensor, y: int

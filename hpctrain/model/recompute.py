@@ -5,13 +5,13 @@ activation functions, scores with a cap. Selective recomputation (Korthikanti et
 return and drops the results of these operators, which autograd would keep as operands of what follows.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 Again = Callable[[], torch.Tensor]
@@ -32,6 +32,11 @@ def unpack(kept: torch.Tensor | KeptTensor) -> torch.Tensor:
     return kept if isinstance(kept, torch.Tensor) else kept.restored()
 
 
+def keep(saved: torch.Tensor) -> torch.Tensor:
+    """Keep a tensor itself."""
+    return saved
+
+
 class _View(NamedTuple):
     """The place of a tensor in the storage of what is computed again: a graph keeps it instead of the tensor."""
 
@@ -41,25 +46,27 @@ class _View(NamedTuple):
     offset: int | torch.SymInt
 
     def restored(self) -> torch.Tensor:
-        return self.of.restored(self)
+        return self.of.value().as_strided(self.size, self.stride, self.offset)
 
 
 class _Dropped:
     """A tensor that graphs do not keep. It is computed again at the first use, and gone after the last one."""
 
-    def __init__(self, tensor: torch.Tensor, again: Again, pack: Pack):
-        """`pack` is for tensors of other storages."""
-        self._address, self._again, self._pack = tensor.untyped_storage().data_ptr(), again, pack
+    def __init__(self, tensor: torch.Tensor, again: Again):
+        self._tensor, self._again = ref(tensor), again
         self._uses = 0
         self._value: torch.Tensor | None = None
 
-    def pack(self, saved: torch.Tensor) -> torch.Tensor | KeptTensor:
-        if saved.untyped_storage().data_ptr() != self._address:
-            return self._pack(saved)
+    @property
+    def is_there(self) -> bool:
+        """Say whether the storage of the tensor is still its own: another tensor may have the address after it."""
+        return self._tensor() is not None
+
+    def place(self, saved: torch.Tensor) -> _View:
         self._uses += 1
         return _View(self, saved.size(), saved.stride(), saved.storage_offset())
 
-    def restored(self, view: _View) -> torch.Tensor:
+    def value(self) -> torch.Tensor:
         if self._value is None:
             with torch.no_grad():
                 self._value = self._again()
@@ -67,26 +74,37 @@ class _Dropped:
         self._uses -= 1
         if not self._uses:
             self._value = None
-        return value.as_strided(view.size, view.stride, view.offset)
+        return value
 
 
-def keep(saved: torch.Tensor) -> torch.Tensor:
-    """Keep a tensor itself."""
-    return saved
+class Dropping:
+    """Around the forward pass of a block: its graph keeps no operand that lies in the storage of a dropped result."""
+
+    def __init__(self, pack: Pack = keep):
+        """Other operands are kept as `pack` says."""
+        self._pack = pack
+        self._dropped: dict[int, _Dropped] = {}
+
+    def drop(self, result: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> None:
+        """Have backward passes compute a result once more, once for all of them, from what was `given` for it."""
+        kept = self.pack(given.detach())
+        self._dropped[_address(result)] = _Dropped(result, lambda: compute(unpack(kept)))
+
+    def drops(self, tensor: torch.Tensor) -> bool:
+        dropped = self._dropped.get(_address(tensor))
+        return dropped is not None and dropped.is_there
+
+    def pack(self, saved: torch.Tensor) -> torch.Tensor | KeptTensor:
+        """Return what a graph keeps in the place of a tensor."""
+        return self._dropped[_address(saved)].place(saved) if self.drops(saved) else self._pack(saved)
+
+    def packing(self) -> AbstractContextManager:
+        """Enclose the forward pass."""
+        return saved_tensors_hooks(self.pack, unpack)
 
 
-@contextmanager
-def dropping(tensor: torch.Tensor, again: Again | None, pack: Pack = keep) -> Iterator[None]:
-    """Have operations inside keep no operand that lies in the storage of `tensor`, which is to live as long.
-
-    Their backward passes compute it `again`, once for all of them. With None they keep it. Other operands are kept as
-    `pack` says.
-    """
-    if again is None or not torch.is_grad_enabled():
-        yield
-        return
-    with saved_tensors_hooks(_Dropped(tensor, again, pack).pack, unpack):
-        yield
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class End(Function):
@@ -113,7 +131,6 @@ class _KeepingInputs(Function):
         return compute(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
         leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
         with torch.enable_grad():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.model.axes import Axis, PendingWork
-from hpctrain.model.groups import Following, Group
+from hpctrain.model.axes import Axis, Following, PendingWork
+from hpctrain.model.groups import Group
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval
 

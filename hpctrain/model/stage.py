@@ -6,7 +6,7 @@ inside of a layer (`recompute.py`).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +17,9 @@ from hpctrain.model.axes import Axes
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.operators.attention import Documents
-from hpctrain.model.operators.running import Kernels
-from hpctrain.model.recompute import End, keep
+from hpctrain.model.recompute import End, Pack, keep
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import UNCUT, Block, CutRows, Embedding, Head, LayerModule, Pinned, make_layer
+from hpctrain.model.transformer import Block, Computing, Embedding, Head, LayerModule, make_layer
 from hpctrain.model.units import Deferred
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
@@ -74,22 +73,16 @@ class Stage:
         axes: Axes,
         store: Store,
         tracer: Tracer = UNTRACED,
-        cut: CutRows = UNCUT,
-        pinned: Pinned | None = None,
-        kernels: Kernels | None = None,
+        computing: Computing | None = None,
         host: HostActivations | None = None,
     ):
-        """Operators that are `pinned` compute in another dtype. `kernels` are torch's own where none are given. Tiles
-        that offload activations need `host`, which is the same of all tiles of a rank."""
+        """Tiles that offload activations need `host`, which is the same of all tiles of a rank."""
         self.tile, self.store, self._tracer = tile, store, tracer
         self._host = host if tile.offloads_activations else None
-        kernels = kernels or Kernels()
         self.layers: list[LayerModule] = [
-            make_layer(model, items, axes, store, kernels, cut, pinned) for items in layers(tile.items)
+            make_layer(model, items, axes, store, computing or Computing(), tile.recompute)
+            for items in layers(tile.items)
         ]
-        for layer in self.layers:
-            layer.keeps_whole_inputs = tile.recompute == "full"
-            layer.drops_results = tile.recompute == "selective"
 
     @property
     def is_first(self) -> bool:
@@ -110,8 +103,8 @@ class Stage:
         saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))
         traffic = self.store.traffic
         keep = training and self.tile.recompute != "full"
-        for layer in self.layers:
-            since, items = self._tracer.now(), layer.items
+        for layer in self._traced(self.layers, "forward"):
+            items = layer.items
             self.store.await_weights(items.stop - 1)
             traffic.gather(items)
             given = value.detach()
@@ -125,12 +118,21 @@ class Stage:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
             traffic.release(items)
-            self._tracer.computed(f"{layer.name} forward", since)
         result = value.detach()
         saved.forget_masks()
         if keep:  # they go out and may be gone before the graph is
             _forget_numbers(value)
         return result, saved
+
+    def _traced(self, layers: Iterable[LayerModule], what: str) -> Iterator[LayerModule]:
+        """Yield layers; what is done until the next one is asked for is a span of the trace, if there is one."""
+        if self._tracer is UNTRACED:
+            yield from layers
+            return
+        for layer in layers:
+            since = self._tracer.now()
+            yield layer
+            self._tracer.computed(f"{layer.name} {what}", since)
 
     def _run_keeping(self, layer: LayerModule, given: torch.Tensor, saved: Saved, host: HostActivations):
         """Run a layer; what a block keeps for its backward pass goes to host memory, its input too."""
@@ -143,9 +145,7 @@ class Stage:
         saved.kept.append(kept)
         if torch.is_grad_enabled():
             with kept.packing():
-                layer.pack = kept.pack
-                value = self._run(layer, given, saved)
-                layer.pack = keep
+                value = self._run(layer, given, saved, kept.pack)
         else:
             value = self._run(layer, given, saved)
             kept.keep_input(given)
@@ -167,14 +167,13 @@ class Stage:
         traffic = self.store.traffic
         if self._host is not None:
             self._host.begin_backward(saved.kept)
-        for layer in reversed(self.layers):
-            since, items = self._tracer.now(), layer.items
+        for layer in self._traced(reversed(self.layers), "backward"):
+            items = layer.items
             traffic.gather(items)
             traffic.begin_backward(items)
             gradient = self._differentiate(layer, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
             traffic.end_backward(items, passed)
             traffic.release(items)
-            self._tracer.computed(f"{layer.name} backward", since)
         saved.forget_masks()
         return gradient
 
@@ -183,8 +182,8 @@ class Stage:
         in `saved`: of each product both operands."""
         if self._host is not None:
             self._host.begin_backward(saved.kept)
-        for layer in reversed(self.layers):
-            since, items = self._tracer.now(), layer.items
+        for layer in self._traced(reversed(self.layers), "backward input"):
+            items = layer.items
             kept: list[Deferred] = []
             self.store.traffic.gather(items)
             self.store.defer(items, kept)
@@ -192,7 +191,6 @@ class Stage:
             self.store.defer(items, None)
             self.store.traffic.release(items)
             saved.deferred.append(kept)
-            self._tracer.computed(f"{layer.name} backward input", since)
         saved.forget_masks()
         return gradient
 
@@ -200,13 +198,12 @@ class Stage:
         """Add to the gradients of weights what `backward_input` has kept, in the order in which `backward` does it:
         the same bits. `passed` as there."""
         traffic = self.store.traffic
-        for layer in reversed(self.layers):
-            since, items = self._tracer.now(), layer.items
+        for layer in self._traced(reversed(self.layers), "backward weight"):
+            items = layer.items
             traffic.begin_backward(items)
             for addition in saved.deferred.popleft():
                 addition.do()
             traffic.end_backward(items, passed)
-            self._tracer.computed(f"{layer.name} backward weight", since)
 
     def _differentiate(self, layer: LayerModule, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take a layer's input and output from what was saved, and return the gradient of the input."""
@@ -230,8 +227,8 @@ class Stage:
         return given.grad
 
     @staticmethod
-    def _run(layer: LayerModule, value: torch.Tensor, of: Saved) -> torch.Tensor:
+    def _run(layer: LayerModule, value: torch.Tensor, of: Saved, pack: Pack = keep) -> torch.Tensor:
         if isinstance(layer, Head):
             assert of.targets is not None, "the last stage has them"
-            return layer.forward(value, of.targets)
-        return layer.forward(value, of.documents)
+            return layer.loss(value, of.targets)
+        return layer.forward(value, of.documents, pack)

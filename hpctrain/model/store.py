@@ -11,8 +11,16 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from hpctrain.model.axes import Axes, Axis, PendingWork
-from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits, weight_array
-from hpctrain.model.regions import CutRegions, CutUnit, PackedRegions, ShardedRegions
+from hpctrain.model.groups import (
+    Group,
+    PlacedUnits,
+    Places,
+    Sharded,
+    ShardedUnit,
+    UnitArrays,
+    weight_array,
+)
+from hpctrain.model.regions import PackedRegions
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
 from hpctrain.plan.holders import RankShards
@@ -38,56 +46,72 @@ class Store:
         """
         self._z = axes.z
         self.groups: list[Group] = []
-        self._arrays: list[UnitArrays] = []
+        self.arrays: list[UnitArrays] = []
+        exchanging: dict[int, list[Sharded]] = {}
+        for shard_group in shards.shard_groups:
+            if shard_group.zero >= 2 and shard_group.regions:
+                exchanging[shard_group.final_after] = []
+        sharded: dict[int, PlacedUnits] = {}
+        at_once = []
+        for layout in shards.cut_units:  # tied ones, which several items use, exchange at once
+            item, *others = layout.unit.items
+            if item in exchanging and not others:
+                sharded[item] = PlacedUnits([layout], axes)
+            else:
+                at_once.append(layout)
+        cut = PlacedUnits(at_once, axes)
         wires = exchanged or [None] * len(communicators)
         for holders, shard_group, wire in zip(communicators, shards.shard_groups, wires, strict=True):
+            places: Places = PlacedUnits(shard_group.layouts, axes)
+            if shard_group.regions:
+                units = sharded[shard_group.final_after] if shard_group.zero >= 2 else cut
+                places = PackedRegions(shard_group.regions, axes, units)
             if shard_group.zero >= 2:
-                kind = ShardedRegions if shard_group.regions else ShardedUnit
-                self.groups.append(kind(shard_group, holders, axes, dtype, device, wire))
-            elif shard_group.regions:
-                regions = PackedRegions(shard_group.regions, axes)
-                weights = weight_array(holders, regions.size, dtype, device, wire)
-                self.groups.append(CutRegions(regions, weights, wire))
+                group = Sharded(shard_group, holders, places, dtype, device, wire)
+                if places.is_packed:
+                    exchanging[group.item].append(group)
             else:
-                self._arrays.append(UnitArrays(shard_group.layouts, axes, holders, dtype, device, wire))
-                self.groups.append(WholeUnits(self._arrays[-1], axes))
-        exchanging: dict[int, list[ShardedRegions]] = {}
-        for group in self.groups:
-            if isinstance(group, ShardedRegions):
-                exchanging.setdefault(group.item, []).append(group)
-        of_one = [layout for layout in shards.cut_units if len(layout.unit.items) == 1]  # tied ones exchange at once
-        sharded = [layout for layout in of_one if layout.unit.items[0] in exchanging]
-        at_once = [layout for layout in shards.cut_units if layout not in sharded]
-        if at_once:
-            self._arrays.append(UnitArrays(at_once, axes, None, dtype, device))
+                group = Group(places, weight_array(holders, places.size, dtype, device, wire), wire)
+                if isinstance(places, PlacedUnits):
+                    group.grads = holders.allocate(places.size, torch.float32, device)
+                    self.arrays.append(UnitArrays(places, group.weights, group.grads))
+            self.groups.append(group)
+        if cut.placed:
+            zeros = torch.zeros(cut.size, dtype=dtype, device=device)
+            self.arrays.append(UnitArrays(cut, zeros, torch.zeros(cut.size, dtype=torch.float32, device=device)))
             for group in self.groups:
-                if isinstance(group, CutRegions):
-                    group.attach(self._arrays[-1])
-        self._units: list[UnitStore] = []
-        for arrays in self._arrays:  # after what is made among holders: ranks of z may have different ones
-            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.placed), dtype, device)
+                if group.places.is_packed and not isinstance(group, Sharded):
+                    _, group.in_use, group.grads = self.arrays[-1]
+        self.units: list[UnitStore] = []
+        for arrays in self.arrays:  # after what is made among holders: ranks of z may have different ones
+            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.units.placed), dtype, device)
             at_whole = 0
-            for layout, shard, at in arrays.placed:
+            for layout, shard, at in arrays.units.placed:
                 where = slice(at, at + shard.size)
                 unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
                 weights, grads = arrays.weights[where], arrays.grads[where]
-                self._units.append(UnitStore(layout, axes, weights, grads, unit_whole))
+                self.units.append(UnitStore(layout, axes, weights, grads, unit_whole))
                 at_whole += layout.size
-
-        cut = [CutUnit(layout, exchanging[layout.unit.items[0]], axes, dtype, device) for layout in sharded]
-        for unit in (*(group for group in self.groups if isinstance(group, ShardedUnit)), *cut):
-            shard = unit.weights  # None where gathers make it
-            self._units.append(UnitStore(unit.layout, axes, shard, None, None, unit))  # pyright: ignore[reportArgumentType]
+        whole_units = [
+            (group.places, [group])
+            for group in self.groups
+            if isinstance(group, Sharded) and isinstance(group.places, PlacedUnits)
+        ]
+        for places, groups in (*whole_units, *((sharded[item], exchanging[item]) for item in sharded)):
+            ((layout, shard, _),) = places.placed
+            unit = ShardedUnit(layout, groups, shard, dtype, device)
+            weights = unit.weights  # None where gathers make it
+            self.units.append(UnitStore(layout, axes, weights, None, None, unit))  # pyright: ignore[reportArgumentType]
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
-        self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
-        items = {item for unit in self._units for item in unit.layout.unit.items}
-        self.traffic = Traffic({item: self._units_of(item) for item in items}, axes.z, device, keep_gathered)
+        self.units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
+        items = {item for unit in self.units for item in unit.layout.unit.items}
+        self.traffic = Traffic({item: self.units_of(item) for item in items}, axes.z, device, keep_gathered)
         self._awaited: list[tuple[int, PendingWork]] = []
 
     @property
     def is_in_place(self) -> bool:
         """True where items compute with the groups' weights as they are: `refresh` has nothing to do."""
-        packed = any(isinstance(group, CutRegions | ShardedRegions) for group in self.groups)
+        packed = any(group.places.is_packed for group in self.groups)
         return self._z.size == 1 and not packed
 
     def note_gathering(self, item: int, work: PendingWork) -> None:
@@ -104,29 +128,29 @@ class Store:
         for group in self.groups:
             group.spread_weights()
         self.traffic.forget()
-        if any(unit.is_common for unit in self._units):
+        if any(unit.is_common for unit in self.units):
             self._z.barrier()  # the others may still be reading
-            for unit in self._units:
+            for unit in self.units:
                 unit.share_shard()
             self._z.barrier()
 
-    def _units_of(self, item: int) -> list[UnitStore]:
-        return [unit for unit in self._units if item in unit.layout.unit.items]
+    def units_of(self, item: int) -> list[UnitStore]:
+        return [unit for unit in self.units if item in unit.layout.unit.items]
 
     def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
         names = list(names)
-        return [weight for unit in self._units_of(item) for weight in unit.weights(names)]
+        return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
 
     def defer(self, items: Interval, kept: list[Deferred] | None) -> None:
         """Do what `UnitStore.defer` does, for all units of some items."""
         for item in range(*items):
-            for unit in self._units_of(item):
+            for unit in self.units_of(item):
                 unit.defer(kept)
 
     def zero_grads(self) -> None:
-        for arrays in self._arrays:
+        for arrays in self.arrays:
             arrays.grads.zero_()
         for group in self.groups:
             if isinstance(group, Sharded):
-                group.own_grads().zero_()
+                group.grads.zero_()

@@ -6,7 +6,6 @@ That is as far as the axes let it: what one does at once is done when it is need
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -27,7 +26,8 @@ class _Scattering(NamedTuple):
 
     buffer: torch.Tensor | None
     in_flight: tuple[InFlight, ...]
-    final: Callable[[], None]
+    layer: Interval
+    passed: Callable[[int], None] | None
 
 
 class Traffic:
@@ -48,6 +48,8 @@ class Traffic:
         All ranks of z must call.
         """
         self._units = units
+        self._moving: dict[Interval, tuple[list[UnitStore], list[UnitStore]]] = {}
+        self._gathers = any(not unit.stays for of_item in units.values() for unit in of_item)
         self._coming: deque[Interval] = deque()
         self._kept = {unit for item in keep_gathered for unit in units[item]}
         self._is_overlapped = any(unit.overlapped_scatters for of_item in units.values() for unit in of_item)
@@ -60,12 +62,22 @@ class Traffic:
         self._buffer: torch.Tensor | None = None
         self._scattering: deque[_Scattering] = deque()
 
-    def _of(self, layer: Interval) -> list[UnitStore]:
-        return list(dict.fromkeys(unit for item in range(*layer) for unit in self._units[item]))
+    def _units_of(self, layer: Interval) -> tuple[list[UnitStore], list[UnitStore]]:
+        """Return those units of a layer that are gathered, and those whose gradients are scattered."""
+        if layer not in self._moving:
+            every = dict.fromkeys(unit for item in range(*layer) for unit in self._units[item])
+            self._moving[layer] = [unit for unit in every if not unit.stays], [unit for unit in every if unit.scatters]
+        return self._moving[layer]
+
+    def _gathered(self, layer: Interval) -> list[UnitStore]:
+        return self._units_of(layer)[0]
+
+    def _scattered(self, layer: Interval) -> list[UnitStore]:
+        return self._units_of(layer)[1]
 
     def expect(self, layers: Iterable[Interval]) -> None:
         """Say which layers come next, in what order; begin to gather what the first of them need."""
-        self._coming = deque(layers)
+        self._coming = deque(layers if self._gathers else ())
         self._prefetch()
 
     def gather(self, layer: Interval) -> None:
@@ -73,13 +85,14 @@ class Traffic:
         if self._coming:
             expected = self._coming.popleft()
             assert expected == layer, f"items {list(layer)} compute where {list(expected)} were expected"
-        for unit in self._of(layer):
-            unit.gather()
-        self._prefetch()
+        if self._gathers:
+            for unit in self._gathered(layer):
+                unit.gather()
+            self._prefetch()
 
     def _prefetch(self) -> None:
         for distance, layer in enumerate(self._next(FARTHEST), 1):
-            for unit in self._of(layer):
+            for unit in self._gathered(layer):
                 unit.prefetch(distance)
 
     def _next(self, count: int) -> Iterator[Interval]:
@@ -89,8 +102,10 @@ class Traffic:
     def release(self, layer: Interval) -> None:
         """Let go of the weights of a layer, but for those that are kept or needed again: at once, or, where there is
         a buffer for another layer than the one that computes, by the one after it."""
-        needed = [self._of(other) for other in self._next(2)]
-        for unit in self._of(layer):
+        if not self._gathers:
+            return
+        needed = [self._gathered(other) for other in self._next(2)]
+        for unit in self._gathered(layer):
             near = needed if unit.overlapped_gathers else needed[:1]
             unit.release(stays=unit in self._kept or any(unit in other for other in near))
 
@@ -101,7 +116,7 @@ class Traffic:
 
     def begin_backward(self, layer: Interval) -> None:
         """Provide a buffer for the whole gradients of a layer; pair with `end_backward`."""
-        units = [unit for unit in self._of(layer) if unit.scatters]
+        units = self._scattered(layer)
         if not units:
             return
         while not self._free:
@@ -120,9 +135,8 @@ class Traffic:
         for earlier in self._scattering:
             for operations in earlier.in_flight:
                 operations.bring(2)
-        started = tuple(unit.start_scatter() for unit in self._of(layer) if unit.scatters)
-        final = partial(_call, passed, layer) if passed else _do_nothing
-        self._scattering.append(_Scattering(self._buffer, started, final))
+        started = tuple(unit.start_scatter() for unit in self._scattered(layer))
+        self._scattering.append(_Scattering(self._buffer, started, layer, passed))
         self._buffer = None
         while self._scattering and not (self._is_overlapped and self._scattering[0].in_flight):
             self._collect_first()
@@ -138,13 +152,6 @@ class Traffic:
             operations.finish()
         if first.buffer is not None:
             self._free.append(first.buffer)
-        first.final()
-
-
-def _call(passed: Callable[[int], None], layer: Interval) -> None:
-    for item in reversed(range(*layer)):
-        passed(item)
-
-
-def _do_nothing() -> None:
-    pass
+        if first.passed:
+            for item in reversed(range(*first.layer)):
+                first.passed(item)

@@ -1,33 +1,32 @@
 """The layers of a transformer on a tensor grid: embedding, blocks or one branch of them, head.
 
 Shapes, all of them this rank's part: hidden states [rows / z, positions, hidden / x], the same on all y, or their
-positions cut by y where the axes are sequence parallel (see `sequence_parallel.py`); queries, keys,
+positions cut by y where the axes are sequence parallel (see `operators/linear.py`); queries, keys,
 values and the inner width of the feed-forward part are cut by y and the same on all x. Blocks take the residual stream
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import activate, capped
 from hpctrain.model.operators.attention import Documents, attend
 from hpctrain.model.operators.embedding import add_positions, embed
-from hpctrain.model.operators.linear import linear
-from hpctrain.model.operators.loss import cross_entropy, head_loss
-from hpctrain.model.operators.norm import norm
+from hpctrain.model.operators.linear import Linear
+from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
+from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels, OfInput
 from hpctrain.model.operators.scaled_products import FP8
-from hpctrain.model.positions import Gathering
-from hpctrain.model.recompute import Again, Pack, dropping, keep, keeping_inputs, unpack
-from hpctrain.model.sequence_parallel import gathering_linear, scattering_linear
+from hpctrain.model.recompute import Dropping, Pack, keep, keeping_inputs
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -36,13 +35,11 @@ from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_v
 
 IGNORED = -1  # a target that does not count
 
-Pinned = Mapping[str, torch.dtype]
-"""By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
-Passing = Generator[None, None, torch.Tensor]
-"""Something computed that pauses where it would wait for others, and returns a result."""
+Pausing = Generator[None, None, torch.Tensor]
+"""Something computed that pauses where it would wait for other ranks, and returns a result."""
 
 
-def alternating(passings: list[Passing]) -> list[torch.Tensor]:
+def alternating(passings: list[Pausing]) -> list[torch.Tensor]:
     """Continue with each until it would wait, one after the other, until all are done; return their results."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(passings):
@@ -75,51 +72,34 @@ class Cache:
         return of_keys[:, :, : self.length], of_values[:, :, : self.length]
 
 
-class CutRows(NamedTuple):
-    """The cut of a rank's rows in blocks, so that collectives over the tensor grid are overlapped with products."""
+@dataclass(frozen=True)
+class Computing:
+    """The way in which a rank computes its layers, beside what the model and the tensor grid say."""
 
+    kernels: Kernels = field(default_factory=Kernels)
     in_halves: bool = False
-    """Compute one half of the rows while sums of the other half are in flight."""
+    """Compute one half of the rows while sums over the tensor grid of the other half are in flight."""
     parts: int = 1
-    """Into so many parts each product next to a collective."""
-
-
-UNCUT = CutRows()
+    """Into so many parts each product of a block next to a collective is cut, so that it overlaps another part."""
+    pinned: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
 
 
 class LayerModule:
     """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
 
-    def __init__(
-        self,
-        model: Model,
-        items: Interval,
-        axes: Axes,
-        store: Store,
-        kernels: Kernels,
-        cut: CutRows,
-        pinned: Pinned | None = None,
-    ):
-        self.kernels = kernels
-        self.model, self.axes, self.cut = model, axes, cut
-        self._pinned = pinned or {}
-        self.description = model.description
+    def __init__(self, model: Model, items: Interval, axes: Axes, store: Store, computing: Computing, recompute: str):
+        self.model, self.axes, self.description = model, axes, model.description
         self.items, self._store = items, store
+        self.kernels, self._computing, self._recompute = computing.kernels, computing, recompute
         self.name = name_layer(items, model.num_items)
-        self.keeps_whole_inputs = False
-        """Whether all positions of a product's input are kept for its backward pass, where y cuts them: what is
-        computed again goes back at once."""
-        self.drops_results = False
-        """Whether a block computes again in its backward pass what lies between its products (`recompute.py`)."""
-        self.pack: Pack = keep
-        """What graphs keep in the place of a tensor."""
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
-    def forward(self, value: torch.Tensor, more=None) -> torch.Tensor:
-        """Return the layer's output for its input: ids or hidden states.
+    def forward(self, value: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+        """Return hidden states for ids, or hidden states; the head has a `loss` in its place.
 
-        `more` are the documents inside of which attention stays, or None; the head, whose output is its loss, gets the
-        targets, int64 [rows, positions].
+        With `documents` attention stays inside of them. What a block drops is computed again from operands that are
+        kept as `pack` says.
         """
         raise NotImplementedError
 
@@ -131,41 +111,32 @@ class LayerModule:
             result += self._store.weights(item, names) if names else []
         return result
 
+    def make_norm(self, name: str, of: Norm) -> NormLayer:
+        """Make a norm of hidden states, which x cuts."""
+        weights = [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
+        return NormLayer(weights, self.axes.x, self.model.hidden_size, of, self.kernels.run)
+
+    def make_linear(self, weights: list, biases: list, into: Axis, out: Axis, in_8_bits=False, parts=1) -> Linear:
+        """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
+        cuts_positions, y = self.axes.sequence_parallel, self.axes.y
+        return Linear(
+            weights,
+            biases,
+            into,
+            out,
+            gathers=cuts_positions and out is y,
+            scatters=cuts_positions and into is y,
+            in_8_bits=in_8_bits,
+            parts=parts,
+            keeps_whole=self._recompute == "full",  # the backward pass follows at once: one gather less
+        )
+
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Return what an operator makes of its inputs, in the dtype to which a job pins it, in their own one."""
-        dtype = self._pinned.get(operator)
+        dtype = self._computing.pinned.get(operator)
         if dtype is None or dtype == inputs[0].dtype:
             return compute(*inputs)
         return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
-
-    def again(self, compute: OfInput, value: torch.Tensor) -> Again:
-        """Return what computes something of a value once more, which is kept as graphs keep it."""
-        kept = self.pack(value.detach())
-        return lambda: compute(unpack(kept))
-
-    def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[OfInput] | None = None) -> torch.Tensor:
-        return norm(x, weights, self.axes.x, self.model.hidden_size, of, self.kernels.run, again)
-
-    def norm_weights(self, name: str) -> list:
-        return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
-
-    def gathering_linear(
-        self,
-        x: torch.Tensor,
-        layer: list[list],
-        ends: list | None = None,
-        in_8_bits: bool = False,
-        again: Again | None = None,
-        parts: int = 1,
-    ) -> Passing:
-        """Apply a layer to an input whose positions y cuts. With `ends` it pauses while these are gathered."""
-        gathering = Gathering(x.detach(), self.axes.y, parts, self.keeps_whole_inputs)
-        if ends is not None:
-            yield
-        weights, biases = layer
-        axes = self.axes.x, self.axes.y
-        with dropping(x, again, self.pack):
-            return gathering_linear(x, gathering, weights, biases, *axes, ends, in_8_bits)
 
     def vocabulary(self) -> tuple[int, int]:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
@@ -185,7 +156,7 @@ class Embedding(LayerModule):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, ids: torch.Tensor, more: Documents | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], y, is_cut)
         if self.description.embedding_scale != 1.0:
@@ -193,125 +164,153 @@ class Embedding(LayerModule):
         if not self.positions:
             return hidden
         first = y.rank * hidden.shape[1] if is_cut else 0
-        places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more.starts
+        places = None if documents is None else torch.arange(ids.shape[1], device=ids.device) - documents.starts
         if places is not None:
             places = places[:, first : first + hidden.shape[1]]
         return add_positions(hidden, self.positions[0], self.first() + first, places)
 
 
 class Block(LayerModule):
-    """Attention and feed-forward part, or one of them, each after a norm and added to the residual stream."""
+    """Attention and feed-forward part, or one of them, each after a norm and added to the residual stream.
+
+    Products `qkv` and `up` are column-parallel in y, as Megatron's, their inputs being cut by x; `out` and `down` are
+    row-parallel in y, their outputs being cut by x.
+    """
 
     def __init__(self, *of_layer):
         super().__init__(*of_layer)
         block = self.description.blocks[block_of(self.items.start)]
-        self.attention_of, self.mlp_of = block.attention, block.mlp
+        attention, mlp = self.attention_of, self.mlp_of = block.attention, block.mlp
         self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
-        self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
-        self.attention_out_norm, self.ffn_out_norm = map(self.norm_weights, ("attention_out_norm", "ffn_out_norm"))
-        self.head_norms = self.weights("attention.q_norm.weight") + self.weights("attention.k_norm.weight")
+        self.attention_norm = self.make_norm("attention_norm", attention.norm)
+        self.attention_out_norm = attention.out_norm and self.make_norm("attention_out_norm", attention.out_norm)
+        self.ffn_norm = self.make_norm("ffn_norm", mlp.norm)
+        self.ffn_out_norm = mlp.out_norm and self.make_norm("ffn_out_norm", mlp.out_norm)
+        self.head_norms = [
+            NormLayer(
+                self.weights(f"attention.{each}_norm.weight"), ONE_RANK, attention.head_size, of, self.kernels.run
+            )
+            for each in "qk"
+            if (of := attention.head_norm)
+        ]
+        pinned = self._computing.pinned.get("linear")
+        in_8_bits = pinned == FP8
+        self._linear_dtype = None if in_8_bits else pinned
+        x, y, parts = self.axes.x, self.axes.y, self._computing.parts
         self.qkv, self.out, self.up, self.down = (
-            [self.weights(*(f"{name}.{kind}" for name in layer)) for kind in ("weight", "bias")]
-            for layer in BLOCK_LAYERS
+            self.make_linear(*self._layer_weights(names), *axes, in_8_bits, parts)
+            for names, axes in zip(BLOCK_LAYERS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = self.attention_of.heads // self.axes.y.size
         self.num_kv_heads = max(1, self.attention_of.kv_heads // self.axes.y.size)
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cache: Cache | None = None
+        self._dropping: Dropping | None = None
 
-    def forward(self, hidden: torch.Tensor, more: Documents | None = None) -> torch.Tensor:
-        parts = hidden.chunk(2) if self.cut.in_halves else (hidden,)
-        documents = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
-        outputs = alternating([self._passed(*pair) for pair in zip(parts, documents, strict=True)])
+    def _layer_weights(self, names: Sequence[str]) -> Iterator[list]:
+        """Yield the weights of a linear layer, and its biases."""
+        for kind in ("weight", "bias"):
+            yield self.weights(*(f"{name}.{kind}" for name in names))
+
+    def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+        """Compute all rows, or one half while the other waits for other ranks; drop what is computed again."""
+        parts = hidden.chunk(2) if self._computing.in_halves else (hidden,)
+        each = documents.split([part.shape[0] for part in parts]) if documents else [None] * len(parts)
+        drops = self._recompute == "selective" and torch.is_grad_enabled()
+        self._dropping = Dropping(pack) if drops else None
+        try:
+            with self._dropping.packing() if self._dropping else nullcontext():
+                outputs = alternating([self.residual(*pair) for pair in zip(parts, each, strict=True)])
+        finally:
+            self._dropping = None  # and with it what it keeps
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _passed(self, hidden: torch.Tensor, documents: Documents | None) -> Passing:
-        attention, mlp = self.attention_of, self.mlp_of
+    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Pausing:
+        """Return the residual stream behind the block."""
         if self._has_attention:
-            added = yield from self.attention(*self._normed(hidden, self.attention_norm, attention.norm), documents)
-            if attention.out_norm:
-                added = self.norm(added, self.attention_out_norm, attention.out_norm)
-            hidden = hidden + added
+            added = yield from self.attention(self.normed(self.attention_norm, hidden), documents)
+            hidden = hidden + (self.attention_out_norm(added) if self.attention_out_norm else added)
         if self._has_mlp:
-            added = yield from self.feed_forward(*self._normed(hidden, self.ffn_norm, mlp.norm))
-            if mlp.out_norm:
-                added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
-            hidden = hidden + added
+            added = yield from self.feed_forward(self.normed(self.ffn_norm, hidden))
+            hidden = hidden + (self.ffn_out_norm(added) if self.ffn_out_norm else added)
         return hidden
 
-    def _normed(self, hidden: torch.Tensor, weights: list, of: Norm) -> tuple[torch.Tensor, Again | None]:
-        again: list[OfInput] | None = [] if self.drops_results else None
-        normed = self.norm(hidden, weights, of, again)
-        return normed, self.again(again[0], hidden) if again else None
+    def attention(self, x: torch.Tensor, documents: Documents | None) -> Pausing:
+        """Return what attention adds, of normed hidden states."""
+        qkv = yield from self.linear(self.qkv, x)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = qkv.unflatten(2, (heads + 2 * kv_heads, self.attention_of.head_size))
+        queries_keys, values = qkv.split([heads + kv_heads, kv_heads], dim=2)
+        placed = self.dropped(self.placed, queries_keys)
+        queries, keys = placed.split([heads, kv_heads], dim=2)
+        mixed = self.attend(*(part.transpose(1, 2) for part in (queries, keys, values)), documents)
+        return (yield from self.linear(self.out, mixed.transpose(1, 2).flatten(2)))
 
-    def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis, again: Again | None = None) -> Passing:
-        """Apply a layer. Where its input can be computed `again`, that is not kept."""
-        pinned = self._pinned.get("linear", x.dtype)
-        in_8_bits = pinned == FP8
-        dtype = x.dtype if in_8_bits else pinned
+    def feed_forward(self, x: torch.Tensor) -> Pausing:
+        """Return what the feed-forward part adds, of normed hidden states."""
+        inner = yield from self.linear(self.up, x)
+        return (yield from self.linear(self.down, self.dropped(self.activated, inner)))
+
+    def linear(self, layer: Linear, x: torch.Tensor) -> Pausing:
+        """Apply a layer, in the dtype to which a job pins it. It pauses while others are awaited, by rows in halves."""
+        dropping, dtype = self._dropping, self._linear_dtype or x.dtype
         given = x.to(dtype)
-        computed = (lambda: again().to(dtype)) if again else None
-        ends, parts = [] if self.cut.in_halves else None, self.cut.parts
-        if self.axes.sequence_parallel and out is self.axes.y:
-            result = yield from self.gathering_linear(given, layer, ends, in_8_bits, computed, parts)
-        else:
-            apply = scattering_linear if self.axes.sequence_parallel else linear
-            with dropping(given, computed, self.pack):
-                result = apply(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits, parts=parts)
-        if ends is None:
-            return result.to(x.dtype)
-        if into.size > 1:
+        if given is not x and dropping and dropping.drops(x):
+            dropping.drop(given, lambda wide: wide.to(dtype), x)
+        if not self._computing.in_halves:
+            return layer(given).to(x.dtype)
+        gathering = layer.start_gather(given) if layer.gathers else None
+        if layer.gathers:
+            yield  # the other half computes now
+        result, finish = layer.start(given, gathering)
+        if layer.into.size > 1:
             yield
-        ends[0]()
+        finish()
         return result.to(x.dtype)
 
-    def attention(self, x: torch.Tensor, again: Again | None = None, documents: Documents | None = None) -> Passing:
-        attention, size = self.attention_of, self.attention_of.head_size
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = yield from self._linear(x, self.qkv, self.axes.x, self.axes.y, again)
-        rows, positions, _ = qkv.shape
-        qkv = qkv.view(rows, positions, sum(heads), size)
-        queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
-        placing = partial(self._placed, heads=heads[:2])
-        placed = placing(queries_keys)
-        is_new = self.drops_results and placed is not queries_keys
-        placed_again = self.again(placing, queries_keys) if is_new else None
-        queries, keys, values = (part.transpose(1, 2) for part in (*placed.split(heads[:2], dim=2), values))
+    def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm that a product reads, which is dropped."""
+        result, compute = norm.recomputable(hidden)
+        if self._dropping:
+            self._dropping.drop(result, compute, hidden)
+        return result
+
+    def dropped(self, compute: OfInput, given: torch.Tensor) -> torch.Tensor:
+        """Return what a cheap operator makes of its input; where a block drops such results, not for long."""
+        result = compute(given)
+        if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
+            self._dropping.drop(result, compute, given)
+        return result
+
+    def placed(self, queries_keys: torch.Tensor) -> torch.Tensor:
+        """Return queries and keys with their norms and rotary positions, where the model has them."""
+        attention, run = self.attention_of, self.kernels.run
+        if self.head_norms:
+            parts = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+            queries_keys = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
+        if attention.rotary:
+            tables = self.rotary_tables(queries_keys)
+            queries_keys = self.computed_in("rotary", lambda each: rotary.rotate(each, *tables, run), queries_keys)
+        return queries_keys
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, documents: Documents | None
+    ) -> torch.Tensor:
+        """Return what queries read, of all positions up to theirs; scores with a cap are not kept."""
         first = 0
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
         backend = self.kernels.attention
-        attending = partial(attend, attention=attention, first=first, documents=documents, backend=backend)
-        if self.drops_results and attention.score_cap is not None:
+        attending = partial(attend, attention=self.attention_of, first=first, documents=documents, backend=backend)
+        if self._recompute == "selective" and self.attention_of.score_cap is not None:
             attending = partial(keeping_inputs, attending)
-        with dropping(placed, placed_again, self.pack):
-            mixed = self.computed_in("attention", attending, queries, keys, values)
-        mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
-        return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
+        return self.computed_in("attention", attending, queries, keys, values)
 
-    def _placed(self, queries_keys: torch.Tensor, heads: list[int]) -> torch.Tensor:
-        """Return queries and keys with their norms and rotary positions, where the model has them."""
-        attention = self.attention_of
-        if attention.head_norm:
-            of, run = attention.head_norm, self.kernels.run
-            pairs = zip(queries_keys.split(heads, dim=2), self.head_norms, strict=True)
-            normed = [norm(part, [weight], None, attention.head_size, of, run) for part, weight in pairs]
-            queries_keys = torch.cat(normed, dim=2)
-        if attention.rotary:
-            tables, run = self.rotary_tables(queries_keys), self.kernels.run
-            queries_keys = self.computed_in("rotary", lambda each: rotary.rotate(each, *tables, run), queries_keys)
-        return queries_keys
-
-    def feed_forward(self, x: torch.Tensor, again: Again | None = None) -> Passing:
-        inner = yield from self._linear(x, self.up, self.axes.x, self.axes.y, again)
-        mlp, run = self.mlp_of, self.kernels.run
-        activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=run)
-        activated = self.computed_in("activation", activation, inner)
-        activated_again = None
-        if self.drops_results:
-            activated_again = self.again(partial(self.computed_in, "activation", activation), inner)
-        return (yield from self._linear(activated, self.down, self.axes.y, self.axes.x, activated_again))
+    def activated(self, inner: torch.Tensor) -> torch.Tensor:
+        mlp = self.mlp_of
+        activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=self.kernels.run)
+        return self.computed_in("activation", activation, inner)
 
     def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
@@ -329,44 +328,29 @@ class Head(LayerModule):
 
     def __init__(self, *of_layer):
         super().__init__(*of_layer)
-        self.final_norm = self.norm_weights("norm")
+        self.final_norm = self.make_norm("norm", self.description.norm)
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
+        self._product = self.make_linear(self.table, [], self.axes.x, self.axes.y)
+        self._loss = TokenLoss(self.axes, self.kernels, *self.vocabulary(), self.description.logit_cap)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(hidden, self.final_norm, self.description.norm)
-        return normed.to(self._pinned.get("head", normed.dtype))
+        normed = self.final_norm(hidden)
+        return normed.to(self._computing.pinned.get("head", normed.dtype))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
-        logits = self._logits(hidden)
+        logits = self._product(self._normed(hidden))
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits that are not capped yet."""
-        normed = self._normed(hidden)
-        if not self.axes.sequence_parallel:
-            return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
-        (logits,) = alternating([self.gathering_linear(normed, [self.table, []])])
-        return logits
-
-    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-        assert more is not None, "the loss is of targets"
-        (table,), of = self.table, (*self.vocabulary(), self.description.logit_cap)
-        if tokens_at_once(more.numel(), table.data.shape[0], self.kernels.logits_bytes) < more.numel():
-            normed = self._normed(hidden)
-            return head_loss(normed, table, more, *of, self.axes, self.kernels)
-        return cross_entropy(self._logits(hidden), more, *of, self.axes.y, self.kernels.run)
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss of targets, int64 [rows, positions]."""
+        (table,), count = self.table, targets.numel()
+        if tokens_at_once(count, table.data.shape[0], self.kernels.logits_bytes) < count:
+            return head_loss(self._normed(hidden), table, targets, self._loss)
+        return cross_entropy(self._product(self._normed(hidden)), targets, self._loss)
 
 
-def make_layer(
-    model: Model,
-    items: Interval,
-    axes: Axes,
-    store: Store,
-    kernels: Kernels,
-    cut: CutRows = UNCUT,
-    pinned: Pinned | None = None,
-) -> LayerModule:
-    """Make a layer. Operators that are `pinned` compute in another dtype."""
+def make_layer(model: Model, items: Interval, *more) -> LayerModule:
+    """Make a layer; `more` is as for `LayerModule`."""
     kind = Embedding if items.start == 0 else Head if items.stop == model.num_items else Block
-    return kind(model, items, axes, store, kernels, cut, pinned)
+    return kind(model, items, *more)

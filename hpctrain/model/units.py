@@ -11,7 +11,6 @@ import torch
 
 from hpctrain.model.axes import Axes, PendingWork
 from hpctrain.model.groups import ShardedUnit
-from hpctrain.model.regions import CutUnit
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import UnitLayout
 
@@ -100,7 +99,7 @@ class UnitStore:
         weights: torch.Tensor,
         grads: torch.Tensor | None,
         whole: torch.Tensor | None,
-        sharded: ShardedUnit | CutUnit | None = None,
+        sharded: ShardedUnit | None = None,
     ):
         """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
 
@@ -108,7 +107,8 @@ class UnitStore:
         """
         self.layout = layout
         self._sharded, self._z = sharded, axes.z
-        self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        self.stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        """Whether the whole unit is always there."""
         self.scatters = axes.z.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
         # Holders exchange in one order: who has no z would start with them where others are still at z.
@@ -127,7 +127,7 @@ class UnitStore:
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0
         self._gathering: InFlight | None = None
-        self._is_gathered = False
+        self.is_gathered = False
 
     def weights(self, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters, as few as can be: neighbours with equal trailing dims are one.
@@ -136,7 +136,7 @@ class UnitStore:
         """
         result = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
         self._views += result
-        if self._stays:
+        if self.stays:
             whole = self._shard if self._whole is None else self._whole
             self._set_views(result, whole, None if self.scatters else self._grad_shard)
         return [weight for weight, _, _ in result]
@@ -150,7 +150,7 @@ class UnitStore:
     def prefetch(self, distance: int) -> None:
         """Start the overlapped part of a gather, for a unit that is used so many items later."""
         number = self.overlapped_gathers - distance + 1
-        if number < 1 or self._stays or self._is_gathered:
+        if number < 1 or self.stays or self.is_gathered:
             return
         if self._gathering is None:
             self._gathering = InFlight(self._gather(), self.overlapped_gathers)
@@ -159,7 +159,7 @@ class UnitStore:
     def gather(self) -> None:
         """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
-        if self._stays or self._is_gathered:
+        if self.stays or self.is_gathered:
             return
         (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
         self._gathering = None
@@ -180,7 +180,7 @@ class UnitStore:
             else:
                 work.wait()
         self._set_views(self._views, whole, None)
-        self._is_gathered = True
+        self.is_gathered = True
 
     def share_shard(self) -> None:
         """Copy this rank's shard to where all of z see it; nobody may be reading."""
@@ -228,7 +228,7 @@ class UnitStore:
         own, work = self._sharded.start_sum(part)
         if self._sharded.is_overlapped:
             yield work
-        self._sharded.add(own)  # pyright: ignore[reportArgumentType] - what its own start_sum returned
+        self._sharded.add(own)
 
     def release(self, stays: bool = False) -> None:
         """Let go of the whole unit where nobody else uses it, unless it `stays`."""
@@ -238,6 +238,6 @@ class UnitStore:
 
     def forget(self) -> None:
         """Let go of the whole unit, if nobody uses it."""
-        if self._is_gathered and self._users == 0:
+        if self.is_gathered and self._users == 0:
             self._set_views(self._views, None, None)
-            self._is_gathered = False
+            self.is_gathered = False

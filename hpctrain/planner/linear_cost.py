@@ -1,6 +1,6 @@
 """Counts what a linear layer costs a rank of a tensor grid: products, whole or cut, and their collectives. Pure.
 
-It follows model/operators/linear.py and model/sequence_parallel.py. A product that is cut in parts computes one while
+It follows model/operators/linear.py. A product that is cut in parts computes one while
 the collective of another is in flight: of all parts the last sum, or the first gather, overlaps none.
 """
 

@@ -12,7 +12,6 @@ from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA, Ability
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
-from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Place
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Data, Job, Model
@@ -20,11 +19,13 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.alignment import Case, compare
 from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused, resolve_kernels
+from hpctrain.model.axes import Axes
 from hpctrain.model.operators import loss as losses
 from hpctrain.model.operators import norm
 from hpctrain.model.operators.cases import operators
-from hpctrain.model.operators.running import Kernels, run_eagerly
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.stage import Stage
+from hpctrain.model.transformer import Computing
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
 from tests.compilers import CACHE_VARIABLE, need_compiler
@@ -65,7 +66,7 @@ ROWS, LENGTH = 3, 12
 def differentiated(name: str, recompute: str, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the gradients of weights of a microbatch."""
     made = make_stage(MODELS[name], recompute)
-    stage = Stage(MODELS[name], made.tile, made.layers[0].axes, made.store, kernels=kernels)
+    stage = Stage(MODELS[name], made.tile, made.layers[0].axes, made.store, computing=Computing(kernels))
     tokens = torch.randint(0, MODELS[name].num_ids, (ROWS, LENGTH + 1), generator=torch.manual_seed(3))
     loss, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
     stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
@@ -94,14 +95,14 @@ def test_the_fused_loss_is_that_of_single_operations(kernels, cap, dtype):
     of = 7, 11, cap  # ids 7 to 17, and a column of padding
     given = logits.clone()
     (expected, logs), (result, fused_logs) = (
-        losses.token_losses(each, targets, *of, Communicator((0,)), run)
-        for each, run in ((logits.clone(), run_eagerly), (given, kernels.run))
+        losses.TokenLoss(Axes(), by, *of).losses(each, targets)
+        for each, by in ((logits.clone(), Kernels()), (given, kernels))
     )
     assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5) and torch.allclose(fused_logs, logs)
     d_loss = torch.tensor(3.0, dtype=torch.float64)
     gradients = [
-        losses.logits_gradient(each, targets, logs, d_loss, *of, run)
-        for each, run in ((logits.clone(), run_eagerly), (given, kernels.run))
+        losses.TokenLoss(Axes(), by, *of).gradient(each, targets, logs, d_loss)
+        for each, by in ((logits.clone(), Kernels()), (given, kernels))
     ]
     assert torch.equal(given, logits)
     assert gradients[0].dtype == gradients[1].dtype == dtype

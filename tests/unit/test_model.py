@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
-from hpctrain.model.axes import Axes
+from hpctrain.model.axes import ONE_RANK, Axes
 from hpctrain.model.operators.activation import activate
 from hpctrain.model.operators.running import run_eagerly
 from hpctrain.model.stage import Stage, initialise
@@ -39,9 +38,8 @@ MODELS = {
 
 
 def make_stage(model: Model, recompute: str) -> Stage:
-    alone = Communicator([0])
-    axes = Axes(alone, alone, alone)
-    store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
+    axes = Axes()
+    store = Store([ONE_RANK], whole_model(model), axes, torch.float32, torch.device("cpu"))
     tile = Tile(Interval(0, model.num_items), Interval(0, 3), (0,), recompute=recompute)
     stage = Stage(model, tile, axes, store)
     initialise(store, model, 3)

@@ -17,7 +17,8 @@ from hpctrain.config.cluster import Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.engine.host_state import buckets_of
-from hpctrain.model.groups import Group
+from hpctrain.model.axes import Axes
+from hpctrain.model.groups import Group, PlacedUnits
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.recompute import unpack
 from hpctrain.model.shard import make_shard
@@ -173,9 +174,10 @@ def test_hosts_must_have_room_for_what_is_offloaded():
 
 def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype():
     """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
-    group = Group(8, torch.ones(8, dtype=torch.bfloat16))
-    group.exchanged, waits = torch.float32, []
-    group.own_grads = lambda: torch.zeros(8)
+    places = PlacedUnits([], Axes())
+    places.size, waits = 8, []
+    group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
+    group.grads = torch.zeros(8)
     shard = make_shard(group, Communicator((0,)), ShardGroup((0,), (1,), 1), CpuAccelerator().host_buffer)
 
     class Copies(TorchDispatchMode):

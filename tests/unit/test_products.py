@@ -53,17 +53,8 @@ def test_heads_are_repeated_where_no_kernel_shares_them(monkeypatch):
     assert not asks("cuda") and not asks("cpu", torch.float32) and not asks("cuda", torch.float32, heads=(8, 8))
 
 
-class Lonely:
-    """An axis of one rank."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor, op="sum"):
-        return tensor
-
-
-def alone() -> Axes:
-    return Axes(Lonely(), Lonely(), Lonely())
+def loss_of(num_ids: int, cap: float | None, logits_bytes: int) -> losses.TokenLoss:
+    return losses.TokenLoss(Axes(), Kernels(logits_bytes=logits_bytes), 0, num_ids, cap)
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])
@@ -77,7 +68,7 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(cap, at_once):
     weight.grad = torch.zeros(columns, features)
     hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
     targets = torch.randint(-1, ids, tokens, generator=generator)
-    loss = losses.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels(logits_bytes=at_once * columns * 4))
+    loss = losses.head_loss(hidden, weight, targets, loss_of(ids, cap, at_once * columns * 4))
     (3 * loss).backward()
 
     double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
@@ -110,6 +101,6 @@ def test_no_more_logits_are_there_than_may_be():
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with Watch():
         targets = torch.randint(64, (1, tokens))
-        loss = losses.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels(logits_bytes=most))
+        loss = losses.head_loss(hidden, weight, targets, loss_of(columns, None, most))
         loss.backward()
     assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"

@@ -5,8 +5,9 @@ import torch
 
 from benchmarks.recompute import DEVICE, GLOBAL_BATCH, OLD, SETTINGS, cluster_of
 from hpctrain.config.job import load_job
-from hpctrain.model.recompute import dropping, keeping_inputs
+from hpctrain.model.recompute import Dropping, keeping_inputs
 from hpctrain.model.stage import Stage
+from hpctrain.model.transformer import Computing
 from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.memory import layer_kept
 from hpctrain.planner.search import search
@@ -38,12 +39,13 @@ def test_losses_and_gradients_are_the_same_bits(name):
 def test_what_is_dropped_is_computed_once_for_all_of_its_uses_and_gone_after_the_last():
     leaf, calls = torch.arange(6.0).requires_grad_(), []
 
-    def again() -> torch.Tensor:
+    def again(given: torch.Tensor) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
-        return leaf.detach() * 2
+        return given * 2
 
-    doubled = leaf * 2
-    with dropping(doubled, again):
+    doubled, dropping = leaf * 2, Dropping()
+    dropping.drop(doubled, again, leaf)
+    with dropping.packing():
         result = (doubled[:3] * doubled[3:]).sum()
     address = doubled.untyped_storage().data_ptr()
     del doubled
@@ -56,8 +58,11 @@ def test_what_is_dropped_is_computed_once_for_all_of_its_uses_and_gone_after_the
 def test_an_operand_of_other_storage_is_kept():
     leaf = torch.ones(3, requires_grad=True)
     other = torch.full((3,), 5.0)
-    with dropping(torch.zeros(3), lambda: pytest.fail("nobody needs it")):
+    dropping, dropped = Dropping(), torch.zeros(3)
+    dropping.drop(dropped, lambda given: pytest.fail("nobody needs it"), other)
+    with dropping.packing():
         (leaf * other).sum().backward()
+    assert dropping.drops(dropped) and not dropping.drops(other)
     assert leaf.grad is not None and leaf.grad.tolist() == [5.0] * 3
 
 
@@ -107,7 +112,7 @@ def test_operators_that_compute_in_another_dtype_do_so_again(name):
     gradients = []
     for recompute in ("selective", "none"):
         made = make_stage(model, recompute)
-        stage = Stage(model, made.tile, made.layers[0].axes, made.store, pinned=PINNED)
+        stage = Stage(model, made.tile, made.layers[0].axes, made.store, computing=Computing(pinned=PINNED))
         _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
         gradients.append(stage.store.groups[0].own_grads())

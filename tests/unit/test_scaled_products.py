@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
 from hpctrain.config.precision import ROUNDING_KERNELS
+from hpctrain.model.axes import ONE_RANK
 from hpctrain.model.operators import scaled_products
-from hpctrain.model.operators.linear import linear
+from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.scaled_products import FP8, FP8_GRADIENT, forward_product, round_to_8_bits, works_on
 from hpctrain.model.units import Weight
 
@@ -84,8 +84,8 @@ def test_a_layer_has_the_output_and_gradients_of_rounded_operands():
     x, w, dy = numbers(24, 32), numbers(40, 32, seed=1), numbers(24, 40, seed=2)
     weight = Weight("w")
     weight.data, weight.grad = w, torch.ones_like(w)
-    given, alone = x.clone().requires_grad_(), Communicator((0,))
-    output = linear(given, [weight], [], alone, alone, in_8_bits=True)
+    given = x.clone().requires_grad_()
+    output = Linear([weight], [], ONE_RANK, ONE_RANK, in_8_bits=True)(given)
     output.backward(dy)
     rounded_x, rounded_w = (round_to_8_bits(each, FP8).wide(torch.float32) for each in (x, w))
     rounded_dy = round_to_8_bits(dy, FP8_GRADIENT).wide(torch.float32)

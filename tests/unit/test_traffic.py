@@ -91,11 +91,11 @@ def layers_from(order, i: int, concurrent: int) -> list[Interval]:
 
 def whole_units(store: Store) -> set:
     """Return the units whose whole weights have memory."""
-    return {unit for unit in store._units if unit._is_gathered or unit._gathering is not None}
+    return {unit for unit in store.units if unit.is_gathered or unit._gathering is not None}
 
 
 def units_of(store: Store, some) -> set:
-    return {unit for item in items_of(some) for unit in store._units_of(item)}
+    return {unit for item in items_of(some) for unit in store.units_of(item)}
 
 
 orders = st.lists(st.sampled_from([LAYERS, LAYERS[::-1]]), min_size=1, max_size=6).map(
@@ -111,7 +111,7 @@ def test_weights_are_there_when_their_layer_computes_and_few_others_are(order, c
         layer: [
             weight
             for item in range(*layer)
-            for weight in store.weights(item, [p.name for u in store._units_of(item) for p in u.layout.unit.parameters])
+            for weight in store.weights(item, [p.name for u in store.units_of(item) for p in u.layout.unit.parameters])
         ]
         for layer in LAYERS
     }
@@ -128,7 +128,7 @@ def test_weights_are_there_when_their_layer_computes_and_few_others_are(order, c
     assert not z.in_flight and whole_units(store) <= kept
     turns = [layer for layer, _ in groupby(order)]
     expected = 0
-    for unit in store._units:
+    for unit in store.units:
         uses = [i for i, layer in enumerate(turns) if unit in units_of(store, [layer])]
         again = sum(b - a > 1 + concurrent for a, b in pairwise(uses))
         expected += bool(uses) + (0 if unit in kept else again)
@@ -146,8 +146,8 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
     operations = (beside_z and with_z) + beside_data
     for i, layer in enumerate(order):
         store.traffic.gather(layer)
-        units = [unit for unit in units_of(store, [layer]) if not unit._stays]
-        assert all(unit._is_gathered for unit in units)
+        units = [unit for unit in units_of(store, [layer]) if not unit.stays]
+        assert all(unit.is_gathered for unit in units)
         assert whole_units(store) <= units_of(store, layers_from(order, i, operations))
         store.traffic.release(layer)
     assert not z.in_flight and not holders.in_flight
@@ -172,9 +172,9 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_reported_when_they
 
     def passed(item):
         summary.append(item)
-        for unit in store._units_of(item):
+        for unit in store.units_of(item):
             if unit.scatters and len(unit.layout.unit.items) == 1:
-                shard = unit._sharded.own_grads() if unit._sharded else unit._grad_shard
+                shard = unit._sharded.groups[0].own_grads() if unit._sharded else unit._grad_shard
                 assert set(shard.tolist()) == {sum(10.0**m for m in range(microbatches))}
 
     for m in range(microbatches):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.model.operators.running import Run
 
@@ -57,7 +56,6 @@ class _Gated(Function):
         return run(forward, both, activation=activation)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         return ctx.run(backward, dy, *ctx.saved_tensors, activation=ctx.activation), None, None
 

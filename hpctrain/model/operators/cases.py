@@ -7,14 +7,14 @@ them shows. Names of operators are those that messages have for them; `pin` is a
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
-from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import ONE_RANK, Axes
 from hpctrain.model.operators import activation, attention, embedding, linear, loss, rotary
 from hpctrain.model.operators import norm as norms
 from hpctrain.model.operators.running import Kernels
@@ -22,7 +22,6 @@ from hpctrain.model.units import Weight
 
 MOST_IDS = 8192
 """Of the vocabulary: what is wrong with a product or a sum shows with so many columns, and float64 takes its time."""
-Tensors = Mapping[str, torch.Tensor]
 
 
 class Rounding(NamedTuple):
@@ -42,10 +41,10 @@ class Operator:
     values: Mapping[str, tuple[int, ...]]
     """Inputs that have gradients, by name."""
     weights: Mapping[str, tuple[int, ...]]
-    compute: Callable[[Tensors, Mapping[str, Weight], Tensors], torch.Tensor]
-    """From values, weights and ids to the output, as the model computes it."""
-    reference: Callable[[Tensors, Tensors, Tensors], torch.Tensor]
-    """The same of float64, by operations that torch differentiates."""
+    compute: Callable[..., torch.Tensor]
+    """From values, weights (`Weight`) and ids, by name, to the output, as the model computes it."""
+    reference: Callable[..., torch.Tensor]
+    """The same of float64 tensors, by operations that torch differentiates."""
     roundings: Mapping[str, Rounding]
     """By result: `output`, and `d NAME` for the gradient of each value and weight."""
     ids: Mapping[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
@@ -89,14 +88,9 @@ def _numbered(operator: Operator, count: Mapping[str, int], seen: dict[str, int]
     return replace(operator, name=f"{operator.name} {seen[operator.name]}")
 
 
-def _alone() -> Axis:
-    return Communicator((0,))
-
-
 def _embedding(shape: tuple[int, int], ids: int, hidden: int, scale: float) -> Operator:
-    def compute(values: Tensors, weights: Mapping[str, Weight], numbers: Tensors) -> torch.Tensor:
-        anchor = torch.zeros((), requires_grad=True)
-        result = embedding.embed(anchor, numbers["ids"], weights["table"], 0, _alone())
+    def compute(ids: torch.Tensor, table: Weight) -> torch.Tensor:
+        result = embedding.embed(torch.zeros((), requires_grad=True), ids, table, 0, ONE_RANK)
         return result if scale == 1.0 else result * scale
 
     rounds = int(scale != 1.0)
@@ -105,7 +99,7 @@ def _embedding(shape: tuple[int, int], ids: int, hidden: int, scale: float) -> O
         {},
         {"table": (ids, hidden)},
         compute,
-        lambda values, weights, numbers: embedding.reference(numbers["ids"], weights["table"], scale),
+        lambda ids, table: embedding.reference(ids, table, scale),
         {"output": Rounding(rounds, 0), "d table": Rounding(rounds, math.prod(shape))},
         {"ids": (shape, ids)},
     )
@@ -116,39 +110,31 @@ def _positions(shape: tuple[int, int], hidden: int) -> Operator:
         "positions",
         {"x": (*shape, hidden)},
         {"table": (shape[1], hidden)},
-        lambda values, weights, _: embedding.add_positions(values["x"], weights["table"]),
-        lambda values, weights, _: embedding.reference_positions(values["x"], weights["table"]),
+        lambda x, table: embedding.add_positions(x, table),
+        lambda x, table: embedding.reference_positions(x, table),
         {"output": Rounding(1, 0), "d x": Rounding(0, 0), "d table": Rounding(0, shape[0])},
     )
 
 
 def _norm(name: str, of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Operator:
-    names = ("weight", "bias") if of.has_bias else ("weight",)
     features, others = shape[-1], math.prod(shape[:-1])
-    axis = None if len(shape) == 4 else _alone()  # of heads
-
-    def compute(values: Tensors, weights: Mapping[str, Weight], _: Tensors) -> torch.Tensor:
-        return norms.norm(values["x"], [weights[each] for each in names], axis, features, of, kernels.run)
-
-    def reference(values: Tensors, weights: Tensors, _: Tensors) -> torch.Tensor:
-        return norms.reference(values["x"], of, *[weights[each] for each in names])
-
     roundings = {"output": Rounding(1, features), "d x": Rounding(1, features)}
-    roundings |= {f"d {each}": Rounding(0, features + others) for each in names}
-    weights: dict[str, tuple[int, ...]] = {each: (features,) for each in names}
-    return Operator(name, {"x": shape}, weights, compute, reference, roundings, settings=of)
+    weights: dict[str, tuple[int, ...]] = {}
+    for each in ("weight", "bias") if of.has_bias else ("weight",):
+        weights[each], roundings[f"d {each}"] = (features,), Rounding(0, features + others)
+    return Operator(
+        name,
+        {"x": shape},
+        weights,
+        lambda x, **weights: norms.NormLayer([*weights.values()], ONE_RANK, features, of, kernels.run)(x),
+        lambda x, **weights: norms.reference(x, of, **weights),
+        roundings,
+        settings=of,
+    )
 
 
 def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: bool, pin: str = "linear") -> Operator:
     tokens = math.prod(shape)
-
-    def compute(values: Tensors, weights: Mapping[str, Weight], _: Tensors) -> torch.Tensor:
-        biases = [weights["bias"]] if bias else []
-        return linear.linear(values["x"], [weights["weight"]], biases, _alone(), _alone())
-
-    def reference(values: Tensors, weights: Tensors, _: Tensors) -> torch.Tensor:
-        return linear.reference(values["x"], weights["weight"], weights.get("bias"))
-
     roundings = {
         "output": Rounding(1 + bias, inputs),
         "d x": Rounding(1, outputs),
@@ -157,7 +143,15 @@ def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: 
     weights: dict[str, tuple[int, ...]] = {"weight": (outputs, inputs)}
     if bias:
         weights["bias"], roundings["d bias"] = (outputs,), Rounding(0, tokens)
-    return Operator(name, {"x": (*shape, inputs)}, weights, compute, reference, roundings, pin=pin)
+    return Operator(
+        name,
+        {"x": (*shape, inputs)},
+        weights,
+        lambda x, weight, **bias: linear.Linear([weight], [*bias.values()], ONE_RANK, ONE_RANK)(x),
+        lambda x, **weights: linear.reference(x, **weights),
+        roundings,
+        pin=pin,
+    )
 
 
 def _block(block: Layer, shape: tuple[int, int], hidden: int, kernels: Kernels) -> Iterator[Operator]:
@@ -188,8 +182,8 @@ def _residual(whole: tuple[int, ...]) -> Operator:
         "residual",
         {"x": whole, "added": whole},
         {},
-        lambda values, _, __: values["x"] + values["added"],
-        lambda values, _, __: values["x"] + values["added"],
+        lambda x, added: x + added,
+        lambda x, added: x + added,
         {"output": Rounding(1, 0), "d x": Rounding(0, 0), "d added": Rounding(0, 0)},
     )
 
@@ -198,29 +192,19 @@ def _rotary(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator
     turns = of.rotary
     assert turns is not None, "asked for where there is one"
 
-    def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        tables = rotary.tables(turns, shape[1], of.head_size // 2, values["x"].device)
-        return rotary.rotate(values["x"], *tables, kernels.run)
-
-    def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return rotary.reference(values["x"], turns)
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return rotary.rotate(x, *rotary.tables(turns, shape[1], of.head_size // 2, x.device), kernels.run)
 
     # Cosine and sine, each of two products, and their sum.
     roundings = {"output": Rounding(4, 0), "d x": Rounding(4, 0)}
     values = {"x": (*shape, of.heads + of.kv_heads, of.head_size)}
+    reference = partial(rotary.reference, rotary=turns)
     return Operator("rotary", values, {}, compute, reference, roundings, pin="rotary", settings=turns)
 
 
 def _attention(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator:
     rows, positions = shape
     size, shared = of.head_size, of.heads // of.kv_heads
-
-    def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.attend(values["queries"], values["keys"], values["values"], of, backend=kernels.attention)
-
-    def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return attention.reference(values["queries"], values["keys"], values["values"], of)
-
     heads = {"queries": of.heads, "keys": of.kv_heads, "values": of.kv_heads}
     # Shares and the mixture, with a cap also scores and the cap's steps; back each of them once more.
     forward, back = (2, 4) if of.score_cap is None else (5, 8)
@@ -228,41 +212,45 @@ def _attention(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Opera
     roundings |= {
         f"d {name}": Rounding(back, (positions + size) * (1 if name == "queries" else shared)) for name in heads
     }
-    values = {name: (rows, count, positions, size) for name, count in heads.items()}
-    return Operator("attention", values, {}, compute, reference, roundings, pin="attention", settings=of)
+    return Operator(
+        "attention",
+        {name: (rows, count, positions, size) for name, count in heads.items()},
+        {},
+        lambda queries, keys, values: attention.attend(queries, keys, values, of, backend=kernels.attention),
+        partial(attention.reference, attention=of),
+        roundings,
+        pin="attention",
+        settings=of,
+    )
 
 
 def _activation(mlp: Mlp, shape: tuple[int, int], kernels: Kernels) -> Operator:
     settings = mlp.activation, mlp.gated
-
-    def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return activation.activate(values["x"], *settings, kernels.run)
-
-    def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return activation.reference(values["x"], *settings)
-
-    roundings = {"output": Rounding(2, 0), "d x": Rounding(2 + mlp.gated, 0)}
-    values = {"x": (*shape, mlp.up_size)}
-    return Operator("activation", values, {}, compute, reference, roundings, pin="activation", settings=settings)
+    return Operator(
+        "activation",
+        {"x": (*shape, mlp.up_size)},
+        {},
+        lambda x: activation.activate(x, *settings, kernels.run),
+        lambda x: activation.reference(x, *settings),
+        {"output": Rounding(2, 0), "d x": Rounding(2 + mlp.gated, 0)},
+        pin="activation",
+        settings=settings,
+    )
 
 
 def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kernels: Kernels) -> Sequence[Operator]:
-    tokens = math.prod(shape)
-    numbers = {"targets": (shape, ids)}
+    tokens, numbers = math.prod(shape), {"targets": (shape, ids)}
+    logits, caps = {"logits": (*shape, ids)}, 3 * (cap is not None)
 
-    def at_once(values: Tensors, _: object, numbers: Tensors) -> torch.Tensor:
-        return loss.cross_entropy(values["logits"], numbers["targets"], 0, ids, None, _alone(), kernels.run)
-
-    def by_parts(values: Tensors, weights: Mapping[str, Weight], numbers: Tensors) -> torch.Tensor:
-        axes = Axes(_alone(), _alone(), _alone())
-        return loss.head_loss(values["x"], weights["table"], numbers["targets"], 0, ids, cap, axes, kernels)
+    def loss_of(capped_at: float | None) -> loss.TokenLoss:
+        return loss.TokenLoss(Axes(), kernels, 0, ids, capped_at)
 
     entropy = Operator(
         "cross_entropy",
-        {"logits": (*shape, ids)},
+        logits,
         {},
-        at_once,
-        lambda values, _, numbers: loss.reference(values["logits"], numbers["targets"], None),
+        lambda logits, targets: loss.cross_entropy(logits, targets, loss_of(None)),
+        partial(loss.reference, cap=None),
         {"output": Rounding(0, ids + tokens), "d logits": Rounding(1, ids)},
         numbers,
     )
@@ -270,26 +258,28 @@ def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kern
         "head.loss",
         {"x": (*shape, hidden)},
         {"table": (ids, hidden)},
-        by_parts,
-        lambda values, weights, numbers: loss.reference(values["x"] @ weights["table"].t(), numbers["targets"], cap),
+        lambda x, table, targets: loss.head_loss(x, table, targets, loss_of(cap)),
+        lambda x, table, targets: loss.reference(x @ table.t(), targets, cap),
         {
-            "output": Rounding(1 + 3 * (cap is not None), hidden + ids + tokens),
-            "d x": Rounding(3 + 3 * (cap is not None), hidden + ids),  # logits, their gradient, the product
-            "d table": Rounding(2 + 3 * (cap is not None), hidden + tokens),
+            "output": Rounding(1 + caps, hidden + ids + tokens),
+            "d x": Rounding(3 + caps, hidden + ids),  # logits, their gradient, the product
+            "d table": Rounding(2 + caps, hidden + tokens),
         },
         numbers,
         pin="head",
     )
     result = [_linear("head.logits", shape, hidden, ids, False, pin="head")]
     if cap is not None:
+        capped, reference = partial(activation.capped, cap=cap), partial(activation.reference_cap, cap=cap)
+        roundings = {"output": Rounding(3, 0), "d logits": Rounding(4, 0)}
         result.append(
             Operator(
                 "logit_cap",
-                {"logits": (*shape, ids)},
+                logits,
                 {},
-                lambda values, _, __: activation.capped(values["logits"], cap),
-                lambda values, _, __: activation.reference_cap(values["logits"], cap),
-                {"output": Rounding(3, 0), "d logits": Rounding(4, 0)},
+                lambda logits: capped(logits),
+                lambda logits: reference(logits),
+                roundings,
                 pin="head",
             )
         )

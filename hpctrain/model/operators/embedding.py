@@ -1,7 +1,7 @@
 """Token embeddings and learned positions, whose tables are cut by x over features; that of tokens also by y over ids.
 
 Shapes: ids int64 [rows, positions]; hidden states [rows, positions, hidden / x], or their positions cut by y where
-hidden states are (see `sequence_parallel.py`).
+hidden states are (see `linear.py`).
 """
 
 from functools import partial
@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
 from hpctrain.model.positions import gathered, start_scatter
@@ -40,7 +39,6 @@ class _Embed(Function):
         return own
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         whole = gathered(dy, ctx.y) if ctx.cuts_positions else dy
         ctx.table.accumulate(add_rows, whole, *ctx.saved_tensors)
@@ -78,7 +76,6 @@ class _AddPositions(Function):
         return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         if ctx.places is None:
             ctx.table.accumulate(partial(add_consecutive, first=ctx.first), dy)

@@ -1,24 +1,29 @@
-"""Linear layers on a tensor grid: their products, and the gradients that these add.
+"""Linear layers on a tensor grid: their products, the gradients that these add, and what is summed over ranks.
 
 Shape suffixes: N tokens (rows x positions, flattened), I input features, O output features, all of them this rank's
 part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned; see `Weight.accumulate`.
+
+Where hidden states are cut by positions over y (sequence parallelism, Korthikanti et al. 2022), norms, residuals and
+what is kept of them are a y-th as large. A layer whose input is cut gathers it over y, and one whose output is summed
+over y scatters the sum. That moves the bytes of the all-reduces in their place. The input is gathered again for the
+gradient of its weight, since only a rank's own part of it is kept.
 
 In half precision the gradient of a weight is summed in fp32 and rounded once, when it is used. A product that is
 rounded to bf16 before it is added loses what is below 1/256 of its own size, in every microbatch. The operation has a
 name of its own in torch, so that whoever watches operations sees one product of half precision.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from hpctrain.model.axes import Axis
+from hpctrain.model.axes import Axis, Following, PendingWork
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
+from hpctrain.model.positions import Gathering, cut_parts, start_scatter
 from hpctrain.model.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
 
@@ -76,149 +81,197 @@ def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
     add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
 
 
-def num_outputs(weights: list[Weight]) -> int:
-    """Return how many features the outputs of all weights have."""
-    return sum(weight.data.shape[0] for weight in weights)
+class Linear:
+    """A linear layer: one or several weights for the same input, whose outputs lie side by side in the last dim.
 
-
-def products(
-    x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return x W^T, [N, O], O the sum over `weights`; in the place of `out`, where that is given."""
-    if in_8_bits:
-        parts = [forward_product(x_NI, weight.data) for weight in weights]
-        y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return y_NO if out is None else out.copy_(y_NO)
-    y_NO = x_NI.new_empty(x_NI.shape[0], num_outputs(weights)) if out is None else out
-    for weight, part in zip(weights, split_outputs(y_NO, weights), strict=True):
-        torch.mm(x_NI, weight.data.to(x_NI.dtype).t(), out=part)
-    return y_NO
-
-
-def split_outputs(dy_NO: torch.Tensor, weights: list[Weight]) -> tuple[torch.Tensor, ...]:
-    """Return the columns of each weight's outputs."""
-    return dy_NO.split([weight.data.shape[0] for weight in weights], dim=1)
-
-
-def input_gradients(
-    dy_NO: torch.Tensor, weights: list[Weight], in_8_bits: bool, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return dy W, [N, I], summed over `weights`; in the place of `out`, where that is given."""
-    parts = split_outputs(dy_NO, weights)
-    if in_8_bits:
-        dx_NI = input_gradient(parts[0], weights[0].data)
-        for weight, part in zip(weights[1:], parts[1:], strict=True):
-            dx_NI += input_gradient(part, weight.data)
-        return dx_NI if out is None else out.copy_(dx_NI)
-    dx_NI = torch.mm(parts[0], weights[0].data.to(dy_NO.dtype), out=out)
-    for weight, part in zip(weights[1:], parts[1:], strict=True):
-        dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
-    return dx_NI
-
-
-def add_weight_gradients(dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> None:
-    """Add dy^T x to the gradient of each weight."""
-    for weight, part in zip(weights, split_outputs(dy_NO, weights), strict=True):
-        weight.accumulate(add_scaled_product if in_8_bits else add_product, part, x_NI)
-
-
-class _Linear(Function):
-    """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
-
-    Forward all-reduces over `into`, each of `parts` while the next one is computed; the gradient of x is all-reduced
-    over `out`, while those of the weights are computed where the axis lets it (AxoNN, arXiv 2305.13525).
+    The weights are cut by `into` over their input and by `out` over their output (Agarwal's 3D product). A layer
+    `gathers` an input that is cut by positions over `out`, or `scatters` its output by positions over `into`.
     """
 
-    @staticmethod
-    def forward(
-        ctx,
-        x,
+    def __init__(
+        self,
         weights: list[Weight],
         biases: list[Weight],
         into: Axis,
         out: Axis,
-        ends: list[Callable[[], None]] | None,
-        in_8_bits: bool,
-        parts: int,
+        *,
+        gathers: bool = False,
+        scatters: bool = False,
+        in_8_bits: bool = False,
+        parts: int = 1,
+        keeps_whole: bool = False,
     ):
-        ctx.weights, ctx.biases, ctx.out, ctx.in_8_bits = weights, biases, out, in_8_bits
-        x_NI = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI)
-        cuts = cut_evenly(x_NI.shape[0], min(parts, x_NI.shape[0])) if into.size > 1 else ()
-        if len(cuts) > 1:
-            y_NO = x_NI.new_empty(x_NI.shape[0], num_outputs(weights))
-            rows = [slice(*cut) for cut in cuts]
-            sums = [into.start_all_reduce(products(x_NI[at], weights, in_8_bits, y_NO[at])) for at in rows]
-            for each in sums:
-                each.wait()
-            add_biases(y_NO, biases)
-        else:
-            y_NO = products(x_NI, weights, in_8_bits)
-            sum_outputs(y_NO, biases, into, ends)
-        return y_NO.view(*x.shape[:-1], y_NO.shape[1])
+        """The operands of all three products are rounded to fp8 where they are `in_8_bits`.
+
+        Next to a collective a product is cut in `parts`, of which each is summed or scattered while the next one is
+        computed, or gathered while the last one is. They are of tokens, or, where positions are cut, of rows or of the
+        positions of a single row. A layer that gathers and `keeps_whole` inputs does not gather them again.
+        """
+        self.weights, self.biases, self.into, self.out = weights, biases, into, out
+        self.gathers, self.scatters, self._keeps_whole = gathers, scatters, keeps_whole
+        self.in_8_bits, self.parts = in_8_bits, parts
+
+    @cached_property
+    def outputs(self) -> list[int]:
+        """Return how many features the output of each weight has; known once they are there."""
+        return [weight.data.shape[0] for weight in self.weights]
+
+    @cached_property
+    def num_outputs(self) -> int:
+        return sum(self.outputs)
+
+    def __call__(self, x: torch.Tensor, gathering: Gathering | None = None) -> torch.Tensor:
+        """Return x W^T + b, [..., O] of [..., I]. Ranks of `into` (forward) and `out` (backward) must call.
+
+        x is [rows, positions, I] where positions are cut; that of a layer that gathers is what `start_gather` got.
+        """
+        return self._apply(x, gathering, waits=True)[0]
+
+    def start(self, x: torch.Tensor, gathering: Gathering | None) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return the result of a call, whose sum over `into` is only started, and what finishes it: the result may be
+        used after that was called."""
+        return self._apply(x, gathering, waits=False)
+
+    def _apply(self, x: torch.Tensor, gathering: Gathering | None, waits: bool):
+        if self.gathers and gathering is None:
+            gathering = self.start_gather(x)
+        return _Linear.apply(x, self, gathering, waits)
+
+    def start_gather(self, x: torch.Tensor) -> Gathering:
+        """Start to gather the positions of an input. All ranks of `out` must call."""
+        return Gathering(x.detach(), self.out, self.parts, self._keeps_whole)
+
+    def split(self, y_NO: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the columns of each weight's outputs."""
+        return (y_NO,) if len(self.weights) == 1 else y_NO.split(self.outputs, dim=1)
+
+    def products(self, x_NI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x W^T, [N, O]; in the place of `out`, where that is given."""
+        if self.in_8_bits:
+            parts = [forward_product(x_NI, weight.data) for weight in self.weights]
+            y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return y_NO if out is None else out.copy_(y_NO)
+        if out is None and len(self.weights) == 1:
+            return x_NI @ self.weights[0].data.to(x_NI.dtype).t()
+        y_NO = x_NI.new_empty(x_NI.shape[0], self.num_outputs) if out is None else out
+        for weight, part in zip(self.weights, self.split(y_NO), strict=True):
+            torch.mm(x_NI, weight.data.to(x_NI.dtype).t(), out=part)
+        return y_NO
+
+    def input_gradients(self, dy_NO: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return dy W, [N, I], summed over weights; in the place of `out`, where that is given."""
+        first, *others = zip(self.split(dy_NO), self.weights, strict=True)
+        if self.in_8_bits:
+            dx_NI = input_gradient(first[0], first[1].data)
+            for part, weight in others:
+                dx_NI += input_gradient(part, weight.data)
+            return dx_NI if out is None else out.copy_(dx_NI)
+        dx_NI = torch.mm(first[0], first[1].data.to(dy_NO.dtype), out=out)
+        for part, weight in others:
+            dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+        return dx_NI
+
+    def add_weight_gradients(self, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+        """Add dy^T x to the gradient of each weight."""
+        for weight, part in zip(self.weights, self.split(dy_NO), strict=True):
+            weight.accumulate(add_scaled_product if self.in_8_bits else add_product, part, x_NI)
+
+    def add_biases(self, y_NO: torch.Tensor) -> None:
+        """Add biases, which lie side by side, to each token's output, in place."""
+        at = 0
+        for bias in self.biases:
+            y_NO[:, at : at + bias.data.numel()] += bias.data
+            at += bias.data.numel()
+
+    def add_bias_gradients(self, dy_NO: torch.Tensor) -> None:
+        """Add the sum of dy over tokens to the gradient of each bias."""
+        if self.biases:
+            parts = dy_NO.split([bias.data.numel() for bias in self.biases], dim=1)
+            for bias, part in zip(self.biases, parts, strict=True):
+                bias.accumulate(add_sum, part)
+
+
+class _Linear(Function):
+    """Applies a layer. Forward it sums over `into`. The gradient of the input is summed over `out`, while those of the
+    weights are computed where the axis lets it (AxoNN, arXiv 2305.13525)."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
+    def forward(ctx, x, layer: Linear, gathering: Gathering | None, waits: bool):
+        ctx.layer, ctx.shape = layer, x.shape
+        if gathering is not None:
+            ctx.shape, ctx.keeps_whole = gathering.shape, gathering.whole is not None
+        into, works = layer.into, list[PendingWork]()
+        x_NI = x.reshape(-1, x.shape[-1])
+        cuts = cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0])) if into.size > 1 else ()
+        if layer.scatters:
+            rows, positions = x.shape[0], x.shape[1] // into.size
+            y = x.new_empty(rows, positions, layer.num_outputs)
+            whole = x_NI.view(x.shape)
+            for part in cut_parts(rows, positions, layer.parts):
+                y_NO = layer.products(part.of(whole, into.size).reshape(-1, x.shape[-1]))
+                place = y[part.rows, part.positions]
+                works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), into, place)[1])
+        elif gathering is not None and len(gathering.parts) > 1:
+            y = x.new_empty(*ctx.shape[:-1], layer.num_outputs)
+            for result, place in gathering.map(layer.products, y, layer.out.size):
+                work = into.start_all_reduce(result)
+                if into.size == 1:
+                    place()
+                else:
+                    works.append(Following([work], place))
+        elif gathering is None and len(cuts) > 1:
+            y = x.new_empty(*x.shape[:-1], layer.num_outputs)
+            y_NO = y.view(x_NI.shape[0], -1)
+            works += [into.start_all_reduce(layer.products(x_NI[slice(*at)], y_NO[slice(*at)])) for at in cuts]
+        else:
+            if gathering is not None:
+                x_NI = gathering.tokens()
+            y_NO = layer.products(x_NI)
+            y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
+            if waits:
+                into.all_reduce(y_NO)
+            else:
+                works.append(into.start_all_reduce(y_NO.data))
+        # Without the version counter of `y`: sums are still written into it when autograd has it, an error else.
+        later_NO = y.data.view(-1, y.shape[-1])
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            layer.add_biases(later_NO)
+
+        if waits:
+            finish()
+        if gathering is not None:
+            x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
+        ctx.save_for_backward(x_NI)
+        return y, finish
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        layer: Linear = ctx.layer
         (x_NI,) = ctx.saved_tensors
-        dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
-        dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
-        summed = ctx.out.start_all_reduce(dx_NI)
-        add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
-        add_bias_gradients(dy_NO, ctx.biases)
-        summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None, None
-
-
-def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
-    """Add biases that lie side by side to each token's output, in place."""
-    at = 0
-    for bias in biases:
-        y_NO[:, at : at + bias.data.numel()] += bias.data
-        at += bias.data.numel()
-
-
-def sum_outputs(y_NO: torch.Tensor, biases: list[Weight], into: Axis, ends: list[Callable[[], None]] | None) -> None:
-    """Sum a product over `into` and add its biases, in place; with `ends` the sum is only started, see `linear`."""
-    if ends is None:
-        into.all_reduce(y_NO)
-        add_biases(y_NO, biases)
-        return
-    later_NO = y_NO.data  # of which autograd does not see that it is not yet there
-    summed = into.start_all_reduce(later_NO)
-
-    def end() -> None:
-        summed.wait()
-        add_biases(later_NO, biases)
-
-    ends.append(end)
-
-
-def add_bias_gradients(dy_NO: torch.Tensor, biases: list[Weight]) -> None:
-    """Add the sum of dy over tokens to the gradient of each bias."""
-    if biases:
-        for bias, part in zip(biases, dy_NO.split([bias.data.numel() for bias in biases], dim=1), strict=True):
-            bias.accumulate(add_sum, part)
-
-
-def linear(
-    x: torch.Tensor,
-    weights: list[Weight],
-    biases: list[Weight],
-    into: Axis,
-    out: Axis,
-    ends: list[Callable[[], None]] | None = None,
-    in_8_bits: bool = False,
-    parts: int = 1,
-) -> torch.Tensor:
-    """Apply one or several weights to the same input; outputs lie side by side in the last dim.
-
-    x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
-    With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
-    has been called. With `in_8_bits` the operands of all three products are rounded to fp8. Without `ends` the tokens
-    may be cut in `parts`, each of which is summed while the next one is computed, where the axis lets it.
-    """
-    return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits, parts)
+        dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
+        regathered = Gathering(x_NI, layer.out) if layer.gathers and not ctx.keeps_whole else None
+        if layer.scatters:
+            gathering = Gathering(dy, layer.into, layer.parts, keeps_whole=True)
+            dx = x_NI.new_empty(ctx.shape)
+            for _, place in gathering.map(layer.input_gradients, dx, layer.into.size):
+                place()
+            assert gathering.whole is not None, "it is kept"
+            dy_NO = gathering.whole.view(x_NI.shape[0], -1)
+        else:
+            dx = layer.input_gradients(dy_NO).view(ctx.shape)
+        if layer.gathers:
+            dx, work = start_scatter(dx, layer.out)
+        else:
+            work = layer.out.start_all_reduce(dx)
+        if regathered is not None:
+            x_NI = regathered.tokens()
+        layer.add_weight_gradients(dy_NO, x_NI)
+        layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
+        work.wait()
+        return dx, None, None, None
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

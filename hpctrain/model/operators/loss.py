@@ -8,17 +8,17 @@ padding. Logits are given without their cap.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import Axes
 from hpctrain.model.operators.activation import reference_cap
 from hpctrain.model.operators.linear import add_product
-from hpctrain.model.operators.running import Kernels, Run
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.positions import gathered, start_scatter
 from hpctrain.model.units import Weight
 
@@ -102,156 +102,119 @@ def backward(
     return grad_NV.to(logits_NV.dtype)
 
 
-def token_losses(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, first_id: int, num_ids: int, cap: float | None, y: Axis, run: Run
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -log p(target) of each token, 0 of those that are left out, and the logarithm of its sum of exponentials.
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of tokens, whose logits are cut by y over the vocabulary and given without their cap."""
 
-    logits: [N, V]; this rank's columns are ids first_id, first_id + 1, ... targets: int64 [N], negative ones are left
-    out. Both results are fp32 [N]. All ranks of `y` must call.
-    """
-    of = {"num_ids": num_ids, "cap": cap}
-    of_all = (y.all_reduce(run(tops, logits_NV, **of), "max"),) if y.size > 1 else ()
-    sums_2N, tops_N = run(forward, logits_NV, targets_N - first_id, *of_all, **of)
-    logs_N = y.all_reduce(sums_2N)[0].log()
-    return (logs_N - sums_2N[1]).masked_fill_(targets_N < 0, 0), logs_N + tops_N
+    axes: Axes
+    kernels: Kernels
+    first_id: int
+    """This rank's columns are ids first_id, first_id + 1, ..."""
+    num_ids: int
+    """How many of them are no padding."""
+    cap: float | None
 
+    def losses(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return -log p(target) of each token, 0 where targets are negative, and the logarithm of its sum of
+        exponentials, both fp32 [N]. All ranks of y must call."""
+        run, y, of = self.kernels.run, self.axes.y, {"num_ids": self.num_ids, "cap": self.cap}
+        of_all = (y.all_reduce(run(tops, logits_NV, **of), "max"),) if y.size > 1 else ()
+        sums_2N, tops_N = run(forward, logits_NV, targets_N - self.first_id, *of_all, **of)
+        logs_N = y.all_reduce(sums_2N)[0].log()
+        return (logs_N - sums_2N[1]).masked_fill_(targets_N < 0, 0), logs_N + tops_N
 
-def logits_gradient(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    logs_N: torch.Tensor,
-    d_loss: torch.Tensor,
-    first_id: int,
-    num_ids: int,
-    cap: float | None,
-    run: Run,
-) -> torch.Tensor:
-    """Return the gradient of the logits of `token_losses`, whose sum over tokens has the gradient `d_loss`, a scalar.
+    def gradient(
+        self, logits_NV: torch.Tensor, targets_N: torch.Tensor, logs_N: torch.Tensor, d_loss: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the logits, where the sum of the losses has the gradient `d_loss`, a scalar.
 
-    It may be written over the logits. `logs_N` is what `token_losses` returned.
-    """
-    scales_N = torch.where(targets_N < 0, 0.0, d_loss).float()
-    return run(backward, logits_NV, logs_N, targets_N - first_id, scales_N, num_ids=num_ids, cap=cap)
+        It may be written over the logits. `logs_N` is what `losses` returned.
+        """
+        scales_N = torch.where(targets_N < 0, 0.0, d_loss).float()
+        operands = logits_NV, logs_N, targets_N - self.first_id, scales_N
+        return self.kernels.run(backward, *operands, num_ids=self.num_ids, cap=self.cap)
+
+    def logits(self, x_NI: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return the logits of some tokens, not capped yet. All ranks of x must call."""
+        return self.axes.x.all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
+
+    def all_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all positions, also where each y has its own alone, as [N, I]."""
+        whole = gathered(hidden, self.axes.y) if self.axes.sequence_parallel else hidden
+        return whole.reshape(-1, hidden.shape[-1])
+
+    def chunks(self, x_NI: torch.Tensor, weight: Weight) -> Iterator[slice]:
+        """Yield so many tokens at once as may have logits."""
+        size = tokens_at_once(x_NI.shape[0], weight.data.shape[0], self.kernels.logits_bytes)
+        return (slice(start, start + size) for start in range(0, x_NI.shape[0], size))
 
 
 class _HeadLoss(Function):
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight: Weight,
-        targets,
-        first_id: int,
-        num_ids: int,
-        cap: float | None,
-        axes: Axes,
-        kernels: Kernels,
-    ):
-        x_NI = _all_tokens(hidden, axes)
-        targets_N = targets.reshape(-1)
-        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    def forward(ctx, hidden, weight: Weight, targets, loss: TokenLoss):
+        x_NI, targets_N = loss.all_tokens(hidden), targets.reshape(-1)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logs_N = torch.empty(x_NI.shape[0], device=hidden.device)
-        ctx.of = first_id, num_ids, cap
-        for at in _chunks(x_NI, weight, kernels):
-            logits_NV = _logits(x_NI[at], weight, axes)
-            losses_N, logs_N[at] = token_losses(logits_NV, targets_N[at], *ctx.of, axes.y, kernels.run)
-            loss += losses_N.sum(dtype=torch.float64)
+        for at in loss.chunks(x_NI, weight):
+            losses_N, logs_N[at] = loss.losses(loss.logits(x_NI[at], weight), targets_N[at])
+            total += losses_N.sum(dtype=torch.float64)
         ctx.save_for_backward(hidden, targets_N, logs_N)
-        ctx.weight, ctx.axes, ctx.kernels = weight, axes, kernels
-        return loss
+        ctx.weight, ctx.loss = weight, loss
+        return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_loss):
         hidden, targets_N, logs_N = ctx.saved_tensors
         weight: Weight = ctx.weight
-        axes: Axes = ctx.axes
-        x_NI = _all_tokens(hidden, axes)
+        loss: TokenLoss = ctx.loss
+        x_NI = loss.all_tokens(hidden)
         dx_NI = torch.empty_like(x_NI)
-        for at in _chunks(x_NI, weight, ctx.kernels):
-            logits_NV = _logits(x_NI[at], weight, axes)
-            d_logits_NV = logits_gradient(logits_NV, targets_N[at], logs_N[at], d_loss, *ctx.of, run=ctx.kernels.run)
+        for at in loss.chunks(x_NI, weight):
+            logits_NV = loss.logits(x_NI[at], weight)
+            d_logits_NV = loss.gradient(logits_NV, targets_N[at], logs_N[at], d_loss)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
-            if not axes.sequence_parallel:
-                axes.y.all_reduce(summed)
+            if not loss.axes.sequence_parallel:
+                loss.axes.y.all_reduce(summed)
             dx_NI[at] = summed
             weight.accumulate(add_product, d_logits_NV, x_NI[at])
         dx = dx_NI.view(*hidden.shape[:1], -1, hidden.shape[-1])
-        if axes.sequence_parallel:
-            dx, scattering = start_scatter(dx, axes.y)
+        if loss.axes.sequence_parallel:
+            dx, scattering = start_scatter(dx, loss.axes.y)
             scattering.wait()
-        return dx, None, None, None, None, None, None, None
+        return dx, None, None, None
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx, logits, targets, first_id: int, num_ids: int, cap: float | None, y: Axis, run: Run):
+    def forward(ctx, logits, targets, loss: TokenLoss):
         logits_NV, targets_N = logits.detach().reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        ctx.of = first_id, num_ids, cap
-        losses_N, logs_N = token_losses(logits_NV, targets_N, *ctx.of, y=y, run=run)
+        losses_N, logs_N = loss.losses(logits_NV, targets_N)
         ctx.save_for_backward(logits_NV, targets_N, logs_N)
-        ctx.run, ctx.shape = run, logits.shape
+        ctx.loss, ctx.shape = loss, logits.shape
         return losses_N.sum(dtype=torch.float64)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_loss):
-        logits_NV, targets_N, logs_N = ctx.saved_tensors
-        grad_NV = logits_gradient(logits_NV, targets_N, logs_N, d_loss, *ctx.of, run=ctx.run)
-        return grad_NV.view(ctx.shape), None, None, None, None, None, None
+        return ctx.loss.gradient(*ctx.saved_tensors, d_loss).view(ctx.shape), None, None
 
 
-def _all_tokens(hidden: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """Return the hidden states of all positions, also where each y has its own alone, as [N, I]."""
-    whole = gathered(hidden, axes.y) if axes.sequence_parallel else hidden
-    return whole.reshape(-1, hidden.shape[-1])
-
-
-def _chunks(x_NI: torch.Tensor, weight: Weight, kernels: Kernels) -> Iterator[slice]:
-    size = tokens_at_once(x_NI.shape[0], weight.data.shape[0], kernels.logits_bytes)
-    return (slice(start, start + size) for start in range(0, x_NI.shape[0], size))
-
-
-def _logits(x_NI: torch.Tensor, weight: Weight, axes: Axes) -> torch.Tensor:
-    """Return the logits of some tokens, not capped yet."""
-    return axes.x.all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
-
-
-def head_loss(
-    hidden: torch.Tensor,
-    weight: Weight,
-    targets: torch.Tensor,
-    first_id: int,
-    num_ids: int,
-    cap: float | None,
-    axes: Axes,
-    kernels: Kernels,
-) -> torch.Tensor:
+def head_loss(hidden: torch.Tensor, weight: Weight, targets: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
     """Return the sum over tokens of -log p(target), fp64 scalar, of normed hidden states [rows, positions, I].
 
     Hidden states have the positions of this y alone where the axes say so; targets are those of all positions.
 
-    As `linear` over axes x and y, and `cross_entropy`. All ranks of both axes must call.
+    As a linear layer over axes x and y, and `cross_entropy`. All ranks of both axes must call.
     """
-    return _HeadLoss.apply(hidden, weight, targets, first_id, num_ids, cap, axes, kernels)
+    return _HeadLoss.apply(hidden, weight, targets, loss)
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    first_id: int,
-    num_ids: int,
-    cap: float | None,
-    y: Axis,
-    run: Run,
-) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
     """Return the sum over tokens of -log p(target), fp64 scalar, for logits cut by y over the vocabulary.
 
-    logits: [rows, positions, V], not capped yet, and written over by the backward pass; see `token_losses`.
-    targets: int64 [rows, positions]. All ranks of `y` must call.
+    logits: [rows, positions, V], not capped yet, and written over by the backward pass.
+    targets: int64 [rows, positions]. All ranks of y must call.
     """
-    return _CrossEntropy.apply(logits, targets, first_id, num_ids, cap, y, run)
+    return _CrossEntropy.apply(logits, targets, loss)
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, cap: float | None) -> torch.Tensor:

@@ -7,7 +7,6 @@ over ranks; else the functions compute them. Shapes: x and dy [..., F], F this r
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.architectures.description import Norm
 from hpctrain.model.axes import Axis
@@ -123,57 +122,54 @@ def squares_of(x: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tenso
     return _squares(x.float() if mean is None else x.float() - mean)
 
 
+class NormLayer:
+    """A norm over the last dim, whose `features` are cut by an axis; of heads, which no axis cuts, that is one rank's.
+
+    Its weights are the weight, and the bias of a LayerNorm.
+    """
+
+    def __init__(self, weights: list[Weight], axis: Axis, features: int, of: Norm, run: Run):
+        self.weights, self.axis, self.features, self.run = weights, axis, features, run
+        self.kind = LayerNorm if of.has_bias else RmsNorm
+        self.epsilon, self.offset = of.epsilon, of.offset
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., features / x]. All ranks of the axis must call."""
+        return self.recomputable(x)[0]
+
+    def recomputable(self, x: torch.Tensor) -> tuple[torch.Tensor, OfInput]:
+        """Return the result of a call, and what computes it once more, of x and the statistics, which are kept: that
+        calls nobody."""
+        return _Norm.apply(x, self)
+
+    @property
+    def data(self) -> list[torch.Tensor]:
+        return [weight.data for weight in self.weights]
+
+
 class _Norm(Function):
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weights: list[Weight],
-        x_axis: Axis | None,
-        features: int,
-        of: Norm,
-        run: Run,
-        again: list[OfInput] | None,
-    ):
-        kind = LayerNorm if of.has_bias else RmsNorm
-        cutting = x_axis if x_axis is not None and x_axis.size > 1 else None
-        sums = kind.sums(x, run, cutting, features) if cutting else ()
-        settings = {"epsilon": of.epsilon, "offset": of.offset}
-        y, *statistics = run(kind.forward, x, *[w.data for w in weights], *sums, features=features, **settings)
+    def forward(ctx, x, layer: NormLayer):
+        kind, run, features, offset = layer.kind, layer.run, layer.features, layer.offset
+        sums = kind.sums(x, run, layer.axis, features) if layer.axis.size > 1 else ()
+        settings = {"features": features, "epsilon": layer.epsilon, "offset": offset}
+        y, *statistics = run(kind.forward, x, *layer.data, *sums, **settings)
         ctx.save_for_backward(x, *statistics)
-        ctx.kind, ctx.weights, ctx.cutting, ctx.features, ctx.of, ctx.run = kind, weights, cutting, features, of, run
-        if again is not None:
-            again.append(lambda x: run(kind.normed, x, *[w.data for w in weights], *statistics, offset=of.offset))
-        return y
+        ctx.layer = layer
+        return y, lambda x: run(kind.normed, x, *layer.data, *statistics, offset=offset)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         x, *statistics = ctx.saved_tensors
-        run, offset = ctx.run, ctx.of.offset
-        operands = dy, x, *[w.data for w in ctx.weights], *statistics
-        sums = [ctx.cutting.all_reduce(run(ctx.kind.backward_sums, *operands, offset=offset))] if ctx.cutting else ()
-        dx, *gradients = run(ctx.kind.backward, *operands, *sums, features=ctx.features, offset=offset)
-        for weight, gradient in zip(ctx.weights, gradients, strict=True):
+        layer: NormLayer = ctx.layer
+        kind, run, offset = layer.kind, layer.run, layer.offset
+        operands = dy, x, *layer.data, *statistics
+        is_cut = layer.axis.size > 1
+        sums = [layer.axis.all_reduce(run(kind.backward_sums, *operands, offset=offset))] if is_cut else ()
+        dx, *gradients = run(kind.backward, *operands, *sums, features=layer.features, offset=offset)
+        for weight, gradient in zip(layer.weights, gradients, strict=True):
             weight.accumulate(add_part, gradient)
-        return dx, None, None, None, None, None, None
-
-
-def norm(
-    x: torch.Tensor,
-    weights: list[Weight],
-    x_axis: Axis | None,
-    features: int,
-    of: Norm,
-    run: Run,
-    again: list[OfInput] | None = None,
-) -> torch.Tensor:
-    """Normalise over the last dim, whose `features` are cut by `x_axis`, if there is one.
-
-    x: [..., features / x]; weights: the weight, and the bias of a LayerNorm. All ranks of `x_axis` must call. What
-    computes the result once more, of x and the statistics, which are kept, is added to `again`: it calls nobody.
-    """
-    return _Norm.apply(x, weights, x_axis, features, of, run, again)
+        return dx, None
 
 
 def reference(x: torch.Tensor, of: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

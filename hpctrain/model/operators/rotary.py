@@ -5,7 +5,6 @@ Shapes: x [rows, positions, heads, head size]; cos and sin fp32 [positions, 1, h
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpctrain.architectures.description import Rotary
 from hpctrain.model.operators.running import Run
@@ -36,7 +35,6 @@ class _Rotate(Function):
         return run(forward, x, cos, sin)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         return ctx.run(backward, dy, ctx.cos, ctx.sin), None, None, None
 
