@@ -10,6 +10,11 @@ LEFT_OUT = {
     "commands/test_gpu_benchmark": {
         GPU_SECTION: ("routes", "training", "fused", "prediction", "families", "checkpoints"),
     },
+    # Each value of one with a value of the other; layer norms are in tests/ranks/test_all_at_once.py.
+    "unit/test_fused": {
+        "the_fused_loss_is_that_of_single_operations": ("plain-fp32", "capped-bf16"),
+        "what_is_computed_again_has_the_same_bits_and_those_of_single_operations_are_near": ("gpt2",),
+    },
     "commands/test_mixed": {"mixed_is_nearly_the_sum_of_its_families_with_the_same_losses": ()},
     "ranks/test_fused": {name: ("grid", "grid of layer norms") for name in FUSED},
     "ranks/test_parts": {

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,10 +47,13 @@ def client_command(path: Path) -> list[str]:
 
 
 @contextmanager
-def serving(path: Path) -> Iterator[None]:
-    """Run a server that listens at `path`; it ends with this process, and what it started ends with it."""
+def serving(path: Path, *modules: str) -> Iterator[None]:
+    """Run a server that listens at `path`; it ends with this process, and what it started ends with it.
+
+    It imports some `modules`, too, which nothing imports at its start.
+    """
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "tests.warm_start", str(path), SERVE]
+    command = [sys.executable, "-m", "tests.warm_start", str(path), SERVE, *modules]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
         while not path.exists():
             if server.poll() is not None:
@@ -83,12 +86,12 @@ def call(path: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def serve(path: str) -> dict:
+def serve(path: str, modules: Sequence[str] = ()) -> dict:
     """Fork a process for each client until standard input ends; return in the forked process, with its request."""
     import gc
     import selectors
 
-    _import_everything()
+    _import_everything(modules)
     gc.collect()
     gc.freeze()  # a forked process does not copy what it only reads
     events = selectors.DefaultSelector()
@@ -144,7 +147,7 @@ def serve(path: str) -> dict:
                 link.close()
 
 
-def _import_everything() -> None:
+def _import_everything(modules: Sequence[str]) -> None:
     import importlib
     import pkgutil
 
@@ -160,6 +163,8 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
         if not module.name.endswith(("__main__", "_child", "guardian")):
             importlib.import_module(module.name)
+    for name in modules:
+        importlib.import_module(name)
 
 
 def _receive(link: socket.socket) -> dict | None:
@@ -221,8 +226,8 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == [SERVE]:
-        serve(sys.argv[1])
+    if sys.argv[2:3] == [SERVE]:
+        serve(sys.argv[1], sys.argv[3:])
         _run()
     else:
         call(sys.argv[1], sys.argv[2:])
