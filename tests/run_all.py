@@ -6,6 +6,7 @@ Ranks that crash or hang count as a failure of the test that they were in.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ PYTEST = ("python", "-m", "pytest", *OPTIONS)
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
 ON_RANKS = (WARM, "pytest", *OPTIONS, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+ONE_HOST = ("tests/slurm", "tests/commands", "tests/unit")
 SOURCES = ("hpctrain", "tests", "benchmarks")
 LINTERS = (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",))
 STAGES = {
@@ -61,7 +63,7 @@ STAGES = {
     for stage in (
         # Commands and Slurm's jobs wait now and then: of five processes two compute. Slurm's tests come first: one
         # process does them all, and waits the most. tests/unit has the linters, too.
-        Stage("one-host", ((*PYTEST, "-n", "5", *BY_FILE, "tests/slurm", "tests/commands", "tests/unit"),)),
+        Stage("one-host", ((*PYTEST, "--tx", f"5*popen//python={WARM}", *BY_FILE, *ONE_HOST),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
     )
@@ -100,8 +102,10 @@ class Report:
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
     names = {name: [str(BIN / name)] for name in ("python", "mpirun", "ruff", "pyright")}
-    names[WARM] = [*client_command(server_of(results.parent)), MODULE]
+    client = client_command(server_of(results.parent))
+    names[WARM] = [*client, MODULE]
     program = [part for word in command for part in names.get(word, [word])]
+    program = [word.replace(f"python={WARM}", f"python={shlex.join(client)}") for word in program]
     print(f"+ {' '.join(command)}", flush=True)
     process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
     begun = time.time()
@@ -210,7 +214,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as servers:
         os.environ[CACHE_VARIABLE] = f"{folder}/compiled"  # for all stages
         for name in names or STAGES:
-            if stages[name].is_on_ranks and not server_of(Path(folder)).exists():
+            if WARM in str(stages[name]) and not server_of(Path(folder)).exists():
                 servers.enter_context(serving(server_of(Path(folder)), COMPILER))
             reports.append(run_stage(stages[name], Path(folder), options))
     print_summary(reports)

@@ -55,6 +55,17 @@ ON_TWO_RANKS_ALONE = {
 }
 """What has nothing more to show on more ranks."""
 
+RESUMED = {"interrupted_and_resumed_is_uninterrupted_bit_for_bit": ()}
+ON_FOUR_RANKS_AT_MOST = {
+    "ranks/test_checkpoint": RESUMED,
+    "ranks/test_interleaved": {"interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_continues": ()},
+    "ranks/test_parts": {"interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit": ()},
+    "ranks/test_sequence_parallel": RESUMED,
+    "ranks/test_split_backward": {"random_tilings_are_bit_equal": ()},
+}
+"""What eight ranks show elsewhere: tests/ranks/test_all_at_once.py and test_traffic.py resume bit for bit, and
+test_tilings.py draws tilings."""
+
 
 def is_left_out(node: str, table: dict = LEFT_OUT) -> bool:
     """Say whether a test is in a table, by the name that pytest has for it."""

@@ -3,6 +3,7 @@
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET train job.toml     is  mpirun -n 4 hpctrain train job.toml
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET --script FILE ...  is  mpirun -n 4 python FILE ...
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET --module NAME ...  is  mpirun -n 4 python -m NAME ...
+                python -I -S tests/warm_start.py SOCKET -u -c CODE         is              python -u -c CODE
 
 Importing takes two seconds of a core for each rank, most of what a short command takes. A client here hands its
 arguments, environment, folder, streams, MPI's connection and namespaces to the server, which forks a process that goes
@@ -23,6 +24,8 @@ from pathlib import Path
 SERVE = "--serve"
 SCRIPT, MODULE = "--script", "--module"
 """What stands before the file or the module of another program than hpctrain."""
+CODE = ["-u", "-c"]
+"""What stands before a program as execnet starts it."""
 MPI_STREAM = "PMI_FD"
 """The variable that holds the number of MPICH's connection to its launcher."""
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
@@ -221,6 +224,9 @@ def _run() -> None:
     elif sys.argv[1:2] == [MODULE]:
         sys.argv = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv[1:3] == CODE:
+        sys.argv, code = sys.argv[2:3], sys.argv[3]
+        exec(code, {"__name__": "__main__"})
     else:
         main()
 

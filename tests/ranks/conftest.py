@@ -19,7 +19,7 @@ from hpctrain.comm.pmi import init_thread
 from hpctrain.comm.world import World
 from tests.compilers import need_compiler
 from tests.ranks.small_runs import write_tokens
-from tests.selection import ON_TWO_RANKS_ALONE, is_left_out
+from tests.selection import ON_FOUR_RANKS_AT_MOST, ON_TWO_RANKS_ALONE, is_left_out
 
 TIMEOUT_SECONDS = 60.0
 VERDICT_SECONDS = 2 * TIMEOUT_SECONDS
@@ -109,8 +109,10 @@ def pytest_collection_modifyitems(config, items):
     def fits(item) -> bool:
         marker = item.get_closest_marker("ranks")
         size = MPI.COMM_WORLD.size
-        if size > 2 and not config.getoption("--thorough") and is_left_out(item.nodeid, ON_TWO_RANKS_ALONE):
-            return False
+        is_all = config.getoption("--thorough")
+        for most, table in ((2, ON_TWO_RANKS_ALONE), (4, ON_FOUR_RANKS_AT_MOST)):
+            if size > most and not is_all and is_left_out(item.nodeid, table):
+                return False
         return size in marker.args if marker else size not in (2, 8)
 
     config.hook.pytest_deselected(items=[item for item in items if not fits(item)])
