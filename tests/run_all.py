@@ -61,9 +61,9 @@ LINTERS = (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES),
 STAGES = {
     stage.name: stage
     for stage in (
-        # Commands and Slurm's jobs wait now and then: of five processes two compute. Slurm's tests come first: one
+        # Commands and Slurm's jobs wait now and then: of four processes two compute. Slurm's tests come first: one
         # process does them all, and waits the most. tests/unit has the linters, too.
-        Stage("one-host", ((*PYTEST, "--tx", f"5*popen//python={WARM}", *BY_FILE, *ONE_HOST),)),
+        Stage("one-host", ((*PYTEST, "--tx", f"4*popen//python={WARM}", *BY_FILE, *ONE_HOST),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
     )

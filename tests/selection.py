@@ -22,7 +22,10 @@ LEFT_OUT = {
             *("llama-x and y", "llama-positions of a row at a time, x and y", "llama-replicas of different grids"),
             *("gpt2-and recomputed", "llama-x, y and z"),
         ),
-        PARTS[1]: ("llama-x and y", "llama-replicas of different grids", "llama-x, y and z"),
+        PARTS[1]: (
+            *("llama-x and y", "llama-positions of a row at a time, x and y", "llama-replicas of different grids"),
+            "llama-x, y and z",
+        ),
         "a_rehearsed_step_is_as_much_shorter_as_predicted": ("TP2-by rows", "TP2-by positions of a row"),
     },
     "ranks/test_offload": {FITS: ("optimizer", "activations")},

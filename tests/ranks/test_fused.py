@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 def fused_job(tokens, layout: str, **train) -> tuple[Job, Job, Plan]:
     """Return a job for one rank, the same with a plan and fused kernels, and the plan."""
     name, plan = LAYOUTS[layout]
+    train = {"validation_sequences": 16} | train  # as many as in a step: for others kernels would be compiled again
     model = name if name not in SHAPES else "llama"
     alone = make_job(tokens, model, shape=SHAPES.get(name), **train)
     job = make_job(tokens, model, plan, SHAPES.get(name), **train)
