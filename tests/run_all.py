@@ -45,6 +45,11 @@ class Stage:
     def is_on_ranks(self) -> bool:
         return self.commands[0][0] == "mpirun"
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether processes of it are forked from a server."""
+        return any(WARM in word for command in self.commands for word in command)
+
 
 WARM = "warm"
 """Stands for what forks a process of a server that has imported everything: see tests/warm_start.py."""
@@ -89,7 +94,7 @@ class Report:
     """By test; see tests/results.py."""
     seconds: float
     processor_seconds: float
-    """Of all its processes; those of Slurm's jobs are not its own."""
+    """Of all its processes; the daemons of Slurm, and what they start cold, are not its own."""
 
     def count(self, outcome: str) -> int:
         return sum(verdict["outcome"] == outcome for verdict in self.verdicts.values())
@@ -214,7 +219,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as servers:
         os.environ[CACHE_VARIABLE] = f"{folder}/compiled"  # for all stages
         for name in names or STAGES:
-            if WARM in str(stages[name]) and not server_of(Path(folder)).exists():
+            if stages[name].is_forked and not server_of(Path(folder)).exists():
                 servers.enter_context(serving(server_of(Path(folder)), COMPILER))
             reports.append(run_stage(stages[name], Path(folder), options))
     print_summary(reports)
