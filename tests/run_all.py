@@ -6,6 +6,7 @@ Ranks that crash or hang count as a failure of the test that they were in.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.busy import own_seconds  # noqa: E402
+from tests.compilers import CACHE_VARIABLE  # noqa: E402
 from tests.results import append_result, read_results  # noqa: E402
+from tests.warm_start import MODULE, client_command, serving  # noqa: E402
 
 BIN = Path(sys.executable).parent
 SILENCE_SECONDS = 900.0
@@ -41,11 +45,22 @@ class Stage:
     def is_on_ranks(self) -> bool:
         return self.commands[0][0] == "mpirun"
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether processes of it are forked from a server."""
+        return any(WARM in word for command in self.commands for word in command)
 
-PYTEST = ("python", "-m", "pytest", "-p", "tests.results", "--durations", "10", "--durations-min", "5")
+
+WARM = "warm"
+"""Stands for what forks a process of a server that has imported everything: see tests/warm_start.py."""
+COMPILER = "torch._inductor.compile_fx"
+"""Takes a rank that compiles three seconds to import."""
+OPTIONS = ("-p", "tests.results", "--durations", "10", "--durations-min", "5")
+PYTEST = ("python", "-m", "pytest", *OPTIONS)
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
-ON_RANKS = (*PYTEST, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
+ON_RANKS = (WARM, "pytest", *OPTIONS, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+ONE_HOST = ("tests/slurm", "tests/commands", "tests/unit")
 SOURCES = ("hpctrain", "tests", "benchmarks")
 LINTERS = (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",))
 STAGES = {
@@ -53,7 +68,7 @@ STAGES = {
     for stage in (
         # Commands and Slurm's jobs wait now and then: of four processes two compute. Slurm's tests come first: one
         # process does them all, and waits the most. tests/unit has the linters, too.
-        Stage("one-host", ((*PYTEST, "-n", "4", *BY_FILE, "tests/slurm", "tests/commands", "tests/unit"),)),
+        Stage("one-host", ((*PYTEST, "--tx", f"4*popen//python={WARM}", *BY_FILE, *ONE_HOST),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
     )
@@ -79,7 +94,7 @@ class Report:
     """By test; see tests/results.py."""
     seconds: float
     processor_seconds: float
-    """Of all its processes; those of Slurm's jobs are not its own."""
+    """Of all its processes; the daemons of Slurm, and what they start cold, are not its own."""
 
     def count(self, outcome: str) -> int:
         return sum(verdict["outcome"] == outcome for verdict in self.verdicts.values())
@@ -91,7 +106,11 @@ class Report:
 
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
-    program = [str(BIN / word) if word in ("python", "mpirun", "ruff", "pyright") else word for word in command]
+    names = {name: [str(BIN / name)] for name in ("python", "mpirun", "ruff", "pyright")}
+    client = client_command(server_of(results.parent))
+    names[WARM] = [*client, MODULE]
+    program = [part for word in command for part in names.get(word, [word])]
+    program = [word.replace(f"python={WARM}", f"python={shlex.join(client)}") for word in program]
     print(f"+ {' '.join(command)}", flush=True)
     process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
     begun = time.time()
@@ -104,6 +123,10 @@ def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     finally:
         _stop(process)
     return process.returncode, ""
+
+
+def server_of(folder: Path) -> Path:
+    return folder / "server"
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -193,8 +216,11 @@ def main(names: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
     reports = []
-    with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as servers:
+        os.environ[CACHE_VARIABLE] = f"{folder}/compiled"  # for all stages
         for name in names or STAGES:
+            if stages[name].is_forked and not server_of(Path(folder)).exists():
+                servers.enter_context(serving(server_of(Path(folder)), COMPILER))
             reports.append(run_stage(stages[name], Path(folder), options))
     print_summary(reports)
     return int(any(report.count("failed") for report in reports))

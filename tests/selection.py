@@ -10,6 +10,11 @@ LEFT_OUT = {
     "commands/test_gpu_benchmark": {
         GPU_SECTION: ("routes", "training", "fused", "prediction", "families", "checkpoints"),
     },
+    # Each value of one with a value of the other; layer norms are in tests/ranks/test_all_at_once.py.
+    "unit/test_fused": {
+        "the_fused_loss_is_that_of_single_operations": ("plain-fp32", "capped-bf16"),
+        "what_is_computed_again_has_the_same_bits_and_those_of_single_operations_are_near": ("gpt2",),
+    },
     "commands/test_mixed": {"mixed_is_nearly_the_sum_of_its_families_with_the_same_losses": ()},
     "ranks/test_fused": {name: ("grid", "grid of layer norms") for name in FUSED},
     "ranks/test_parts": {
@@ -17,7 +22,10 @@ LEFT_OUT = {
             *("llama-x and y", "llama-positions of a row at a time, x and y", "llama-replicas of different grids"),
             *("gpt2-and recomputed", "llama-x, y and z"),
         ),
-        PARTS[1]: ("llama-x and y", "llama-replicas of different grids", "llama-x, y and z"),
+        PARTS[1]: (
+            *("llama-x and y", "llama-positions of a row at a time, x and y", "llama-replicas of different grids"),
+            "llama-x, y and z",
+        ),
         "a_rehearsed_step_is_as_much_shorter_as_predicted": ("TP2-by rows", "TP2-by positions of a row"),
     },
     "ranks/test_offload": {FITS: ("optimizer", "activations")},
@@ -49,6 +57,17 @@ ON_TWO_RANKS_ALONE = {
     },
 }
 """What has nothing more to show on more ranks."""
+
+RESUMED = {"interrupted_and_resumed_is_uninterrupted_bit_for_bit": ()}
+ON_FOUR_RANKS_AT_MOST = {
+    "ranks/test_checkpoint": RESUMED,
+    "ranks/test_interleaved": {"interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_continues": ()},
+    "ranks/test_parts": {"interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit": ()},
+    "ranks/test_sequence_parallel": RESUMED,
+    "ranks/test_split_backward": {"random_tilings_are_bit_equal": ()},
+}
+"""What eight ranks show elsewhere: tests/ranks/test_all_at_once.py and test_traffic.py resume bit for bit, and
+test_tilings.py draws tilings."""
 
 
 def is_left_out(node: str, table: dict = LEFT_OUT) -> bool:

@@ -3,6 +3,7 @@
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET train job.toml     is  mpirun -n 4 hpctrain train job.toml
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET --script FILE ...  is  mpirun -n 4 python FILE ...
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET --module NAME ...  is  mpirun -n 4 python -m NAME ...
+                python -I -S tests/warm_start.py SOCKET -u -c CODE         is              python -u -c CODE
 
 Importing takes two seconds of a core for each rank, most of what a short command takes. A client here hands its
 arguments, environment, folder, streams, MPI's connection and namespaces to the server, which forks a process that goes
@@ -16,13 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SERVE = "--serve"
 SCRIPT, MODULE = "--script", "--module"
 """What stands before the file or the module of another program than hpctrain."""
+CODE = ["-u", "-c"]
+"""What stands before a program as execnet starts it."""
 MPI_STREAM = "PMI_FD"
 """The variable that holds the number of MPICH's connection to its launcher."""
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
@@ -47,10 +50,13 @@ def client_command(path: Path) -> list[str]:
 
 
 @contextmanager
-def serving(path: Path) -> Iterator[None]:
-    """Run a server that listens at `path`; it ends with this process, and what it started ends with it."""
+def serving(path: Path, *modules: str) -> Iterator[None]:
+    """Run a server that listens at `path`; it ends with this process, and what it started ends with it.
+
+    It imports some `modules`, too, which nothing imports at its start.
+    """
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "tests.warm_start", str(path), SERVE]
+    command = [sys.executable, "-m", "tests.warm_start", str(path), SERVE, *modules]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
         while not path.exists():
             if server.poll() is not None:
@@ -83,12 +89,12 @@ def call(path: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def serve(path: str) -> dict:
+def serve(path: str, modules: Sequence[str] = ()) -> dict:
     """Fork a process for each client until standard input ends; return in the forked process, with its request."""
     import gc
     import selectors
 
-    _import_everything()
+    _import_everything(modules)
     gc.collect()
     gc.freeze()  # a forked process does not copy what it only reads
     events = selectors.DefaultSelector()
@@ -144,7 +150,7 @@ def serve(path: str) -> dict:
                 link.close()
 
 
-def _import_everything() -> None:
+def _import_everything(modules: Sequence[str]) -> None:
     import importlib
     import pkgutil
 
@@ -160,6 +166,8 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
         if not module.name.endswith(("__main__", "_child", "guardian")):
             importlib.import_module(module.name)
+    for name in modules:
+        importlib.import_module(name)
 
 
 def _receive(link: socket.socket) -> dict | None:
@@ -216,13 +224,16 @@ def _run() -> None:
     elif sys.argv[1:2] == [MODULE]:
         sys.argv = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv[1:3] == CODE:
+        sys.argv, code = sys.argv[2:3], sys.argv[3]
+        exec(code, {"__name__": "__main__"})
     else:
         main()
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == [SERVE]:
-        serve(sys.argv[1])
+    if sys.argv[2:3] == [SERVE]:
+        serve(sys.argv[1], sys.argv[3:])
         _run()
     else:
         call(sys.argv[1], sys.argv[2:])

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import tomllib
 from pathlib import Path
@@ -16,7 +15,7 @@ from click.testing import CliRunner
 
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.observe.run_folder import read_events, read_metrics
-from tests.started import BIN, Finished, ranks_of
+from tests.started import BIN, ranks_of
 from tests.unit.report_page import Page, check_numbers
 from tests.warm_start import MODULE, SCRIPT
 
@@ -285,12 +284,9 @@ def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
 
 
 @pytest.mark.timeout(240)
-def test_checkpoints_are_compared_with_plain_files(folder):
+def test_checkpoints_are_compared_with_plain_files(hpctrain, folder):
     options = "--set", "plan.data=2", "--rounds", "1", "--steps", "2", "--json"
-    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "benchmarks.checkpoint", "job.toml", *options]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
-    result = last_line(Finished(done.returncode, done.stdout, done.stderr))
+    result = last_line(hpctrain(MODULE, "benchmarks.checkpoint", "job.toml", *options, ranks=2, cwd=folder))
     assert result["ranks"] == 2 and result["state_bytes"] > 100_000 and result["state_bytes"] % 12 == 0
     for name in ("write", "read", "plain_write", "plain_read"):
         assert 1e5 < result[f"{name}_bytes_per_second"] < 1e12, name

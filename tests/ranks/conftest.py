@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.pmi import init_thread
 from hpctrain.comm.world import World
+from tests.compilers import need_compiler
 from tests.ranks.small_runs import write_tokens
-from tests.selection import ON_TWO_RANKS_ALONE, is_left_out
+from tests.selection import ON_FOUR_RANKS_AT_MOST, ON_TWO_RANKS_ALONE, is_left_out
 
 TIMEOUT_SECONDS = 60.0
 VERDICT_SECONDS = 2 * TIMEOUT_SECONDS
@@ -64,10 +66,31 @@ def tokens(world, shared_tmp_path):
     return path
 
 
+@pytest.fixture(scope="session")
+def compiler(world, shared_tmp_path):
+    """A folder for what ranks compile. One of them tries first: the others find what it compiled."""
+    if world.rank:
+        world.agree(None)
+    try:
+        need_compiler(shared_tmp_path / "compiled")
+    finally:
+        if not world.rank:
+            world.agree(None)
+
+
+@pytest.fixture(scope="session")
+def steps(request) -> int:
+    """Steps of a curve: what the suite has time for, and more where every layout is tried."""
+    return 20 if request.config.getoption("--thorough") else 8
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     from mpi4py import MPI
 
+    if not MPI.Is_initialized():  # the process was forked from one that has imported MPI
+        init_thread(MPI)
+        config.add_cleanup(lambda: config.stash[FAILED] or MPI.Finalize())
     config.stash[FAILED] = False
     config.stash[VERDICTS] = MPI.COMM_WORLD.Dup()
     config.addinivalue_line("markers", "ranks(*sizes): run on these numbers of ranks")
@@ -86,8 +109,10 @@ def pytest_collection_modifyitems(config, items):
     def fits(item) -> bool:
         marker = item.get_closest_marker("ranks")
         size = MPI.COMM_WORLD.size
-        if size > 2 and not config.getoption("--thorough") and is_left_out(item.nodeid, ON_TWO_RANKS_ALONE):
-            return False
+        is_all = config.getoption("--thorough")
+        for most, table in ((2, ON_TWO_RANKS_ALONE), (4, ON_FOUR_RANKS_AT_MOST)):
+            if size > most and not is_all and is_left_out(item.nodeid, table):
+                return False
         return size in marker.args if marker else size not in (2, 8)
 
     config.hook.pytest_deselected(items=[item for item in items if not fits(item)])

@@ -129,10 +129,17 @@ def losses(
     return [m["loss"] for m in result] + [result[0]["grad_norm"], trainer.validate(validation)]
 
 
-@functools.cache
-def losses_of_one_rank(world, tokens: Path, model: str, steps: int) -> list[float]:
-    """Return the losses of rank 0 alone, computed once. All ranks must call."""
-    return world.on_first_rank(lambda: losses(Alone(), make_job(tokens, model), steps))
+REFERENCES: dict[str, list[float]] = {}
+"""Losses of rank 0 alone, by the job and the number of steps."""
+
+
+def losses_of_one_rank(world, tokens: Path, model: str, steps: int, **sizes) -> list[float]:
+    """Return the losses of rank 0 alone for the arguments of `make_job`, computed once. All ranks must call."""
+    job = make_job(tokens, model, **sizes)
+    key = f"{steps} {job!r}"
+    if key not in REFERENCES:
+        REFERENCES[key] = world.on_first_rank(lambda: losses(Alone(), job, steps))
+    return REFERENCES[key]
 
 
 def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: dict[int, list[dict]]) -> None:

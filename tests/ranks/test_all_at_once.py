@@ -14,13 +14,13 @@ from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.compilers import need_compiler
 from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job
 
-STEPS, INTERRUPTED = 20, 7
+INTERRUPTED = 3
 ROWS, MICROBATCHES, BLOCKS = 4, 2, 4
 LAST = 2 * BLOCKS + 2
 SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
+SIZES = {"shape": SHAPE, "global_batch": ROWS * MICROBATCHES, "learning_rate": 1e-2}
 FUSED = "fused"
 CUT, SHARDED = TensorGrid(y=2, sequence_parallel=True), TensorGrid(z=2)
 OVERLAP = Overlap(tensor=True, data=True, z=True, forward=False, tensor_parts=2, bucket_bytes=3000)
@@ -69,31 +69,31 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("name", PLANS.get(MPI.COMM_WORLD.size, ()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler(shared_tmp_path):
-    need_compiler(shared_tmp_path / "compiled")
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 @functools.cache
-def one_rank(world, tokens, folder) -> list[float]:
+def one_rank(world, tokens, folder, steps: int) -> list[float]:
     """Return losses and norms of rank 0 alone, with none of the features."""
-    job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=ROWS * MICROBATCHES, steps=STEPS)
+    job = make_job(tokens, "gpt2", **SIZES)
     whole = Plan((Tile(Interval(0, LAST), Interval(0, ROWS), (0,)),), MICROBATCHES, ROWS)
-    return world.on_first_rank(lambda: go_on(Alone(), job, whole, folder, STEPS, resume=False))
+    return world.on_first_rank(lambda: go_on(Alone(), job, whole, folder, steps, resume=False))
 
 
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(240)
-def test_all_features_at_once_train_as_one_rank_and_resume_bit_for_bit(world, tokens, folder, shared_tmp_path, name):
+def test_all_features_at_once_train_as_one_rank_and_resume_bit_for_bit(
+    world, tokens, folder, shared_tmp_path, name, steps
+):
     plan = Plan(PLANS[world.size][name], MICROBATCHES, ROWS, "zb-h1" if name == "zero bubble" else "1f1b")
-    job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=ROWS * MICROBATCHES, steps=STEPS)
+    job = make_job(tokens, "gpt2", **SIZES)
     job = job.model_copy(update={"overlap": OVERLAP, "kernels": KERNELS})
     check_plan(job, plan, name)
     check_schedules(plan, reduce_early=True)
     check_launch_order(plan)
-    uninterrupted = go_on(world, job, plan, folder / "once", STEPS, resume=False)
+    uninterrupted = go_on(world, job, plan, folder / "once", steps, resume=False)
     first = go_on(world, job, plan, folder, INTERRUPTED, resume=False)
-    assert first + go_on(world, job, plan, folder, STEPS - INTERRUPTED, resume=True) == uninterrupted
-    expected = one_rank(world, tokens, shared_tmp_path / "one")
-    assert expected[2 * (STEPS - 1)] < 0.95 * expected[0], "the reference learns"
+    assert first + go_on(world, job, plan, folder, steps - INTERRUPTED, resume=True) == uninterrupted
+    expected = one_rank(world, tokens, shared_tmp_path / "one", steps)
+    assert expected[2 * (steps - 1)] < 0.95 * expected[0], "the reference learns"
     assert largest_relative_difference(uninterrupted[::2], expected[::2]) < 1e-5

@@ -17,7 +17,7 @@ from tests.ranks.small_runs import make_trainer, whole
 from tests.ranks.test_tilings import MICROBATCHES, MODELS, ROWS, TOLERANCE, job_of
 from tests.tilings import tilings
 
-FIRST_STEPS, MORE_STEPS = 2, 4
+FIRST_STEPS, MORE_STEPS = 2, 2
 KEYS = ({}, {"parts": "node"}, {"compression": "gzip"})
 
 

@@ -6,7 +6,6 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from tests.compilers import need_compiler
 from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, losses, make_job
 
 STEPS = 8
@@ -18,14 +17,13 @@ LAYOUTS = {
 SHAPES = {"qwen3": {"architecture": "qwen3", "num_kv_heads": 2, "ffn_size": 64}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler(shared_tmp_path):
-    need_compiler(shared_tmp_path / "compiled")
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def fused_job(tokens, layout: str, **train) -> tuple[Job, Job, Plan]:
     """Return a job for one rank, the same with a plan and fused kernels, and the plan."""
     name, plan = LAYOUTS[layout]
+    train = {"validation_sequences": 16} | train  # as many as in a step: for others kernels would be compiled again
     model = name if name not in SHAPES else "llama"
     alone = make_job(tokens, model, shape=SHAPES.get(name), **train)
     job = make_job(tokens, model, plan, SHAPES.get(name), **train)

@@ -18,12 +18,19 @@ PLANS = [
     {"tensor": {"z": 2}, "data": 2},
     {"tensor": {"z": 2}, "data": 2, "zero": 3},
     {"data": 4, "zero": 2},
-    {"tensor": {"y": 2}, "pipeline": 2},
+    {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 2},
     {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True},
-    {"pipeline": 2, "data": 2, "virtual_stages": 2},
-    {"tensor": {"y": 2}, "pipeline": 2, "sequence_parallel": True, "schedule": "zb-h1", "offload": "all"},
+    {"pipeline": 2, "data": 2, "virtual_stages": 2, "microbatch": 1},
+    {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 2, "sequence_parallel": True}
+    | {"schedule": "zb-h1", "offload": "all"},
     {"tensor": {"x": 2, "y": 2}, "sequence_parallel": True, "recompute": "selective", "offload": "activations"},
 ]
+
+
+def small(plan: dict) -> dict:
+    """Return the sizes of a job of few blocks and rows, which has all operations of a plan in every order."""
+    layers = 2 * plan.get("virtual_stages", 1)
+    return {"shape": {"num_layers": layers}, "global_batch": 8, "validation_sequences": 8}
 
 
 def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
@@ -59,11 +66,12 @@ def counted_waits(device):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, tokens, plan):
-    alone = losses_of_one_rank(world, tokens, "gpt2", 3)
+    sizes = small(plan)
+    alone = losses_of_one_rank(world, tokens, "gpt2", 3, **sizes)
     results = []
     for on in (True, False):
         pretended = Pretended(world, "aaaa", native=True)
-        results.append(losses(pretended, job_of(tokens, plan, on), 3, pretended.device))
+        results.append(losses(pretended, job_of(tokens, plan, on, **sizes), 3, pretended.device))
         pretended.close()
     assert results[0] == results[1]
     assert largest_relative_difference(results[0], alone) < 1e-5
@@ -75,7 +83,7 @@ def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, to
 def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
     def waits_of_a_step() -> list[str]:
         pretended = Pretended(world, "aaaa", native=True)
-        job = job_of(tokens, plan | {"microbatch": 2}, on=True)
+        job = job_of(tokens, plan | {"microbatch": 2}, True, **small(plan))
         _, training, _ = open_datasets(job.data, job.train.seed)
         trainer = make_trainer(pretended, job, accelerator=pretended.device)
         trainer.initialise()
@@ -107,7 +115,7 @@ def test_in_the_first_step_each_operation_has_ended_before_the_next(world, token
 
     def trained() -> list[dict]:
         pretended = Pretended(world, families, native=True)
-        job = job_of(tokens, plan | {"microbatch": 2}, True)
+        job = job_of(tokens, plan | {"microbatch": 2}, True, **small(plan))
         _, training, _ = open_datasets(job.data, job.train.seed)
         trainer = make_trainer(pretended, job, accelerator=pretended.device)
         trainer.initialise()

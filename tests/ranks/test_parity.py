@@ -53,12 +53,6 @@ def name_of(layout) -> str:
     return "x".join(map(str, layout))
 
 
-@pytest.fixture(scope="module")
-def steps(request) -> int:
-    """Steps of a curve: what the suite has time for, and more where every layout is tried."""
-    return 20 if request.config.getoption("--thorough") else 8
-
-
 @functools.cache
 def reference(world, tokens, model: str, steps: int) -> list[float]:
     """The losses of one rank, computed once, by rank 0."""

@@ -12,7 +12,8 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer
 
-STEPS = 8
+STEPS, AGAIN = 8, 3
+"""Steps of a curve, and of its repetition, which has the same bits or other ones from the first."""
 HALF_TOLERANCE = 2e-2
 """Of losses in half precision, of those in fp32: an activation is rounded by 5e-4 (fp16) or 4e-3 (bf16), often."""
 LAYOUTS = {
@@ -113,8 +114,8 @@ def test_one_family_in_half_precision_and_one_in_fp32(world, tokens, dtype, shap
         result = curve(world, job_in(tokens, "fp32", precision=precision), plan)
         for key in ("loss", "grad_norm"):
             assert largest_relative_difference(of(result, key), of(exact, key)) < HALF_TOLERANCE, zero
-        again = curve(world, job_in(tokens, "fp32", precision=precision), plan)
-        assert again == result, "bit for bit"
+        again = curve(world, job_in(tokens, "fp32", precision=precision), plan, AGAIN)
+        assert again == result[:AGAIN], "bit for bit"
 
 
 @pytest.mark.ranks(2)
@@ -150,4 +151,4 @@ def test_products_in_fp8_follow_one_rank_on_all_layouts(world, tokens, dtype):
         job = job_in(tokens, dtype, layout, precision)
         result = curve(world, job)
         assert largest_relative_difference(of(result, "loss"), of(expected, "loss")) < tolerance, layout
-        assert result == curve(world, job), "bit for bit"
+        assert result[:AGAIN] == curve(world, job, steps=AGAIN), "bit for bit"

@@ -33,7 +33,7 @@ from tests.ranks.small_runs import (
     make_job,
     make_trainer,
 )
-from tests.ranks.test_launches import PLANS, job_of
+from tests.ranks.test_launches import PLANS, job_of, small
 from tests.ranks.test_staged import Pretended
 from tests.ranks.watched_nccl import WatchedNccl
 
@@ -92,9 +92,10 @@ def test_every_architecture_has_the_losses_of_a_host_and_waits_once_a_step(world
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=[str(plan) for plan in PLANS])
 def test_nothing_races(world, tokens, number):
     """With all overlaps on, by each route in turn."""
-    alone = losses_of_one_rank(world, tokens, "gpt2", STEPS)
+    sizes = small(PLANS[number])
+    alone = losses_of_one_rank(world, tokens, "gpt2", STEPS, **sizes)
     with watched():
-        result = trained(world, "aaaa", job_of(tokens, PLANS[number], True), ROUTES[number % len(ROUTES)])
+        result = trained(world, "aaaa", job_of(tokens, PLANS[number], True, **sizes), ROUTES[number % len(ROUTES)])
     assert not every_complaint(world)
     assert largest_relative_difference(result, alone) < 1e-5
 
@@ -103,9 +104,11 @@ def test_nothing_races(world, tokens, number):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("of_ranks", ["aaab", "acac"])
 def test_nothing_races_between_families(world, tokens, of_ranks):
-    alone = losses_of_one_rank(world, tokens, "llama", STEPS)
+    plan = {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True}
+    sizes = small(plan)
+    alone = losses_of_one_rank(world, tokens, "llama", STEPS, **sizes)
     with watched():
-        job = job_of(tokens, {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True}, True, "llama")
+        job = job_of(tokens, plan, True, "llama", **sizes)
         result = trained(world, of_ranks, job, {"native": True})
     assert not every_complaint(world)
     assert largest_relative_difference(result, alone) < 1e-5
@@ -114,15 +117,16 @@ def test_nothing_races_between_families(world, tokens, of_ranks):
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("plan", "is_proven"), [({"pipeline": 2, "data": 2}, True), ({"tensor": {"y": 2}, "pipeline": 2}, False)], ids=str
+    ("plan", "is_proven"), [({"pipeline": 2, "data": 2, "microbatch": 1}, True), (PLANS[3], False)], ids=str
 )
 def test_mpi_has_memory_of_devices_between_families_where_no_operation_waits_for_it(world, tokens, plan, is_proven):
     """Inside a family, whose library is at work, it never has."""
-    job = job_of(tokens, plan, True, "llama")
+    sizes = small(plan)
+    job = job_of(tokens, plan, True, "llama", **sizes)
     bridge = Bridge(frozenset("ab"), frozenset("ab"), job.model.description.tied_head)
     refusal = message_refusal(resolve_plan(job, 4, list("aabb")).plan, bridge, job)
     assert ("HPCTRAIN_DIRECT=1 forces it" in refusal) != is_proven
-    alone = losses_of_one_rank(world, tokens, "llama", STEPS)
+    alone = losses_of_one_rank(world, tokens, "llama", STEPS, **sizes)
     route = {"native": True, "direct": "ab", "exports": False, "bridge": Ability(is_proven, refusal)}
     for on_ranks, is_given in (("aabb", is_proven), ("aaaa", False)):
         given = []
@@ -269,11 +273,14 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(world, tokens, mistake):
     of, name, replacement, route, complaint = MISTAKES[mistake]
-    alone = losses_of_one_rank(world, tokens, "gpt2", STEPS)
-    plan = {"pipeline": 2} if of in (PeerMemory, maker) else {"tensor": {"y": 2}, "sequence_parallel": True}
+    plan = {"tensor": {"y": 2}, "sequence_parallel": True}
+    if of in (PeerMemory, maker):
+        plan = {"pipeline": 2, "microbatch": 2}
+    sizes = small(plan)
+    alone = losses_of_one_rank(world, tokens, "gpt2", STEPS, **sizes)
     with watched() as device, patch.object(of, name, replacement):
         try:
-            result = trained(world, "aa", job_of(tokens, plan, True), route)
+            result = trained(world, "aa", job_of(tokens, plan, True, **sizes), route)
         except TrainingError:  # of all ranks: what is poisoned is no number
             result = [float("inf")] * len(alone)
         if largest_relative_difference(result, alone) > 1e-5:

@@ -32,7 +32,7 @@ from tests.ranks.small_runs import (
 from tests.tilings import share_items_by_different_grids, tilings
 
 TOLERANCE = 1e-5
-STEPS = 5
+STEPS = 3
 LAYERS, ROWS, MICROBATCHES = 3, 5, 3
 SHAPE = {"num_layers": LAYERS, "hidden_size": 16, "num_heads": 4}
 MODELS = {
@@ -146,8 +146,8 @@ FIXED = {
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tiling", FIXED)
-def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
-    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=20)
+def test_tilings_of_four_ranks(world, tokens, steps, tiling):
+    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=steps)
 
 
 CHECKPOINTED = {

@@ -12,14 +12,14 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of
 from tests.ranks.small_runs import by, bytes_of_a_step, make_job, make_trainer, parametrize_by_turns, whole
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED, ROWS = 3, 2, 8
 SHAPE = {"num_layers": 4}
 OFF = {"tensor": False, "data": False, "z": False}
 LAYOUTS = {
     2: [
         {"tensor": {"z": 2}, "microbatch": 4},
         {"tensor": {"z": 2}, "recompute": "full"},
-        {"data": 2, "zero": 3, "microbatch": 4},
+        {"data": 2, "zero": 3, "microbatch": 2},
         {"data": 2, "zero": 2},
     ],
     4: [
@@ -27,7 +27,7 @@ LAYOUTS = {
         {"tensor": {"x": 2, "z": 2}, "recompute": "full"},
         {"tensor": {"y": 2, "z": 2}, "microbatch": 4},
         {"tensor": {"z": 2}, "pipeline": 2, "microbatch": 4},
-        {"tensor": {"z": 2}, "data": 2, "zero": 3, "microbatch": 4},
+        {"tensor": {"z": 2}, "data": 2, "zero": 3, "microbatch": 2},
     ],
     8: [
         {"tensor": {"y": 2, "z": 2}, "pipeline": 2, "microbatch": 4},
@@ -85,7 +85,7 @@ def assert_same_bits(world, job, folder, plan: Plan | None = None) -> None:
 def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens, folder, layout, route, monkeypatch):
     monkeypatch.setattr(world, "settings", by(route, world.settings))
     model = "llama" if route == "auto" else "gpt2"
-    assert_same_bits(world, make_job(tokens, model, layout, shape=SHAPE, steps=STEPS), folder)
+    assert_same_bits(world, make_job(tokens, model, layout, shape=SHAPE, steps=STEPS, global_batch=ROWS), folder)
 
 
 @pytest.mark.ranks(4)

@@ -9,10 +9,11 @@ from tests.slurm.work import Work
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory) -> SlurmSite:
+def site(tmp_path_factory, warm_start) -> SlurmSite:
     if reason := missing():
         pytest.skip(reason)
     with open_site(tmp_path_factory.mktemp("slurm")) as site:
+        site.start_warm(warm_start)
         yield site
 
 

@@ -17,7 +17,7 @@ MANY = 100
 def test_a_job_on_equal_nodes(work: Work):
     work.write_job(steps=10)
     script = work.slurm("--nodes", "2", "--ranks-per-node", "2", "--time", "5")
-    job = work.submit(script, "--partition=fast")
+    job = work.submit(script, "--partition=fast", cold=True)
     work.site.await_state(job, "COMPLETED", "FAILED")
     out = work.output()
     assert "on 4 cpu ranks" in out, out

@@ -66,8 +66,8 @@ class Work:
         assert done.code == 0, done.err
         return self.folder / run / "job.sbatch"
 
-    def submit(self, script: Path, *options: str) -> str:
-        return self.site.submit(script, *options)
+    def submit(self, script: Path, *options: str, cold: bool = False) -> str:
+        return self.site.submit(script, *options, cold=cold)
 
     def await_steps(self, count: int, run: str = "run", seconds: float = 120.0) -> None:
         """Wait until so many steps are done."""

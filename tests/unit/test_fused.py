@@ -85,8 +85,8 @@ def test_what_is_computed_again_has_the_same_bits_and_those_of_single_operations
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["plain", "capped"])
 def test_the_fused_loss_is_that_of_single_operations(kernels, cap, dtype):
     """With padded columns, targets of other ranks, and targets that do not count; the given logits stay as they are."""
     generator = torch.Generator().manual_seed(1)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import PlanError, TopologyError
-from hpctrain.jobs.common import check_runs, ready_miniature
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import command
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import load_plan
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.search import Limits, Search, search
-from hpctrain.planner.setup import HPCTRAIN, Setup
+from hpctrain.planner.setup import Setup
 from hpctrain.planner.space import Space
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -79,7 +79,7 @@ def best(cluster: Cluster, batch: int = 8, setup: Setup | None = None, **space):
 
 @lru_cache(None)
 def best_with_few(tables: tuple[tuple[str, int, int], ...], network: tuple[tuple[str, float], ...]):
-    return best(cluster_of(list(tables), **dict(network)), zero=(1,), microbatches=(2, 4))
+    return best(cluster_of(list(tables), **dict(network)), zero=(1,), microbatches=(4,))
 
 
 TWO_FAMILIES = ("a", 1, 2), ("b", 1, 1), ("a", 1, 2)
@@ -105,7 +105,7 @@ def test_a_family_by_two_names_is_one(split):
 
 @pytest.mark.parametrize("tables", [[("a", 2, 2)], [("a", 1, 2), ("b", 1, 1)]])
 def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(tables):
-    once, thrice = (best(cluster_of(tables, times=times)) for times in (300.0, 900.0))
+    once, thrice = (best(cluster_of(tables, times=times), microbatches=(2, 4)) for times in (300.0, 900.0))
     assert thrice.best.seconds == pytest.approx(3 * once.best.seconds, rel=1e-3), "but for launches"
     assert thrice.lower_bound_seconds == pytest.approx(3 * once.lower_bound_seconds, rel=1e-3)
 
@@ -192,16 +192,6 @@ def test_the_answer_depends_on_the_budget_alone():
     assert not result[0].is_complete
     more = search(setup, 16, cluster)
     assert more.best.seconds <= result[0].best.seconds
-
-
-@pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
-def test_what_is_planned_for_a_ready_cluster_can_run(name):
-    made = ready_miniature(name)
-    job, cluster = made.job, made.cluster
-    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
-    result = search(setup, job.train.global_batch, cluster, limits=Limits(scored=400, timed=4))
-    for timed in result.plans:
-        check_runs(job, timed.plan, "the result")
 
 
 def test_a_limit_in_seconds_still_gives_a_plan():

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.small_runs import MODELS
-from tests.selection import LEFT_OUT, ON_TWO_RANKS_ALONE, is_left_out
+from tests.selection import LEFT_OUT, ON_FOUR_RANKS_AT_MOST, ON_TWO_RANKS_ALONE, is_left_out
 
 TESTS = Path(__file__).parents[1]
-NAMED = [(file, name) for table in (LEFT_OUT, ON_TWO_RANKS_ALONE) for file, tests in table.items() for name in tests]
+TABLES = (LEFT_OUT, ON_TWO_RANKS_ALONE, ON_FOUR_RANKS_AT_MOST)
+NAMED = [(file, name) for table in TABLES for file, tests in table.items() for name in tests]
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)
