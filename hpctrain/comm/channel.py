@@ -69,12 +69,13 @@ class SharedChannel(Channel):
 
     route, reason = "shared memory", "of one host"
 
-    def __init__(self, mpi, comm, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
+    def __init__(self, comm, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
         super().__init__(instruments)
         self._slot_bytes = -(-num_bytes // 64) * 64
         self._depth, self._patience = depth, patience
-        self._window = SharedWindow(mpi, comm, self._slot_bytes * depth)
+        self._window = SharedWindow(comm, self._slot_bytes * depth)
         self._me, self._peer = comm.rank, 1 - comm.rank
+        comm.Free()
         self._sent = self._received = 0
 
     def _await(self, index: int, value: int, what: str) -> None:
@@ -102,7 +103,7 @@ class SharedChannel(Channel):
         window.publish(1, self._received)
 
     def abandon(self) -> None:
-        self._window.abandon()
+        pass
 
     def close(self) -> None:
         self._window.close()
@@ -165,7 +166,7 @@ def make_channel(
     """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
     ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
     if routes.shares_memory(ranks):
-        return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience, instruments)
+        return SharedChannel(routes.sub_communicator(ranks), num_bytes, depth, patience, instruments)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
     outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())

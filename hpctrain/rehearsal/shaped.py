@@ -8,7 +8,6 @@ group has left. All ranks of a rehearsal are on one host: the flows are in memor
 import fcntl
 import math
 import os
-import tempfile
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.topology import Topology, places_of
-from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
+from hpctrain.comm.window import SharedWindow, share_files
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
@@ -46,16 +45,9 @@ class HostLock:
 
     def __init__(self, comm):
         """All ranks must call."""
-        folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
-        path = None
-        if comm.rank == 0:
-            self._file, path = tempfile.mkstemp(prefix="hpctrain-lock-", dir=folder)
-        path = comm.bcast(path)
-        if comm.rank:
-            self._file = os.open(path, os.O_RDWR)
-        comm.Barrier()
-        if comm.rank == 0:
-            os.unlink(path)
+        self._file, *others = share_files(comm, 0, lambda path, _: os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        for file in others:
+            os.close(file)
         self._threads = threading.Lock()
 
     def __enter__(self) -> None:
@@ -85,7 +77,7 @@ class ShapedNetwork:
         doubles = Fluid.num_doubles(num_slots)
         self._lock = HostLock(comm)
         num_bytes = 8 * (doubles + 3 * num_slots + 1) if comm.rank == 0 else 0
-        self._window = SharedWindow(mpi, comm.Dup(), num_bytes)
+        self._window = SharedWindow(comm, num_bytes)
         memory = self._window.bytes[0].numpy().data
         integers = memory[8 * (doubles + num_slots) :].cast("q")
         self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")

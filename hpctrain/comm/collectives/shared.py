@@ -36,11 +36,11 @@ class SharedCollectives:
 
     name = "shared memory"
 
-    def __init__(self, mpi, comm):
+    def __init__(self, comm):
         """`comm` is the group's, and owned from now on. All ranks must call."""
         self.rank, self.size = comm.rank, comm.size
-        self._mpi, self._comm = mpi, comm
-        self._window = SharedWindow(mpi, comm.Dup(), 2 * SLOT_BYTES)
+        self._comm = comm
+        self._window = SharedWindow(comm, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
         self._settled = 0  # all ranks are known to have announced this much
@@ -54,7 +54,7 @@ class SharedCollectives:
         Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
         """
         region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
-        return None if region is None else region.bytes[self.rank].zero_()
+        return None if region is None else region.bytes[self.rank]
 
     def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
         """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
@@ -62,16 +62,13 @@ class SharedCollectives:
         region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
         if region is None:
             return None
-        if self.rank == 0:
-            region.bytes[0].zero_()
-        self._comm.Barrier()
         return region.bytes[0]
 
     def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
-        if not self._comm.allreduce(enough, op=self._mpi.LAND):
+        if not all(self._comm.allgather(enough)):
             return None
-        self._regions.append(SharedWindow(self._mpi, self._comm.Dup(), num_bytes))
+        self._regions.append(SharedWindow(self._comm, num_bytes))
         return self._regions[-1]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
@@ -245,8 +242,6 @@ class SharedCollectives:
 
     def abandon(self) -> None:
         self._open = False
-        for window in (self._window, *self._regions):
-            window.abandon()
 
     def close(self) -> None:
         self._view.cache_clear()

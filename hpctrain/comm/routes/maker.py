@@ -113,7 +113,7 @@ class RouteMaker:
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)
             if route.kind == "shared":
-                return SharedCollectives(self.mpi, self.sub_communicator(ranks))
+                return SharedCollectives(self.sub_communicator(ranks))
             domains = route.domains
         else:
             own, accelerator = self._family(self.rank), self._devices.accelerator

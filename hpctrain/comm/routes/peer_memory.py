@@ -28,9 +28,10 @@ PROVEN_BYTES = 4096
 class PeerMemory:
     """The slots of two ranks' devices, and how many were filled and emptied. Made by `connect_peers`."""
 
-    def __init__(self, window: SharedWindow, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
+    def __init__(self, window: SharedWindow, comm, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
         self.accelerator = accelerator
-        self._window, self._memory = window, (own, other)
+        self._window, self._comm, self._memory = window, comm, (own, other)
+        self._open = True
         self.slot_bytes = own.numel() // SLOTS
         self.own, self.other = own.split(self.slot_bytes), other.split(self.slot_bytes)
         self._me, self._peer = window.counters[window.rank], window.counters[1 - window.rank]
@@ -77,7 +78,7 @@ class PeerMemory:
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
     def abandon(self) -> None:
-        self._window.abandon()
+        self._open = False
 
     def close(self) -> None:
         """Both ranks must call."""
@@ -85,7 +86,11 @@ class PeerMemory:
         self.accelerator.synchronize()
         self.accelerator.close_memory(other)
         self._me = self._peer = []
-        self._window.close()  # for which both wait: nobody has the other's memory open any more
+        self._window.close()
+        if self._open:
+            self._open = False
+            self._comm.Barrier()  # nobody has the other's memory open any more
+            self._comm.Free()
         self.accelerator.free_memory(own)
 
 
@@ -117,7 +122,7 @@ def connect_peers(mpi, comm, accelerator: Accelerator) -> PeerMemory | Ability:
             refusal = f"{type(error).__name__}: {error}"
     refusals = [text for text in comm.allgather(refusal) if text is not None]
     if exported is not None and other is not None and not refusals:
-        return PeerMemory(SharedWindow(mpi, comm, 0), accelerator, exported.memory, other)
+        return PeerMemory(SharedWindow(comm, 0), comm, accelerator, exported.memory, other)
     if other is not None:
         accelerator.close_memory(other)
     comm.Barrier()
