@@ -8,6 +8,7 @@ import torch
 from hpctrain.comm.communicator import Lane, Started
 from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.lanes import Progress
+from hpctrain.comm.members import Members
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.waiting import Patience, wait_until
@@ -69,13 +70,12 @@ class SharedChannel(Channel):
 
     route, reason = "shared memory", "of one host"
 
-    def __init__(self, comm, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
+    def __init__(self, members: Members, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
         super().__init__(instruments)
         self._slot_bytes = -(-num_bytes // 64) * 64
         self._depth, self._patience = depth, patience
-        self._window = SharedWindow(comm, self._slot_bytes * depth)
-        self._me, self._peer = comm.rank, 1 - comm.rank
-        comm.Free()
+        self._window = SharedWindow(members, self._slot_bytes * depth)
+        self._me, self._peer = members.rank, 1 - members.rank
         self._sent = self._received = 0
 
     def _await(self, index: int, value: int, what: str) -> None:
@@ -151,7 +151,7 @@ class LaneChannel(Channel):
         self._open = False
         for work in self._in_flight:
             work.wait()
-        self._outgoing.close()  # and with it the incoming one's: they have the same communicator
+        self._outgoing.close()  # and with it the incoming one's: they have the same backend
 
 
 def make_channel(
@@ -166,7 +166,7 @@ def make_channel(
     """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
     ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
     if routes.shares_memory(ranks):
-        return SharedChannel(routes.sub_communicator(ranks), num_bytes, depth, patience, instruments)
+        return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
     outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())

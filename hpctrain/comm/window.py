@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from hpctrain.comm.litter import PREFIX, SHARED_MEMORY
-from hpctrain.comm.members import on_all
+from hpctrain.comm.members import Members, on_all
 from hpctrain.config.errors import CommError
 
 T = TypeVar("T")
@@ -25,10 +25,10 @@ def free_bytes(path: str | os.PathLike = SHARED_MEMORY) -> int:
     return result.f_bavail * result.f_frsize
 
 
-def share_files(comm, num_bytes: int, open_file: Callable[[str, int], T]) -> list[T]:
+def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int], T]) -> list[T]:
     """Return what `open_file` makes of the new files of all ranks, by rank, each given its path and its bytes.
 
-    All ranks of `comm` must call, each with the size of its own file. Files lose their names as soon as all have opened
+    All members must call, each with the size of its own file. Files lose their names as soon as all have opened
     them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.litter`). Where one rank cannot
     make or open a file, all raise CommError.
     """
@@ -42,18 +42,18 @@ def share_files(comm, num_bytes: int, open_file: Callable[[str, int], T]) -> lis
             return path
 
         try:
-            files = comm.allgather((on_all(comm, make_own), num_bytes))
-            return on_all(comm, lambda: [open_file(path, size) for path, size in files])
+            files = members.allgather((on_all(members, make_own), num_bytes))
+            return on_all(members, lambda: [open_file(path, size) for path, size in files])
         except CommError as error:
             raise CommError(f"ranks of one host cannot share memory in {SHARED_MEMORY}: {error}") from error.__cause__
 
 
 class SharedWindow:
-    """One such memory, zeroed. Made by all ranks of `comm`; used by one thread at a time."""
+    """One such memory, zeroed. Made by all members; used by one thread at a time."""
 
-    def __init__(self, comm, num_bytes: int):
-        self.rank, self.size = comm.rank, comm.size
-        memory = share_files(comm, HEADER_BYTES + num_bytes, _map_file)
+    def __init__(self, members: Members, num_bytes: int):
+        self.rank, self.size = members.rank, members.size
+        memory = share_files(members, HEADER_BYTES + num_bytes, _map_file)
         # A memoryview reads and writes a counter in a fifth of the time that a numpy array takes.
         self.counters = [m[: 8 * NUM_COUNTERS].numpy().data.cast("q") for m in memory]
         self.bytes = [m[HEADER_BYTES:] for m in memory]

@@ -76,7 +76,7 @@ class Pretended:
         devices = Devices(self.device, known, bridge)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
-        self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
+        self.routes = RouteMaker(world.space, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
         backend, lane = self.backend(ranks, on_host), None

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from hpctrain.comm import window as windows
+from hpctrain.comm.members import Members
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.window import SharedWindow
@@ -36,17 +37,16 @@ class SharedCollectives:
 
     name = "shared memory"
 
-    def __init__(self, comm):
-        """`comm` is the group's, and owned from now on. All ranks must call."""
-        self.rank, self.size = comm.rank, comm.size
-        self._comm = comm
-        self._window = SharedWindow(comm, 2 * SLOT_BYTES)
+    def __init__(self, members: Members):
+        """All ranks must call."""
+        self.rank, self.size = members.rank, members.size
+        self._members = members
+        self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
         self._settled = 0  # all ranks are known to have announced this much
         self._half = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
-        self._open = True
 
     def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
@@ -66,9 +66,9 @@ class SharedCollectives:
 
     def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
-        if not all(self._comm.allgather(enough)):
+        if not self._members.combine(enough, all):
             return None
-        self._regions.append(SharedWindow(self._comm, num_bytes))
+        self._regions.append(SharedWindow(self._members, num_bytes))
         return self._regions[-1]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
@@ -241,15 +241,12 @@ class SharedCollectives:
             start += step
 
     def abandon(self) -> None:
-        self._open = False
+        pass
 
     def close(self) -> None:
         self._view.cache_clear()
         for window in (*self._regions, self._window):
             window.close()
-        if self._open:
-            self._open = False
-            self._comm.Free()
 
 
 def _part(flat: torch.Tensor, start: int, size: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalColl
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.instruments import Pace
+from hpctrain.comm.members import MessageSpace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
@@ -20,21 +21,12 @@ from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Trans
 from hpctrain.comm.settings import Settings
 
 
-def sub_communicator(mpi, parent, ranks: Sequence[int]):
-    """Make an MPI communicator of these ranks alone, in this order; only they call."""
-    group = parent.group.Incl(list(ranks))
-    made = parent.Create_group(group)
-    group.Free()
-    return made
-
-
 class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
-    def __init__(self, mpi, parent, settings: Settings, nccl=None):
-        """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
-        self.mpi, self.rank = mpi, parent.rank
-        self._parent = parent
+    def __init__(self, space: MessageSpace, settings: Settings, nccl=None):
+        """`nccl` replaces CuPy's module, for tests."""
+        self.space, self.rank = space, space.rank
         self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
         self._natives: list[NativeCollectives] = []
@@ -44,9 +36,6 @@ class RouteMaker:
     def _devices(self) -> Devices:
         assert self._known_devices is not None, "only groups with devices ask for them"
         return self._known_devices
-
-    def sub_communicator(self, ranks: Sequence[int]):
-        return sub_communicator(self.mpi, self._parent, ranks)
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
@@ -61,7 +50,7 @@ class RouteMaker:
             return None
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
-            return RouteMaker(self.mpi, self._parent, as_hosts).backend(ranks, pace=pace)
+            return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
         on_host = self._topology.ranks_on_host(self.rank)
         self._natives = []
         transport = self.transport(ranks, pace)
@@ -91,11 +80,11 @@ class RouteMaker:
         one, other = (self._family(rank) for rank in ranks)
         if message_route(one, other, self._devices.bridge)[0] == "direct":
             return None
-        return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
+        return connect_peers(self.space.members(ranks), self._devices.accelerator)
 
     def transport(self, ranks: Sequence[int], pace: Pace | None = None, peers: PeerMemory | None = None) -> Transport:
         """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
-        comm = self.sub_communicator(ranks)
+        members = self.space.members(ranks)
         if self._has_devices(ranks):
             own = self._family(self.rank)
             direct = [
@@ -103,24 +92,24 @@ class RouteMaker:
                 for position, rank in enumerate(ranks)
                 if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
             ]
-            return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
+            return DeviceTransport(members, self._devices.accelerator, direct, peers=peers)
         if self._rehearsal is None:
-            return HostTransport(comm)
-        return self._rehearsal.transport(comm, ranks, pace)
+            return HostTransport(members)
+        return self._rehearsal.transport(members, pace)
 
     def _collectives(self, ranks: Sequence[int], transport: Transport, pace: Pace | None = None) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)
             if route.kind == "shared":
-                return SharedCollectives(self.sub_communicator(ranks))
+                return SharedCollectives(self.space.members(ranks))
             domains = route.domains
         else:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
                 make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                self._natives.append(connect_native(make, transport.comm, accelerator))
+                self._natives.append(connect_native(make, transport.members, accelerator))
                 return ByMemory(self._natives[-1], self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())

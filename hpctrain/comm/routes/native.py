@@ -107,7 +107,7 @@ class NativeCollectives(ABC):
     sums: Collection[torch.dtype]
 
     def __init__(self, comm, accelerator: Accelerator):
-        """`comm` is the group's MPI communicator, used here alone. All ranks must call, with their devices bound."""
+        """`comm` is the group's members. All ranks must call, with their devices bound."""
         self.rank, self.size = comm.rank, comm.size
         self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
         self.name = self._kind.library

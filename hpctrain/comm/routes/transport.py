@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.members import Members, Messages
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.messages import Message, Request, chunk_bytes, plain_message, staged_message
@@ -52,12 +53,11 @@ class HostTransport:
     name = "MPI on host memory"
     polls_freely = False
 
-    def __init__(self, comm):
-        """`comm` is the group's own duplicate, and owned from now on."""
-        self.rank, self.size = comm.rank, comm.size
-        self.bytes_sent = [0] * comm.size
-        self._comm = comm
-        self._open = True
+    def __init__(self, members: Members):
+        """All ranks must call."""
+        self._messages = Messages(members)
+        self.rank, self.size, self.tag = members.rank, members.size, self._messages.tag
+        self.bytes_sent = [0] * self.size
 
     def queued(self, tensor: torch.Tensor) -> None:
         """Hosts have no streams."""
@@ -65,19 +65,17 @@ class HostTransport:
     def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         data = as_bytes(tensor)
         self.bytes_sent[peer] += data.numel()
-        return self._comm.Isend(data.numpy(), dest=peer).Test
+        return self._messages.send(data.numpy(), peer).Test
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
-        return self._comm.Irecv(as_bytes(tensor).numpy(), source=peer).Test
+        return self._messages.receive(as_bytes(tensor).numpy(), peer).Test
 
     def abandon(self) -> None:
-        self._open = False
+        self._messages.abandon()
 
     def close(self) -> None:
         """All ranks must call."""
-        if self._open:
-            self._open = False
-            self._comm.Free()
+        self._messages.close()
 
 
 class DeviceTransport:
@@ -94,22 +92,21 @@ class DeviceTransport:
 
     def __init__(
         self,
-        mpi,
-        comm,
+        members: Members,
         accelerator: Accelerator,
         direct: Collection[int] = (),
         part_bytes: Callable[[int], int] = chunk_bytes,
         peers: PeerMemory | None = None,
     ):
-        """`comm` is the group's own duplicate, and owned from now on.
+        """All ranks must call.
 
         `direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same at
         both ends. `peers` is for groups of two, and owned from now on.
         """
-        self.rank, self.size = comm.rank, comm.size
-        self.comm = comm
-        self.bytes_sent = [0] * comm.size
-        self._mpi, self._accelerator = mpi, accelerator
+        self._messages = Messages(members)
+        self.rank, self.size, self.members = members.rank, members.size, members
+        self.bytes_sent = [0] * self.size
+        self._accelerator = accelerator
         self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
         self.is_direct = bool(self._direct)
         """Whether any message is of device memory."""
@@ -135,8 +132,8 @@ class DeviceTransport:
         return self._enter(peer, False, as_bytes(tensor), after)
 
     def _post(self, peer: int, is_sent: bool, part: torch.Tensor) -> Request:
-        pointer = mpi_buffer(self._mpi, self._accelerator, part)
-        return self.comm.Isend(pointer, dest=peer) if is_sent else self.comm.Irecv(pointer, source=peer)
+        pointer = mpi_buffer(self.members.space.mpi, self._accelerator, part)
+        return self._messages.send(pointer, peer) if is_sent else self._messages.receive(pointer, peer)
 
     def _message(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Message:
         queued = self.queued(data) if after is None else after
@@ -177,8 +174,7 @@ class DeviceTransport:
 
     def abandon(self) -> None:
         self._open = False
-        if self._peers is not None:
-            self._peers.abandon()
+        self._messages.abandon()
 
     def close(self) -> None:
         """All ranks must call."""
@@ -186,4 +182,4 @@ class DeviceTransport:
             self._open = False
             if self._peers is not None:
                 self._peers.close()
-            self.comm.Free()
+            self._messages.close()
