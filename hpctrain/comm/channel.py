@@ -52,9 +52,8 @@ class Channel(ABC):
     @abstractmethod
     def _receive(self, tensor: torch.Tensor) -> None: ...
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Leave without the other end: `close` will do nothing."""
+    def abandon(self) -> None:  # noqa: B027
+        """Leave without the other end: `close` will wait for nobody."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,9 +100,6 @@ class SharedChannel(Channel):
         data.copy_(window.bytes[self._peer][start : start + data.numel()])
         self._received += 1
         window.publish(1, self._received)
-
-    def abandon(self) -> None:
-        pass
 
     def close(self) -> None:
         self._window.close()

@@ -122,7 +122,6 @@ class Messages:
         self.members, self.space = members, members.space
         self.rank, self.size = members.rank, members.size
         self.tag = self.space.take_tag(members)
-        self._is_open = True
 
     def send(self, buffer, peer: int):
         """Return MPI's request."""
@@ -132,15 +131,9 @@ class Messages:
         """Return MPI's request."""
         return self.space.comm.Irecv(buffer, source=self.members.ranks[peer], tag=self.tag)
 
-    def abandon(self) -> None:
-        """Keep the tag for good: messages with it may be in flight."""
-        self._is_open = False
-
     def close(self) -> None:
-        """Give the tag back. All members must call, after all messages; a second call does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self.space.give_back(self.tag)
+        """Give the tag back. All members must call, after all messages, and none whose message may be in flight."""
+        self.space.give_back(self.tag)
 
 
 def on_all(members, attempt: Callable[[], T]) -> T:

@@ -52,12 +52,6 @@ class SilentCollectives:
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         yield from ()
 
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 class Solo:
     """Replaces the world where a layout is built (`hpctrain.engine.layout`). Nothing in it involves other ranks."""

@@ -11,12 +11,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
-from hpctrain.comm.members import Members
+from hpctrain.comm.members import Members, Messages
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.steps import Ready
@@ -223,26 +222,22 @@ class Passage:
 
 
 class ShapedTransport:
-    """Messages by an inner transport, as late as a described network would deliver them."""
+    """Messages of MPI, as late as a described network would deliver them."""
 
     polls_freely = False  # nor is it of use: they arrive whoever waits for them
 
     def __init__(
         self,
         network: ShapedNetwork,
-        inner: HostTransport,
-        ranks: Sequence[int],
+        messages: Messages,
         stream: DeviceQueue | None = None,
     ):
-        """`ranks` are the group's in the world.
-
-        Messages start at the time of `stream`, which they advance; without one, when they are sent. `inner` is owned
-        from now on.
-        """
+        """Messages start at the time of `stream`, which they advance; without one, when they are sent."""
+        inner = HostTransport(messages)
         self.name = f"{inner.name}, shaped"
         self.rank, self.size = inner.rank, inner.size
-        self._network, self._inner, self._ranks = network, inner, tuple(ranks)
-        self._group, self._stream = inner.tag, stream
+        self._network, self._inner, self._ranks = network, inner, messages.members.ranks
+        self._group, self._stream = messages.tag, stream
         self.bytes_sent = inner.bytes_sent
         self._sent, self._received = [0] * inner.size, [0] * inner.size
 
@@ -264,13 +259,6 @@ class ShapedTransport:
         latency = network.path_latency(source, network.rank)
         return Passage(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
 
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-    def close(self) -> None:
-        """All ranks must call."""
-        self._inner.close()
-
 
 class RehearsedNetwork:
     """Makes groups whose messages are as late as a described network would deliver them."""
@@ -282,9 +270,8 @@ class RehearsedNetwork:
     def pace(self, group: str = "") -> RehearsedPace:
         return RehearsedPace(self._clock, group)
 
-    def transport(self, members: Members, pace: RehearsedPace | None) -> ShapedTransport:
-        """All members must call."""
-        return ShapedTransport(self._network, HostTransport(members), members.ranks, pace and pace.stream)
+    def transport(self, messages: Messages, pace: RehearsedPace | None) -> ShapedTransport:
+        return ShapedTransport(self._network, messages, pace and pace.stream)
 
     def close(self) -> None:
         """All ranks must call."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
 from hpctrain.rehearsal.clock import DeviceQueue
 from hpctrain.rehearsal.fabric import PretendedNetwork
@@ -41,9 +40,8 @@ class Shaped:
         self._made = []
 
     def transport(self, ranks, stream: DeviceQueue | None = None) -> ShapedTransport:
-        inner = HostTransport(self.world.space.members(ranks))
-        self._made.append(ShapedTransport(self.network, inner, ranks, stream))
-        return self._made[-1]
+        self._made.append(self.world.messages(ranks))
+        return ShapedTransport(self.network, self._made[-1], stream)
 
     def note_starts(self) -> list[float]:
         """Return a list to which the exact time of each start of this rank's flows will be appended."""
@@ -59,8 +57,8 @@ class Shaped:
         return starts
 
     def close(self) -> None:
-        for transport in self._made:
-            transport.close()
+        for messages in self._made:
+            messages.close()
         self.network.close()
 
 

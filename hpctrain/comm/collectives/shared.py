@@ -240,9 +240,6 @@ class SharedCollectives:
                     section.copy_(self._view(other, half, dtype, at, at + section.numel()))
             start += step
 
-    def abandon(self) -> None:
-        pass
-
     def close(self) -> None:
         self._view.cache_clear()
         for window in (*self._regions, self._window):

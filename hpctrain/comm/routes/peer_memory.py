@@ -29,11 +29,11 @@ PROVEN_BYTES = 4096
 class PeerMemory:
     """The slots of two ranks' devices, and how many were filled and emptied. Made by `connect_peers`."""
 
-    def __init__(
-        self, window: SharedWindow, members: Members, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor
-    ):
+    def __init__(self, members: Members, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
+        """Both ranks must call."""
         self.accelerator = accelerator
-        self._window, self._members, self._memory = window, members, (own, other)
+        self._window = window = SharedWindow(members, 0)
+        self._members, self._memory = members, (own, other)
         self.slot_bytes = own.numel() // SLOTS
         self.own, self.other = own.split(self.slot_bytes), other.split(self.slot_bytes)
         self._me, self._peer = window.counters[window.rank], window.counters[1 - window.rank]
@@ -93,8 +93,7 @@ class PeerMemory:
 def connect_peers(members: Members, accelerator: Accelerator) -> PeerMemory | Ability:
     """Return slots through which two ranks' devices copy, or why they cannot, the same on both.
 
-    Both must call, with their devices bound. That they can
-    is proven by bytes that each reads from the other.
+    Both must call, with their devices bound. That they can is proven by bytes that each reads from the other.
     """
     exported, other, refusal, handle = None, None, None, b""
     try:

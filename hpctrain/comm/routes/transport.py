@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
-from hpctrain.comm.members import Members, Messages
+from hpctrain.comm.members import Messages
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.messages import Message, Request, chunk_bytes, plain_message, staged_message
@@ -27,7 +27,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    bytes_sent: Sequence[int]
+    bytes_sent: list[int]
     """To each peer, since the start: what the interfaces' counters are compared with."""
     polls_freely: bool
     """Whether cores have nothing else to do, so that it costs nothing to look for a message long before it comes."""
@@ -42,10 +42,6 @@ class Transport(Protocol):
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready: ...
 
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class HostTransport:
     """MPI on host memory, without copies of ours."""
@@ -53,10 +49,9 @@ class HostTransport:
     name = "MPI on host memory"
     polls_freely = False
 
-    def __init__(self, members: Members):
-        """All ranks must call."""
-        self._messages = Messages(members)
-        self.rank, self.size, self.tag = members.rank, members.size, self._messages.tag
+    def __init__(self, messages: Messages):
+        self._messages = messages
+        self.rank, self.size = messages.rank, messages.size
         self.bytes_sent = [0] * self.size
 
     def queued(self, tensor: torch.Tensor) -> None:
@@ -69,13 +64,6 @@ class HostTransport:
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         return self._messages.receive(as_bytes(tensor).numpy(), peer).Test
-
-    def abandon(self) -> None:
-        self._messages.abandon()
-
-    def close(self) -> None:
-        """All ranks must call."""
-        self._messages.close()
 
 
 class DeviceTransport:
@@ -92,26 +80,23 @@ class DeviceTransport:
 
     def __init__(
         self,
-        members: Members,
+        messages: Messages,
         accelerator: Accelerator,
         direct: Collection[int] = (),
         part_bytes: Callable[[int], int] = chunk_bytes,
         peers: PeerMemory | None = None,
     ):
-        """All ranks must call.
-
-        `direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same at
-        both ends. `peers` is for groups of two, and owned from now on.
+        """`direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same
+        at both ends. `peers` is for groups of two.
         """
-        self._messages = Messages(members)
-        self.rank, self.size, self.members = members.rank, members.size, members
+        self._messages, self._mpi = messages, messages.space.mpi
+        self.rank, self.size = messages.rank, messages.size
         self.bytes_sent = [0] * self.size
         self._accelerator = accelerator
         self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
         self.is_direct = bool(self._direct)
         """Whether any message is of device memory."""
         self._moving: dict[tuple[int, bool], deque[Message]] = {}
-        self._open = True
         others = self.size - 1
         through_host = "MPI through pinned host buffers"
         self.name = "MPI on device memory" if others and len(self._direct) == others else through_host
@@ -132,7 +117,7 @@ class DeviceTransport:
         return self._enter(peer, False, as_bytes(tensor), after)
 
     def _post(self, peer: int, is_sent: bool, part: torch.Tensor) -> Request:
-        pointer = mpi_buffer(self.members.space.mpi, self._accelerator, part)
+        pointer = mpi_buffer(self._mpi, self._accelerator, part)
         return self._messages.send(pointer, peer) if is_sent else self._messages.receive(pointer, peer)
 
     def _message(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Message:
@@ -171,15 +156,3 @@ class DeviceTransport:
                 messages.popleft()
             if not messages:
                 del self._moving[direction]
-
-    def abandon(self) -> None:
-        self._open = False
-        self._messages.abandon()
-
-    def close(self) -> None:
-        """All ranks must call."""
-        if self._open:
-            self._open = False
-            if self._peers is not None:
-                self._peers.close()
-            self._messages.close()
