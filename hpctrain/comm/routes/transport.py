@@ -1,7 +1,7 @@
 """Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
