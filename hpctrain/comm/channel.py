@@ -117,7 +117,6 @@ class LaneChannel(Channel):
         self._peer = 1 - outgoing.rank
         self._in_flight: deque[Started] = deque()
         self._expected: deque[tuple[torch.Tensor, Started]] = deque()
-        self._open = True
 
     def _send(self, tensor: torch.Tensor) -> None:
         if len(self._in_flight) >= self._depth:
@@ -138,14 +137,10 @@ class LaneChannel(Channel):
         work.wait()
 
     def abandon(self) -> None:
-        self._open = False
         self._outgoing.abandon()
 
     def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        for work in self._in_flight:
+        for work in self._in_flight if self._outgoing.is_open else ():
             work.wait()
         self._outgoing.close()  # and with it the incoming one's: they have the same backend
 

@@ -227,6 +227,11 @@ class Operations(ABC, Generic[Result]):
     def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
         yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
 
+    @property
+    def is_open(self) -> bool:
+        """Say whether others are waited for, and not left."""
+        return self._backend is not None and self._backend.is_open
+
     def abandon(self) -> None:
         """Leave without the others: `close` will do nothing. For error paths."""
         if self._backend:
@@ -353,7 +358,6 @@ class Lane(Operations[Started]):
         super().__init__(ranks, backend, instruments)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
-        self._is_abandoned = False
 
     def uses(self, backend: Backend | None) -> bool:
         """Say whether this lane communicates by a backend that its group has too."""
@@ -374,12 +378,8 @@ class Lane(Operations[Started]):
 
     def settle(self) -> None:
         """Wait for what is in flight, unless it was abandoned. All ranks must call."""
-        for work in () if self._is_abandoned else tuple(self._queue):
+        for work in tuple(self._queue) if self.is_open else ():
             work.wait()
-
-    def abandon(self) -> None:
-        self._is_abandoned = True
-        super().abandon()
 
 
 def _settled(asked: Steps | Composite) -> Steps:
