@@ -21,7 +21,7 @@ KEPT_CHOICES = 256
 class Rehearsal(Protocol):
     """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
 
-    def pace(self, group: str = "") -> Pace:
+    def pace(self) -> Pace:
         """Return the pace of a new group."""
         ...
 
