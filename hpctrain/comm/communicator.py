@@ -65,7 +65,7 @@ KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
-class Part(Protocol):
+class BackendPart(Protocol):
     """Something of which a process, a device or MPI has a limited number."""
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Backend:
     transport: Transport
     reason: str
     ranks_on_host: int
-    parts: "Sequence[Part]" = ()
+    parts: "Sequence[BackendPart]" = ()
     """What was made for it, in this order."""
     natives: "Sequence[NativeCollectives]" = ()
     """Those of them that are of a maker's library."""

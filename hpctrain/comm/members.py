@@ -114,7 +114,7 @@ class Members:
         return value
 
 
-class Messages:
+class GroupMessages:
     """Messages of buffers between the members of a group, by a tag of their own."""
 
     def __init__(self, members: Members):

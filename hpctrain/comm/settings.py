@@ -11,7 +11,7 @@ from hpctrain.comm.topology import Topology, candidates
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
-    from hpctrain.comm.members import Messages
+    from hpctrain.comm.members import GroupMessages
     from hpctrain.comm.routes.abilities import Devices
     from hpctrain.comm.routes.transport import Transport
 
@@ -25,7 +25,7 @@ class Rehearsal(Protocol):
         """Return the pace of a new group."""
         ...
 
-    def transport(self, messages: "Messages", pace: Pace | None) -> "Transport":
+    def transport(self, messages: "GroupMessages", pace: Pace | None) -> "Transport":
         """Return what sends these messages, as late as on the pretended network. All of them must call."""
         ...
 

@@ -19,7 +19,7 @@ from hpctrain.comm.accelerators.detect import detect_device, use_device_early
 from hpctrain.comm.instruments import Instruments, Tracer
 from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
-from hpctrain.comm.members import Messages, MessageSpace
+from hpctrain.comm.members import GroupMessages, MessageSpace
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
 from hpctrain.comm.waiting import Patience, Phase, wait_until
@@ -190,9 +190,9 @@ class World:
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, instruments)
         return self._keep(made)
 
-    def messages(self, ranks: Sequence[int]) -> Messages:
+    def messages(self, ranks: Sequence[int]) -> GroupMessages:
         """Return messages of buffers, for what is tried before groups are made. All `ranks` must call."""
-        return Messages(self.space.members(ranks))
+        return GroupMessages(self.space.members(ranks))
 
     def solo(self) -> "Solo":
         """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from hpctrain.comm.members import Members, Messages
+from hpctrain.comm.members import GroupMessages, Members
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.steps import Ready
@@ -229,7 +229,7 @@ class ShapedTransport:
     def __init__(
         self,
         network: ShapedNetwork,
-        messages: Messages,
+        messages: GroupMessages,
         stream: DeviceQueue | None = None,
     ):
         """Messages start at the time of `stream`, which they advance; without one, when they are sent."""
@@ -270,7 +270,7 @@ class RehearsedNetwork:
     def pace(self) -> RehearsedPace:
         return RehearsedPace(self._clock)
 
-    def transport(self, messages: Messages, pace: RehearsedPace | None) -> ShapedTransport:
+    def transport(self, messages: GroupMessages, pace: RehearsedPace | None) -> ShapedTransport:
         return ShapedTransport(self._network, messages, pace and pace.stream)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.members import Messages
+from hpctrain.comm.members import GroupMessages
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -62,7 +62,9 @@ def asked_direct(environment: Mapping[str, str] = os.environ) -> Ability | None:
     return None
 
 
-def exchange_in_ring(messages: Messages, accelerator: "Accelerator", timeout_seconds: float = RING_SECONDS) -> Ability:
+def exchange_in_ring(
+    messages: GroupMessages, accelerator: "Accelerator", timeout_seconds: float = RING_SECONDS
+) -> Ability:
     """Send device memory to the next member, receive from the one before, and say whether it arrived as it was.
 
     All members must call, and lose their `messages`. Nothing waits longer than the timeout; what is then in flight is

@@ -8,9 +8,9 @@ from hpctrain.comm.accelerators.kinds import KINDS, Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
-from hpctrain.comm.communicator import Backend, Part
+from hpctrain.comm.communicator import Backend, BackendPart
 from hpctrain.comm.instruments import Pace
-from hpctrain.comm.members import Messages, MessageSpace
+from hpctrain.comm.members import GroupMessages, MessageSpace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
@@ -29,7 +29,7 @@ class RouteMaker:
         self.space, self.rank = space, space.rank
         self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
-        self._parts: list[Part] = []
+        self._parts: list[BackendPart] = []
         """Of the last group, in the order in which they were made."""
 
     @property
@@ -88,7 +88,7 @@ class RouteMaker:
 
     def transport(self, ranks: Sequence[int], pace: Pace | None = None, peers: PeerMemory | None = None) -> Transport:
         """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
-        messages = Messages(self.space.members(ranks))
+        messages = GroupMessages(self.space.members(ranks))
         self._parts.append(messages)
         if self._has_devices(ranks):
             own = self._family(self.rank)

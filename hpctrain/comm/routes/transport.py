@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
-from hpctrain.comm.members import Messages
+from hpctrain.comm.members import GroupMessages
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.messages import Message, Request, chunk_bytes, plain_message, staged_message
@@ -49,7 +49,7 @@ class HostTransport:
     name = "MPI on host memory"
     polls_freely = False
 
-    def __init__(self, messages: Messages):
+    def __init__(self, messages: GroupMessages):
         self._messages = messages
         self.rank, self.size = messages.rank, messages.size
         self.bytes_sent = [0] * self.size
@@ -80,7 +80,7 @@ class DeviceTransport:
 
     def __init__(
         self,
-        messages: Messages,
+        messages: GroupMessages,
         accelerator: Accelerator,
         direct: Collection[int] = (),
         part_bytes: Callable[[int], int] = chunk_bytes,
