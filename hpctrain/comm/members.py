@@ -100,7 +100,8 @@ class Members:
         wait_until(lambda: space.mpi.Request.Testall(requests), lambda: f"{self} to be made", space.patience)
 
     def _receive(self, peer: int) -> Any:
-        space, message = self.space, None
+        space = self.space
+        message: Any = None
 
         def has_arrived() -> bool:
             nonlocal message
@@ -108,7 +109,7 @@ class Members:
             return message is not None
 
         wait_until(has_arrived, lambda: f"rank {self.ranks[peer]} in making {self}", space.patience)
-        group, value = message.recv()  # pyright: ignore[reportOptionalMemberAccess] - it has arrived
+        group, value = message.recv()
         if group != hash(self.ranks):
             raise CommError(f"rank {self.ranks[peer]} makes another group than {self}: ranks make them in one order")
         return value
