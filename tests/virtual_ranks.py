@@ -99,9 +99,3 @@ class VirtualTransport:
             return True
 
         return ready
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -8,6 +8,7 @@ import torch
 from hpctrain.comm.communicator import Lane, Started
 from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.lanes import Progress
+from hpctrain.comm.members import Members
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.waiting import Patience, wait_until
@@ -51,9 +52,8 @@ class Channel(ABC):
     @abstractmethod
     def _receive(self, tensor: torch.Tensor) -> None: ...
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Leave without the other end: `close` will do nothing."""
+    def abandon(self) -> None:  # noqa: B027
+        """Leave without the other end: `close` will wait for nobody."""
 
     @abstractmethod
     def close(self) -> None:
@@ -69,12 +69,12 @@ class SharedChannel(Channel):
 
     route, reason = "shared memory", "of one host"
 
-    def __init__(self, mpi, comm, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
+    def __init__(self, members: Members, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
         super().__init__(instruments)
         self._slot_bytes = -(-num_bytes // 64) * 64
         self._depth, self._patience = depth, patience
-        self._window = SharedWindow(mpi, comm, self._slot_bytes * depth)
-        self._me, self._peer = comm.rank, 1 - comm.rank
+        self._window = SharedWindow(members, self._slot_bytes * depth)
+        self._me, self._peer = members.rank, 1 - members.rank
         self._sent = self._received = 0
 
     def _await(self, index: int, value: int, what: str) -> None:
@@ -101,9 +101,6 @@ class SharedChannel(Channel):
         self._received += 1
         window.publish(1, self._received)
 
-    def abandon(self) -> None:
-        self._window.abandon()
-
     def close(self) -> None:
         self._window.close()
 
@@ -120,7 +117,6 @@ class LaneChannel(Channel):
         self._peer = 1 - outgoing.rank
         self._in_flight: deque[Started] = deque()
         self._expected: deque[tuple[torch.Tensor, Started]] = deque()
-        self._open = True
 
     def _send(self, tensor: torch.Tensor) -> None:
         if len(self._in_flight) >= self._depth:
@@ -141,16 +137,12 @@ class LaneChannel(Channel):
         work.wait()
 
     def abandon(self) -> None:
-        self._open = False
         self._outgoing.abandon()
 
     def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        for work in self._in_flight:
+        for work in self._in_flight if self._outgoing.is_open else ():
             work.wait()
-        self._outgoing.close()  # and with it the incoming one's: they have the same communicator
+        self._outgoing.close()  # and with it the incoming one's: they have the same backend
 
 
 def make_channel(
@@ -165,7 +157,7 @@ def make_channel(
     """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
     ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
     if routes.shares_memory(ranks):
-        return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience, instruments)
+        return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
     outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())

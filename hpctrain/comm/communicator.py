@@ -30,6 +30,7 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Event
+    from hpctrain.comm.routes.native import NativeCollectives
     from hpctrain.comm.routes.streamed import StreamedCollectives
 
 Started = Work | DeviceLaunch | Ended
@@ -64,6 +65,14 @@ KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
+class BackendPart(Protocol):
+    """Something of which a process, a device or MPI has a limited number."""
+
+    def close(self) -> None:
+        """Give it back. All ranks must call."""
+        ...
+
+
 @dataclass
 class Backend:
     """The means by which a group communicates: its collectives, its messages, and why these."""
@@ -72,6 +81,11 @@ class Backend:
     transport: Transport
     reason: str
     ranks_on_host: int
+    parts: "Sequence[BackendPart]" = ()
+    """What was made for it, in this order."""
+    natives: "Sequence[NativeCollectives]" = ()
+    """Those of them that are of a maker's library."""
+    is_open: bool = True
 
     @property
     def is_launched(self) -> bool:
@@ -79,12 +93,18 @@ class Backend:
         return getattr(self.collectives, "is_launched", False)
 
     def abandon(self) -> None:
-        self.collectives.abandon()
-        self.transport.abandon()
+        """Leave without the others: end what waits for them on devices. `close` will do nothing."""
+        if self.is_open:
+            self.is_open = False
+            for native in self.natives:
+                native.abandon()
 
     def close(self) -> None:
-        self.collectives.close()
-        self.transport.close()
+        """Free all parts. All ranks must call; a second call does nothing."""
+        if self.is_open:
+            self.is_open = False
+            for part in reversed(self.parts):
+                part.close()
 
 
 Result = TypeVar("Result")
@@ -206,6 +226,11 @@ class Operations(ABC, Generic[Result]):
 
     def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
         yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether others are waited for, and not left."""
+        return self._backend is not None and self._backend.is_open
 
     def abandon(self) -> None:
         """Leave without the others: `close` will do nothing. For error paths."""
@@ -333,7 +358,6 @@ class Lane(Operations[Started]):
         super().__init__(ranks, backend, instruments)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
-        self._is_abandoned = False
 
     def uses(self, backend: Backend | None) -> bool:
         """Say whether this lane communicates by a backend that its group has too."""
@@ -354,12 +378,8 @@ class Lane(Operations[Started]):
 
     def settle(self) -> None:
         """Wait for what is in flight, unless it was abandoned. All ranks must call."""
-        for work in () if self._is_abandoned else tuple(self._queue):
+        for work in tuple(self._queue) if self.is_open else ():
             work.wait()
-
-    def abandon(self) -> None:
-        self._is_abandoned = True
-        super().abandon()
 
 
 def _settled(asked: Steps | Composite) -> Steps:

@@ -1,4 +1,4 @@
-"""Removes segments of shared memory that MPI libraries left behind when their processes were killed.
+"""Removes segments of shared memory that MPI libraries, or hpctrain, left behind when their processes were killed.
 
 They take memory of the host until it is started again. What is worse, MPICH names them by the job step: a job that goes
 back into Slurm's queue gets the same names again, opens what its dead ranks left, and fails while MPI starts.
@@ -11,8 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posix_")
-"""Of the names that MPICH and its relatives, Open MPI and UCX give."""
+"""Where POSIX shared memory lives on Linux."""
+PREFIX = "hpctrain-"
+"""Of the names of our own memory (`hpctrain.comm.window`), which has one only until all ranks have opened it."""
+PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posix_")
+"""The others are of the names that MPICH and its relatives, Open MPI and UCX give."""
 
 
 def remove_dead_segments(folder: Path = SHARED_MEMORY, before: float | None = None) -> list[str]:

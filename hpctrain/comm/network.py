@@ -295,7 +295,7 @@ class ClusterNetwork:
         """Compute what a collective takes by an algorithm."""
         if algorithm == "domains":
             return self._by_domains(operation, num_bytes, shape)
-        message_bytes = num_bytes if algorithm == "doubling" else num_bytes // shape.size + 1
+        message_bytes = max(num_bytes, 1) if algorithm == "doubling" else num_bytes // shape.size + 1
         link, bandwidth = self._slowest(shape.links, message_bytes, shape.flows)
         return self.flat_seconds(algorithm, operation, num_bytes, shape.size, link, bandwidth)
 

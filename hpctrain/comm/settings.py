@@ -11,6 +11,7 @@ from hpctrain.comm.topology import Topology, candidates
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.members import GroupMessages
     from hpctrain.comm.routes.abilities import Devices
     from hpctrain.comm.routes.transport import Transport
 
@@ -20,12 +21,12 @@ KEPT_CHOICES = 256
 class Rehearsal(Protocol):
     """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
 
-    def pace(self, group: str = "") -> Pace:
+    def pace(self) -> Pace:
         """Return the pace of a new group."""
         ...
 
-    def transport(self, comm, ranks: Sequence[int], pace: Pace | None) -> "Transport":
-        """Return messages among `ranks`, as late as on the pretended network. All of them must call."""
+    def transport(self, messages: "GroupMessages", pace: Pace | None) -> "Transport":
+        """Return what sends these messages, as late as on the pretended network. All of them must call."""
         ...
 
     def close(self) -> None:

@@ -52,12 +52,6 @@ class SilentCollectives:
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         yield from ()
 
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 class Solo:
     """Replaces the world where a layout is built (`hpctrain.engine.layout`). Nothing in it involves other ranks."""
@@ -85,11 +79,11 @@ class Solo:
         backend = Backend(silent, None, "alone", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
         lane = None
         if overlapped:
-            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments(name))
-        return Communicator(ranks, backend, instruments=self._instruments(name), lane=lane)
+            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments())
+        return Communicator(ranks, backend, instruments=self._instruments(), lane=lane)
 
-    def _instruments(self, name: str) -> Instruments:
-        return Instruments(pace=self._rehearsal.pace(name) if self._rehearsal else None)
+    def _instruments(self) -> Instruments:
+        return Instruments(pace=self._rehearsal.pace() if self._rehearsal else None)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""

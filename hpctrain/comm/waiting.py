@@ -76,7 +76,7 @@ class PendingNumbers:
     """A gather that is in flight. Made by `World.gather_numbers`; every rank must wait for its own sooner or later."""
 
     def __init__(self, comm, numbers: Sequence[float], patience: Patience):
-        """Start it on a communicator of MPI that nothing else uses. All ranks must call, with equally many numbers."""
+        """Start it on a communicator of MPI. All ranks must call, with equally many numbers."""
         self._sent = np.array(numbers, dtype=np.float64)  # MPI reads and writes both until it is done
         self._received = np.empty((comm.size if comm.rank == 0 else 0, len(self._sent)))
         self._request = comm.Igather(self._sent, self._received if comm.rank == 0 else None)

@@ -19,6 +19,7 @@ from hpctrain.comm.accelerators.detect import detect_device, use_device_early
 from hpctrain.comm.instruments import Instruments, Tracer
 from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
+from hpctrain.comm.members import GroupMessages, MessageSpace
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
 from hpctrain.comm.waiting import Patience, Phase, wait_until
@@ -50,17 +51,17 @@ class World:
 
     def __init__(self, mpi, owns_mpi: bool, places: Sequence[Place], timeout_seconds: float, watched: bool):
         self._mpi, self._owns_mpi = mpi, owns_mpi
-        self._comm = mpi.COMM_WORLD
-        self._failures = self._comm.Dup()
+        # All of MPI's communicators: whoever makes another one is one more that has to be revoked where ranks are lost.
+        self._comm, self._alarms = mpi.COMM_WORLD.Dup(), mpi.COMM_WORLD.Dup()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self.settings = Settings(Topology(tuple(places)))
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
+        self.space = MessageSpace(mpi, self._comm, self.patience)
         self._waits_for_all = False
-        self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
+        self.oversight = Oversight(mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
         self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
-        self._gathering = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
         self._lanes: list[Lane] = []
@@ -189,6 +190,10 @@ class World:
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, instruments)
         return self._keep(made)
 
+    def messages(self, ranks: Sequence[int]) -> GroupMessages:
+        """Return messages of buffers, for what is tried before groups are made. All `ranks` must call."""
+        return GroupMessages(self.space.members(ranks))
+
     def solo(self) -> "Solo":
         """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""
         from hpctrain.comm.solo import Solo
@@ -197,7 +202,7 @@ class World:
 
     @contextmanager
     def freeing(self):
-        """Free at its end what is made in this block, of which MPI has a limited number. All ranks must call."""
+        """Free at its end what is made in this block, such as memory and connections. All ranks must call."""
         count = len(self._made)
         yield
         self._free(count)
@@ -242,13 +247,13 @@ class World:
 
     def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
         rehearsal = self.settings.rehearsal
-        pace = rehearsal.pace(name) if rehearsal else None
+        pace = rehearsal.pace() if rehearsal else None
         return Instruments(self.oversight.recorder, name or "group", ranks, self.tracer, pace, which)
 
     def _routes(self):
         from hpctrain.comm.routes.maker import RouteMaker
 
-        return RouteMaker(self._mpi, self._comm, self.settings)
+        return RouteMaker(self.space, self.settings)
 
     def _moving(self) -> "Progress":
         """Return what moves this rank's lanes; it starts with the first."""
@@ -316,16 +321,10 @@ class World:
             return self._comm.gather(value) or []
 
     def gather_numbers(self, numbers: Sequence[float]) -> "PendingNumbers":
-        """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call.
-
-        The first call also makes a communicator, for which all ranks wait.
-        """
+        """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call."""
         from hpctrain.comm.waiting import PendingNumbers
 
-        if self._gathering is None:
-            with self._together("gather_numbers"):
-                self._gathering = self._comm.Dup()
-        return PendingNumbers(self._gathering, numbers, self.patience)
+        return PendingNumbers(self._comm, numbers, self.patience)
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
@@ -360,10 +359,9 @@ class World:
             self._progress.close()
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
-        self._failures.Free()
-        if self._gathering is not None:
-            self._gathering.Free()
         self.oversight.close()
+        self._comm.Free()
+        self._alarms.Free()
         if self._owns_mpi:
             self._mpi.Finalize()
 
@@ -387,11 +385,14 @@ class World:
         time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
-        self._comm.Abort(code)
+        self._abort(code)
         os._exit(code)
 
+    def _abort(self, code: int) -> None:
+        self._mpi.COMM_WORLD.Abort(code)
+
     def _everybody_failed(self) -> bool:
-        request = self._failures.Ibarrier()
+        request = self._alarms.Ibarrier()
         deadline = time.monotonic() + (AGREEMENT_SECONDS if self.size > 1 else 0.0)
         while not request.Test():
             if time.monotonic() > deadline:

@@ -8,20 +8,19 @@ group has left. All ranks of a rehearsal are on one host: the flows are in memor
 import fcntl
 import math
 import os
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
+from hpctrain.comm.members import GroupMessages, Members
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.transport import HostTransport, Transport
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.topology import Topology, places_of
-from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
+from hpctrain.comm.window import SharedWindow, share_files
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
@@ -33,7 +32,7 @@ from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
 # How many messages of one rank may be in flight or not yet taken by their receivers.
 SLOTS_PER_RANK = 256
 FREE = -1
-# A tag names a message: its group's number, its receiver, and how many went before, in these bits of an integer.
+# A tag names a message: the tag of its group, its receiver, and how many went before, in these bits of an integer.
 RECEIVER_BITS, SEQUENCE_BITS = 12, 32
 
 
@@ -44,18 +43,11 @@ class HostLock:
     that dies lets go. A mutex of the C library in shared memory takes half, but needs ctypes, and the dead keep it.
     """
 
-    def __init__(self, comm):
+    def __init__(self, members: Members):
         """All ranks must call."""
-        folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
-        path = None
-        if comm.rank == 0:
-            self._file, path = tempfile.mkstemp(prefix="hpctrain-lock-", dir=folder)
-        path = comm.bcast(path)
-        if comm.rank:
-            self._file = os.open(path, os.O_RDWR)
-        comm.Barrier()
-        if comm.rank == 0:
-            os.unlink(path)
+        self._file, *others = share_files(members, 0, lambda path, _: os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        for file in others:
+            os.close(file)
         self._threads = threading.Lock()
 
     def __enter__(self) -> None:
@@ -73,41 +65,33 @@ class HostLock:
 class ShapedNetwork:
     """The flows of all ranks, in memory that all of them see. Made once by all ranks, before any shaped transport."""
 
-    def __init__(self, mpi, comm, network: PretendedNetwork, slots_per_rank: int = SLOTS_PER_RANK):
-        """`comm` is over all ranks of the world, and owned from now on. All ranks must call."""
-        if comm.size != network.num_ranks:
+    def __init__(self, members: Members, network: PretendedNetwork, slots_per_rank: int = SLOTS_PER_RANK):
+        """`members` are all ranks of the world. All must call."""
+        if members.size != network.num_ranks:
             raise TopologyError(
-                f"a network of {network.num_ranks} devices is rehearsed by as many ranks, not {comm.size}"
+                f"a network of {network.num_ranks} devices is rehearsed by as many ranks, not {members.size}"
             )
-        self.rank, self.size, self.network = comm.rank, comm.size, network
+        self.rank, self.size, self.network = members.rank, members.size, network
         self._num_slots = slots_per_rank
-        num_slots = slots_per_rank * comm.size
+        num_slots = slots_per_rank * members.size
         doubles = Fluid.num_doubles(num_slots)
-        self._lock = HostLock(comm)
-        num_bytes = 8 * (doubles + 3 * num_slots + 1) if comm.rank == 0 else 0
-        self._window = SharedWindow(mpi, comm.Dup(), num_bytes)
+        self._lock = HostLock(members)
+        num_bytes = 8 * (doubles + 3 * num_slots) if members.rank == 0 else 0
+        self._window = SharedWindow(members, num_bytes)
         memory = self._window.bytes[0].numpy().data
         integers = memory[8 * (doubles + num_slots) :].cast("q")
         self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")
-        self._tags, self._taken = integers[:num_slots], integers[num_slots : 2 * num_slots]
-        self._num_groups = integers[2 * num_slots :]
+        self._tags, self._taken = integers[:num_slots], integers[num_slots:]
         self._fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory[: 8 * doubles].cast("d"))
-        if comm.rank == 0:
+        if members.rank == 0:
             self._fluid.reset()
             for slot in range(num_slots):
                 self._tags[slot] = FREE
-            self._num_groups[0] = 0
-        self._free = deque(range(comm.rank * slots_per_rank, (comm.rank + 1) * slots_per_rank))
+        self._free = deque(range(self.rank * slots_per_rank, (self.rank + 1) * slots_per_rank))
         self._finished: set[int] = set()
         """Slots of this rank that it needs no longer; their receivers may."""
-        self._comm, self._open = comm, True
-        comm.Barrier()
-
-    def new_group(self) -> int:
-        """Return a number that no other group has; one rank of it calls."""
-        with self._lock:
-            self._num_groups[0] += 1
-            return self._num_groups[0]
+        self._open = True
+        members.barrier()
 
     def tag(self, group: int, receiver: int, sequence: int) -> int:
         return ((group << RECEIVER_BITS | receiver) << SEQUENCE_BITS) | sequence
@@ -182,18 +166,13 @@ class ShapedNetwork:
         with self._lock:
             self._fluid.slow_down(times, time.monotonic())
 
-    def abandon(self) -> None:
-        """Leave without the others: `close` will do nothing."""
-        self._open = False
-
     def close(self) -> None:
-        """Free it. All ranks must call, after their transports are closed; a second call does nothing."""
+        """Free it, after the transports of all ranks are closed; a second call does nothing."""
         if self._open:
             self._open = False
-            del self._fluid, self._tags, self._taken, self._late, self._num_groups
+            del self._fluid, self._tags, self._taken, self._late
             self._window.close()
             self._lock.close()
-            self._comm.Free()
 
 
 class Passage:
@@ -243,27 +222,22 @@ class Passage:
 
 
 class ShapedTransport:
-    """Messages by an inner transport, as late as a described network would deliver them."""
+    """Messages of MPI, as late as a described network would deliver them."""
 
     polls_freely = False  # nor is it of use: they arrive whoever waits for them
 
     def __init__(
         self,
         network: ShapedNetwork,
-        inner: Transport,
-        ranks: Sequence[int],
-        group: int,
+        messages: GroupMessages,
         stream: DeviceQueue | None = None,
     ):
-        """`ranks` are the group's in the world, and `group` its `network.new_group()`, the same on all of them.
-
-        Messages start at the time of `stream`, which they advance; without one, when they are sent. `inner` is owned
-        from now on.
-        """
+        """Messages start at the time of `stream`, which they advance; without one, when they are sent."""
+        inner = HostTransport(messages)
         self.name = f"{inner.name}, shaped"
         self.rank, self.size = inner.rank, inner.size
-        self._network, self._inner, self._ranks = network, inner, tuple(ranks)
-        self._group, self._stream = group, stream
+        self._network, self._inner, self._ranks = network, inner, messages.members.ranks
+        self._group, self._stream = messages.tag, stream
         self.bytes_sent = inner.bytes_sent
         self._sent, self._received = [0] * inner.size, [0] * inner.size
 
@@ -285,13 +259,6 @@ class ShapedTransport:
         latency = network.path_latency(source, network.rank)
         return Passage(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
 
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-    def close(self) -> None:
-        """All ranks must call."""
-        self._inner.close()
-
 
 class RehearsedNetwork:
     """Makes groups whose messages are as late as a described network would deliver them."""
@@ -300,13 +267,11 @@ class RehearsedNetwork:
         """`network` is shared by all ranks, and owned from now on; `clock` is this rank's."""
         self._network, self._clock = network, clock
 
-    def pace(self, group: str = "") -> RehearsedPace:
-        return RehearsedPace(self._clock, group)
+    def pace(self) -> RehearsedPace:
+        return RehearsedPace(self._clock)
 
-    def transport(self, comm, ranks: Sequence[int], pace: RehearsedPace | None) -> ShapedTransport:
-        """All `ranks` must call."""
-        group = comm.bcast(self._network.new_group() if comm.rank == 0 else None)
-        return ShapedTransport(self._network, HostTransport(comm), ranks, group, pace and pace.stream)
+    def transport(self, messages: GroupMessages, pace: RehearsedPace | None) -> ShapedTransport:
+        return ShapedTransport(self._network, messages, pace and pace.stream)
 
     def close(self) -> None:
         """All ranks must call."""
@@ -332,8 +297,8 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
     own = cluster.devices[world.rank]
     if len({place.host for place in world.topology.places}) > 1:
         raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")
-    mpi, clock = world.raw_mpi, Clock()
-    network = ShapedNetwork(mpi, mpi.COMM_WORLD.Dup(), PretendedNetwork(cluster, truth.time_scale))
+    clock = Clock()
+    network = ShapedNetwork(world.space.members(range(world.size)), PretendedNetwork(cluster, truth.time_scale))
     device = RehearsedAccelerator(own.family, truth.devices[own.family], clock, truth.time_scale, world.rank)
     device.slow_network = network.slow_down if world.rank == 0 else None
     world.configure(

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.routes.maker import sub_communicator
-from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
 from hpctrain.rehearsal.clock import DeviceQueue
 from hpctrain.rehearsal.fabric import PretendedNetwork
@@ -37,17 +35,13 @@ class Shaped:
     """A network for one test, and transports on it."""
 
     def __init__(self, world, network: PretendedNetwork, **options):
-        from mpi4py import MPI
-
-        self.world, self._mpi = world, MPI
-        self.network = ShapedNetwork(MPI, MPI.COMM_WORLD.Dup(), network, **options)
+        self.world = world
+        self.network = ShapedNetwork(world.space.members(range(world.size)), network, **options)
         self._made = []
 
     def transport(self, ranks, stream: DeviceQueue | None = None) -> ShapedTransport:
-        comm = sub_communicator(self._mpi, self._mpi.COMM_WORLD, ranks)
-        group = comm.bcast(self.network.new_group() if comm.rank == 0 else None)
-        self._made.append(ShapedTransport(self.network, HostTransport(comm), ranks, group, stream))
-        return self._made[-1]
+        self._made.append(self.world.messages(ranks))
+        return ShapedTransport(self.network, self._made[-1], stream)
 
     def note_starts(self) -> list[float]:
         """Return a list to which the exact time of each start of this rank's flows will be appended."""
@@ -63,8 +57,8 @@ class Shaped:
         return starts
 
     def close(self) -> None:
-        for transport in self._made:
-            transport.close()
+        for messages in self._made:
+            messages.close()
         self.network.close()
 
 

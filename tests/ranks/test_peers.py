@@ -56,7 +56,7 @@ def test_messages_of_any_size_arrive_in_order_through_few_slots(world):
             while not all([ready() for ready in sending]):
                 pass
             assert pretended.device.open_memory == 2
-            transport.close()
+            backend.close()
             assert pretended.device.open_memory == 0
     pretended.close()
 

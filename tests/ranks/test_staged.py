@@ -76,7 +76,7 @@ class Pretended:
         devices = Devices(self.device, known, bridge)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
-        self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
+        self.routes = RouteMaker(world.space, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
         backend, lane = self.backend(ranks, on_host), None
@@ -198,7 +198,8 @@ def test_messages_keep_their_order_and_move_while_others_are_waited_for(world, d
     pretended = Pretended(world, "a" * world.size, direct=direct)
     sizes = [0, 1, 63, 64, 65, 5 * CHUNK_BYTES + 1, 2, 3 * CHUNK_BYTES]
     with small_chunks():
-        transport = pretended.routes.message_backend(range(world.size)).transport
+        backend = pretended.routes.message_backend(range(world.size))
+        transport = backend.transport
         others = [i for i in range(world.size) if i != world.rank]
 
         def values(sender, receiver, number, size):
@@ -223,7 +224,7 @@ def test_messages_keep_their_order_and_move_while_others_are_waited_for(world, d
             pass
         assert transport.bytes_sent[others[0]] == sum(sizes)
     assert pretended.device.staging.num_bytes <= 4 * len(others) * 2 * CHUNK_BYTES, "buffers are used again"
-    transport.close()
+    backend.close()
 
 
 @pytest.mark.timeout(60)

@@ -59,7 +59,7 @@ class Unconnected(RouteMaker):
 
     def __init__(self, cluster, rank: int):
         topology = Topology(places_of(cluster), shares_memory=False)
-        super().__init__(None, SimpleNamespace(rank=rank), Settings(topology, ClusterNetwork(cluster)))
+        super().__init__(SimpleNamespace(rank=rank), Settings(topology, ClusterNetwork(cluster)))
 
     def transport(self, ranks, pace=None):
         return SimpleNamespace(rank=ranks.index(self.rank), size=len(ranks), name="messages")

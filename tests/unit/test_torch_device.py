@@ -384,7 +384,7 @@ def test_direct_can_be_forced_and_forbidden(monkeypatch):
 
 
 class OtherProcess:
-    """MPI between two processes, of which the other sends `changed` bytes, or none."""
+    """Messages to another process, and MPI itself: the other one sends `changed` bytes, or none."""
 
     class Request:
         @staticmethod
@@ -395,20 +395,25 @@ class OtherProcess:
 
     def __init__(self, changed: bool, silent: bool):
         self._changed, self._silent = changed, silent
+        self.rank, self.size, self.members = 0, 2, SimpleNamespace(ranks=(3, 5))
+        self.space = SimpleNamespace(mpi=self)
         self.buffer = SimpleNamespace(fromaddress=lambda address, size: (address, size))
 
-    def Irecv(self, memory, source, tag):  # noqa: N802
+    def receive(self, memory, peer):
         import ctypes
 
-        data = cuda_aware._pattern(memory[1], source)
+        data = cuda_aware._pattern(memory[1], self.members.ranks[peer])
         if self._changed:
             data[5] += 1
         if not self._silent:
             ctypes.memmove(memory[0], data.data_ptr(), memory[1])
         return SimpleNamespace(done=not self._silent, Cancel=lambda: None)
 
-    def Isend(self, memory, dest, tag):  # noqa: N802
+    def send(self, memory, peer):
         return SimpleNamespace(done=True)
+
+    def close(self):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -416,8 +421,8 @@ class OtherProcess:
     [(False, False, "arrived as they were"), (True, False, "arrived changed"), (False, True, "were not there after")],
 )
 def test_only_messages_between_processes_prove_that_mpi_takes_device_memory(changed, silent, expected):
-    mpi = OtherProcess(changed, silent)
-    result = exchange_in_ring(mpi, mpi, FakeAccelerator(), [3, 5], 3, timeout_seconds=0.1)
+    messages = OtherProcess(changed, silent)
+    result = exchange_in_ring(messages, FakeAccelerator(), timeout_seconds=0.1)
     assert result.works == (not changed and not silent) and expected in result.reason
 
 
@@ -430,7 +435,7 @@ def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
         topology=Topology((Place("n1", "a", "cuda"), Place("n1", "a", "cuda"))),
         all_or_none=nullcontext,
         rank=0,
-        raw_mpi=SimpleNamespace(COMM_WORLD=None),
+        messages=list,
         gather_objects=lambda value: [value, value],
         broadcast_object=lambda value: value,
     )
@@ -512,8 +517,8 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
     places = [Place("n1", name, "cuda") for name, size in zip("ab", sizes, strict=True) for _ in range(size)]
     tried = []
 
-    def exchange(mpi, comm, accelerator, members, rank):
-        tried.append(list(members))
+    def exchange(members, accelerator):
+        tried.append(members)
         inside = len({places[member].family for member in members}) == 1
         return Ability(inside, "arrived as they were" if inside else "8388608 bytes arrived changed")
 
@@ -521,7 +526,7 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
     world = SimpleNamespace(
         topology=Topology(tuple(places)),
         rank=0,
-        raw_mpi=SimpleNamespace(COMM_WORLD=None),
+        messages=list,
         gather_objects=lambda value: [value or Ability(True, "of others")],
         broadcast_object=lambda value: value,
     )

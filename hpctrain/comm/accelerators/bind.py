@@ -118,7 +118,7 @@ def confirm_direct(
     def exchanged(ranks: Sequence[int]) -> Ability:
         own = None
         if world.rank in ranks:
-            own = exchange_in_ring(world.raw_mpi, world.raw_mpi.COMM_WORLD, accelerator, ranks, world.rank)
+            own = exchange_in_ring(world.messages(ranks), accelerator)
         return all_of([each for each in _of_all(world, own) if each is not None])
 
     for name, family in families.items():

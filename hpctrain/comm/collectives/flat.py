@@ -131,9 +131,3 @@ class FlatCollectives:
         """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
         received[self.rank].copy_(sent[self.rank])
         yield from self._exchange(sent, received)
-
-    def abandon(self) -> None:
-        self.transport.abandon()
-
-    def close(self) -> None:
-        self.transport.close()

@@ -37,10 +37,6 @@ class Collectives(Protocol):
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps: ...
 
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class HierarchicalCollectives:
     """Collectives of a group made of `domains`; each lists positions in the group, in ascending order.
@@ -189,16 +185,6 @@ class HierarchicalCollectives:
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         yield from self._across.all_to_all(sent, received)
-
-    def abandon(self) -> None:
-        if self._inner is not None:
-            self._inner.abandon()
-        self._across.abandon()
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-        self._across.close()
 
 
 def _region(cuts: Sequence[Interval]) -> Interval:

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from hpctrain.comm import window as windows
+from hpctrain.comm.members import Members
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.window import SharedWindow
@@ -36,17 +37,16 @@ class SharedCollectives:
 
     name = "shared memory"
 
-    def __init__(self, mpi, comm):
-        """`comm` is the group's, and owned from now on. All ranks must call."""
-        self.rank, self.size = comm.rank, comm.size
-        self._mpi, self._comm = mpi, comm
-        self._window = SharedWindow(mpi, comm.Dup(), 2 * SLOT_BYTES)
+    def __init__(self, members: Members):
+        """All ranks must call."""
+        self.rank, self.size = members.rank, members.size
+        self._members = members
+        self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
         self._settled = 0  # all ranks are known to have announced this much
         self._half = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
-        self._open = True
 
     def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
@@ -54,7 +54,7 @@ class SharedCollectives:
         Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
         """
         region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
-        return None if region is None else region.bytes[self.rank].zero_()
+        return None if region is None else region.bytes[self.rank]
 
     def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
         """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
@@ -62,16 +62,13 @@ class SharedCollectives:
         region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
         if region is None:
             return None
-        if self.rank == 0:
-            region.bytes[0].zero_()
-        self._comm.Barrier()
         return region.bytes[0]
 
     def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
-        if not self._comm.allreduce(enough, op=self._mpi.LAND):
+        if not self._members.combine(enough, all):
             return None
-        self._regions.append(SharedWindow(self._mpi, self._comm.Dup(), num_bytes))
+        self._regions.append(SharedWindow(self._members, num_bytes))
         return self._regions[-1]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
@@ -243,18 +240,10 @@ class SharedCollectives:
                     section.copy_(self._view(other, half, dtype, at, at + section.numel()))
             start += step
 
-    def abandon(self) -> None:
-        self._open = False
-        for window in (self._window, *self._regions):
-            window.abandon()
-
     def close(self) -> None:
         self._view.cache_clear()
         for window in (*self._regions, self._window):
             window.close()
-        if self._open:
-            self._open = False
-            self._comm.Free()
 
 
 def _part(flat: torch.Tensor, start: int, size: int) -> torch.Tensor:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.members import GroupMessages
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
 
 # Set to 0: MPI is never given memory of devices; to 1: it is, without a probe, which a launcher may not allow.
 DIRECT_VARIABLE = "HPCTRAIN_DIRECT"
-RING_SIZES, RING_SECONDS, RING_TAG = (1024, 8 << 20), 60.0, 7027
+RING_SIZES, RING_SECONDS = (1024, 8 << 20), 60.0
 """Of the messages between ranks that prove it: one that MPI copies, one that it moves from where it is."""
 CHILD = Path(__file__).with_name("cuda_aware_child.py")
 # Loading torch from a busy file system and starting a device take most of it.
@@ -62,31 +63,33 @@ def asked_direct(environment: Mapping[str, str] = os.environ) -> Ability | None:
 
 
 def exchange_in_ring(
-    mpi, comm, accelerator: "Accelerator", members: Sequence[int], rank: int, timeout_seconds: float = RING_SECONDS
+    messages: GroupMessages, accelerator: "Accelerator", timeout_seconds: float = RING_SECONDS
 ) -> Ability:
-    """Send device memory to the next of `members`, receive from the one before, and say whether it arrived as it was.
+    """Send device memory to the next member, receive from the one before, and say whether it arrived as it was.
 
-    All members must call, each as `rank` of `comm`. Nothing waits longer than the timeout; what is then in flight is
+    All members must call, and lose their `messages`. Nothing waits longer than the timeout; what is then in flight is
     left there.
     """
-    place = members.index(rank)
-    after, before = members[(place + 1) % len(members)], members[place - 1]
+    mpi, ranks = messages.space.mpi, messages.members.ranks
+    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
+    rank = ranks[messages.rank]
     for size in RING_SIZES:
         sent, received = (_pattern(size, number).to(accelerator.device) for number in (rank, rank + 1))
-        expected = _pattern(size, before)
+        expected = _pattern(size, ranks[before])
         accelerator.synchronize()  # what MPI reads is there, and what it writes is nobody's any more
         requests = [
-            comm.Irecv(mpi_buffer(mpi, accelerator, received), source=before, tag=RING_TAG),
-            comm.Isend(mpi_buffer(mpi, accelerator, sent), dest=after, tag=RING_TAG),
+            messages.receive(mpi_buffer(mpi, accelerator, received), before),
+            messages.send(mpi_buffer(mpi, accelerator, sent), after),
         ]
         deadline = time.monotonic() + timeout_seconds
         while not mpi.Request.Testall(requests):
             if time.monotonic() > deadline:
                 requests[0].Cancel()  # nobody may write there later
-                return Ability(False, f"{size} bytes to rank {after} were not there after {timeout_seconds:g} s")
+                return Ability(False, f"{size} bytes to rank {ranks[after]} were not there after {timeout_seconds:g} s")
             time.sleep(1e-4)
         if not torch.equal(received.cpu(), expected):
-            return Ability(False, f"{size} bytes of rank {before} arrived changed at rank {rank}")
+            return Ability(False, f"{size} bytes of rank {ranks[before]} arrived changed at rank {rank}")
+    messages.close()
     sizes = " and ".join(map(str, RING_SIZES))
     return Ability(True, f"messages of {sizes} bytes between ranks arrived as they were")
 

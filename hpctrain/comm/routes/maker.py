@@ -8,8 +8,9 @@ from hpctrain.comm.accelerators.kinds import KINDS, Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
-from hpctrain.comm.communicator import Backend
+from hpctrain.comm.communicator import Backend, BackendPart
 from hpctrain.comm.instruments import Pace
+from hpctrain.comm.members import GroupMessages, MessageSpace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
 from hpctrain.comm.routes.nccl import NcclCollectives
@@ -20,33 +21,21 @@ from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Trans
 from hpctrain.comm.settings import Settings
 
 
-def sub_communicator(mpi, parent, ranks: Sequence[int]):
-    """Make an MPI communicator of these ranks alone, in this order; only they call."""
-    group = parent.group.Incl(list(ranks))
-    made = parent.Create_group(group)
-    group.Free()
-    return made
-
-
 class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
-    def __init__(self, mpi, parent, settings: Settings, nccl=None):
-        """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
-        self.mpi, self.rank = mpi, parent.rank
-        self._parent = parent
+    def __init__(self, space: MessageSpace, settings: Settings, nccl=None):
+        """`nccl` replaces CuPy's module, for tests."""
+        self.space, self.rank = space, space.rank
         self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
-        self._natives: list[NativeCollectives] = []
-        """Of the last group."""
+        self._parts: list[BackendPart] = []
+        """Of the last group, in the order in which they were made."""
 
     @property
     def _devices(self) -> Devices:
         assert self._known_devices is not None, "only groups with devices ask for them"
         return self._known_devices
-
-    def sub_communicator(self, ranks: Sequence[int]):
-        return sub_communicator(self.mpi, self._parent, ranks)
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
@@ -61,26 +50,30 @@ class RouteMaker:
             return None
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
-            return RouteMaker(self.mpi, self._parent, as_hosts).backend(ranks, pace=pace)
+            return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
         on_host = self._topology.ranks_on_host(self.rank)
-        self._natives = []
+        self._parts = []
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
-            return Backend(collectives, transport, self._topology.route(ranks).reason, on_host)
-        streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, self._natives)
-        return Backend(streamed, transport, self._device_reason(ranks), on_host)
+            return Backend(collectives, transport, self._topology.route(ranks).reason, on_host, self._parts)
+        natives = [part for part in self._parts if isinstance(part, NativeCollectives)]
+        streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, natives)
+        return Backend(streamed, transport, self._device_reason(ranks), on_host, self._parts, natives)
 
     def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
+        self._parts = []
         peers, reason = None, self._topology.route(ranks).reason
         if self._has_devices(ranks):
             peers = self._connect_peers(ranks)
             reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
+        if isinstance(peers, PeerMemory):
+            self._parts.append(peers)
         transport = self.transport(ranks, pace, peers if isinstance(peers, PeerMemory) else None)
-        flat = self._flat(ranks, transport)
-        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank))
+        flat, on_host = self._flat(ranks, transport), self._topology.ranks_on_host(self.rank)
+        return Backend(flat, transport, reason, on_host, self._parts)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
         """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
@@ -91,11 +84,12 @@ class RouteMaker:
         one, other = (self._family(rank) for rank in ranks)
         if message_route(one, other, self._devices.bridge)[0] == "direct":
             return None
-        return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
+        return connect_peers(self.space.members(ranks), self._devices.accelerator)
 
     def transport(self, ranks: Sequence[int], pace: Pace | None = None, peers: PeerMemory | None = None) -> Transport:
         """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
-        comm = self.sub_communicator(ranks)
+        messages = GroupMessages(self.space.members(ranks))
+        self._parts.append(messages)
         if self._has_devices(ranks):
             own = self._family(self.rank)
             direct = [
@@ -103,25 +97,28 @@ class RouteMaker:
                 for position, rank in enumerate(ranks)
                 if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
             ]
-            return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
+            return DeviceTransport(messages, self._devices.accelerator, direct, peers=peers)
         if self._rehearsal is None:
-            return HostTransport(comm)
-        return self._rehearsal.transport(comm, ranks, pace)
+            return HostTransport(messages)
+        return self._rehearsal.transport(messages, pace)
 
     def _collectives(self, ranks: Sequence[int], transport: Transport, pace: Pace | None = None) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)
             if route.kind == "shared":
-                return SharedCollectives(self.mpi, self.sub_communicator(ranks))
+                shared = SharedCollectives(self.space.members(ranks))
+                self._parts.append(shared)
+                return shared
             domains = route.domains
         else:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
                 make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                self._natives.append(connect_native(make, transport.comm, accelerator))
-                return ByMemory(self._natives[-1], self._flat(ranks, transport), accelerator)
+                native = connect_native(make, self.space.members(ranks), accelerator)
+                self._parts.append(native)
+                return ByMemory(native, self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
         if not domains:

@@ -6,19 +6,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.launches import LaunchOrder
+from hpctrain.comm.members import on_all
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
 from hpctrain.comm.steps import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-T = TypeVar("T")
 # Bounds the memory for what is received before it is summed.
 SEGMENT_BYTES = 64 << 20
 # Set to 0: do without any library.
@@ -107,7 +107,7 @@ class NativeCollectives(ABC):
     sums: Collection[torch.dtype]
 
     def __init__(self, comm, accelerator: Accelerator):
-        """`comm` is the group's MPI communicator, used here alone. All ranks must call, with their devices bound."""
+        """`comm` is the group's members. All ranks must call, with their devices bound."""
         self.rank, self.size = comm.rank, comm.size
         self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
         self.name = self._kind.library
@@ -264,23 +264,6 @@ def connect_native(
             f"{kind.library} refuses these {comm.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"
             " does without it, through MPI"
         ) from error.__cause__
-
-
-def on_all(comm, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError with the first reason,
-    and from its own failure those that had one.
-
-    All ranks must call. Whatever a library raises is a failure: CuPy raises KeyError for errors that are new to it.
-    """
-    result, failure, cause = None, None, None
-    try:
-        result = attempt()
-    except Exception as error:
-        failure, cause = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}", error
-    failures = [text for text in comm.allgather(failure) if text is not None]
-    if failures:
-        raise CommError(failures[0]) from cause
-    return result  # pyright: ignore[reportReturnType] - the attempt succeeded
 
 
 def _are_even(cuts: Sequence[Interval]) -> bool:

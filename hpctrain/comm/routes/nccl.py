@@ -9,8 +9,9 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.members import on_all
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.native import NativeCollectives, on_all
+from hpctrain.comm.routes.native import NativeCollectives
 from hpctrain.sharding.intervals import Interval
 
 # Set before NCCL is first used, unless they are set already. NVLS and CollNet let switches sum, in an order that

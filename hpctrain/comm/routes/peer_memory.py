@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.members import Members
 from hpctrain.comm.routes.messages import Message, MessagePart, MessageStage
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.window import SharedWindow
@@ -28,9 +29,11 @@ PROVEN_BYTES = 4096
 class PeerMemory:
     """The slots of two ranks' devices, and how many were filled and emptied. Made by `connect_peers`."""
 
-    def __init__(self, window: SharedWindow, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
+    def __init__(self, members: Members, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
+        """Both ranks must call."""
         self.accelerator = accelerator
-        self._window, self._memory = window, (own, other)
+        self._window = window = SharedWindow(members, 0)
+        self._members, self._memory = members, (own, other)
         self.slot_bytes = own.numel() // SLOTS
         self.own, self.other = own.split(self.slot_bytes), other.split(self.slot_bytes)
         self._me, self._peer = window.counters[window.rank], window.counters[1 - window.rank]
@@ -76,24 +79,21 @@ class PeerMemory:
         stage = MessageStage(empty, lambda: self.has_arrived() and queued.query())
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
-    def abandon(self) -> None:
-        self._window.abandon()
-
     def close(self) -> None:
         """Both ranks must call."""
         own, other = self._memory
         self.accelerator.synchronize()
         self.accelerator.close_memory(other)
         self._me = self._peer = []
-        self._window.close()  # for which both wait: nobody has the other's memory open any more
+        self._window.close()
+        self._members.barrier()  # nobody has the other's memory open any more
         self.accelerator.free_memory(own)
 
 
-def connect_peers(mpi, comm, accelerator: Accelerator) -> PeerMemory | Ability:
+def connect_peers(members: Members, accelerator: Accelerator) -> PeerMemory | Ability:
     """Return slots through which two ranks' devices copy, or why they cannot, the same on both.
 
-    `comm` is of these two ranks alone, and owned from now on. Both must call, with their devices bound. That they can
-    is proven by bytes that each reads from the other.
+    Both must call, with their devices bound. That they can is proven by bytes that each reads from the other.
     """
     exported, other, refusal, handle = None, None, None, b""
     try:
@@ -103,27 +103,26 @@ def connect_peers(mpi, comm, accelerator: Accelerator) -> PeerMemory | Ability:
             refusal = f"memory of {accelerator.kind} is not opened by other processes"
         else:
             handle = exported.handle
-            exported.memory[:PROVEN_BYTES].copy_(_pattern(comm.rank))
+            exported.memory[:PROVEN_BYTES].copy_(_pattern(members.rank))
             accelerator.synchronize()
     except Exception as error:  # CuPy's errors of drivers
         refusal = f"{type(error).__name__}: {error}"
-    gathered = comm.allgather((refusal, handle))
+    gathered = members.allgather((refusal, handle))
     if all(theirs is None for theirs, _ in gathered):
         try:
-            other = accelerator.import_memory(gathered[1 - comm.rank][1], SLOTS * SLOT_BYTES)
-            if not torch.equal(other[:PROVEN_BYTES].cpu(), _pattern(1 - comm.rank)):
+            other = accelerator.import_memory(gathered[1 - members.rank][1], SLOTS * SLOT_BYTES)
+            if not torch.equal(other[:PROVEN_BYTES].cpu(), _pattern(1 - members.rank)):
                 refusal = "the other device's bytes arrived changed"
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}"
-    refusals = [text for text in comm.allgather(refusal) if text is not None]
+    refusals = [text for text in members.allgather(refusal) if text is not None]
     if exported is not None and other is not None and not refusals:
-        return PeerMemory(SharedWindow(mpi, comm, 0), accelerator, exported.memory, other)
+        return PeerMemory(members, accelerator, exported.memory, other)
     if other is not None:
         accelerator.close_memory(other)
-    comm.Barrier()
+    members.barrier()
     if exported is not None:
         accelerator.free_memory(exported.memory)
-    comm.Free()
     return Ability(False, f"the devices do not copy from each other's memory: {refusals[0]}")
 
 

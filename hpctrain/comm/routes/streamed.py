@@ -102,14 +102,6 @@ class StreamedCollectives:
             native.check()
         return ready()
 
-    def abandon(self) -> None:
-        self._inner.abandon()
-        self._transport.abandon()
-
-    def close(self) -> None:
-        self._inner.close()
-        self._transport.close()
-
 
 class ByMemory:
     """Takes tensors in memory of the device by one route, and those of the host by another.
@@ -141,11 +133,3 @@ class ByMemory:
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         return self._for(sent[0]).all_to_all(sent, received)
-
-    def abandon(self) -> None:
-        self._device.abandon()
-        self._host.abandon()
-
-    def close(self) -> None:
-        self._device.close()
-        self._host.close()

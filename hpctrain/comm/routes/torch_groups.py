@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import Ability, DeviceKind
+from hpctrain.comm.members import on_all
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.native import NATIVE_VARIABLE, NativeCollectives, on_all
+from hpctrain.comm.routes.native import NATIVE_VARIABLE, NativeCollectives
 from hpctrain.comm.routes.nccl import NcclCollectives, load_nccl
 from hpctrain.config.errors import CommError
 

@@ -1,7 +1,7 @@
 """Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.members import GroupMessages
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.messages import Message, Request, chunk_bytes, plain_message, staged_message
@@ -26,7 +27,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    bytes_sent: Sequence[int]
+    bytes_sent: list[int]
     """To each peer, since the start: what the interfaces' counters are compared with."""
     polls_freely: bool
     """Whether cores have nothing else to do, so that it costs nothing to look for a message long before it comes."""
@@ -41,10 +42,6 @@ class Transport(Protocol):
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready: ...
 
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class HostTransport:
     """MPI on host memory, without copies of ours."""
@@ -52,12 +49,10 @@ class HostTransport:
     name = "MPI on host memory"
     polls_freely = False
 
-    def __init__(self, comm):
-        """`comm` is the group's own duplicate, and owned from now on."""
-        self.rank, self.size = comm.rank, comm.size
-        self.bytes_sent = [0] * comm.size
-        self._comm = comm
-        self._open = True
+    def __init__(self, messages: GroupMessages):
+        self._messages = messages
+        self.rank, self.size = messages.rank, messages.size
+        self.bytes_sent = [0] * self.size
 
     def queued(self, tensor: torch.Tensor) -> None:
         """Hosts have no streams."""
@@ -65,19 +60,10 @@ class HostTransport:
     def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         data = as_bytes(tensor)
         self.bytes_sent[peer] += data.numel()
-        return self._comm.Isend(data.numpy(), dest=peer).Test
+        return self._messages.send(data.numpy(), peer).Test
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
-        return self._comm.Irecv(as_bytes(tensor).numpy(), source=peer).Test
-
-    def abandon(self) -> None:
-        self._open = False
-
-    def close(self) -> None:
-        """All ranks must call."""
-        if self._open:
-            self._open = False
-            self._comm.Free()
+        return self._messages.receive(as_bytes(tensor).numpy(), peer).Test
 
 
 class DeviceTransport:
@@ -94,27 +80,23 @@ class DeviceTransport:
 
     def __init__(
         self,
-        mpi,
-        comm,
+        messages: GroupMessages,
         accelerator: Accelerator,
         direct: Collection[int] = (),
         part_bytes: Callable[[int], int] = chunk_bytes,
         peers: PeerMemory | None = None,
     ):
-        """`comm` is the group's own duplicate, and owned from now on.
-
-        `direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same at
-        both ends. `peers` is for groups of two, and owned from now on.
+        """`direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same
+        at both ends. `peers` is for groups of two.
         """
-        self.rank, self.size = comm.rank, comm.size
-        self.comm = comm
-        self.bytes_sent = [0] * comm.size
-        self._mpi, self._accelerator = mpi, accelerator
+        self._messages, self._mpi = messages, messages.space.mpi
+        self.rank, self.size = messages.rank, messages.size
+        self.bytes_sent = [0] * self.size
+        self._accelerator = accelerator
         self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
         self.is_direct = bool(self._direct)
         """Whether any message is of device memory."""
         self._moving: dict[tuple[int, bool], deque[Message]] = {}
-        self._open = True
         others = self.size - 1
         through_host = "MPI through pinned host buffers"
         self.name = "MPI on device memory" if others and len(self._direct) == others else through_host
@@ -136,7 +118,7 @@ class DeviceTransport:
 
     def _post(self, peer: int, is_sent: bool, part: torch.Tensor) -> Request:
         pointer = mpi_buffer(self._mpi, self._accelerator, part)
-        return self.comm.Isend(pointer, dest=peer) if is_sent else self.comm.Irecv(pointer, source=peer)
+        return self._messages.send(pointer, peer) if is_sent else self._messages.receive(pointer, peer)
 
     def _message(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Message:
         queued = self.queued(data) if after is None else after
@@ -174,16 +156,3 @@ class DeviceTransport:
                 messages.popleft()
             if not messages:
                 del self._moving[direction]
-
-    def abandon(self) -> None:
-        self._open = False
-        if self._peers is not None:
-            self._peers.abandon()
-
-    def close(self) -> None:
-        """All ranks must call."""
-        if self._open:
-            self._open = False
-            if self._peers is not None:
-                self._peers.close()
-            self.comm.Free()

@@ -55,7 +55,7 @@ class Answer:
 
 
 class Watchdog:
-    """Watches the operations of one rank's recorder. All ranks must make it, in the same order as communicators."""
+    """Watches the operations of one rank's recorder. All ranks must make it."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Watchdog:
         patience: Patience,
         abort: Callable[[int], None],
     ):
-        """`abort(code)` ends all ranks, and is called by the thread."""
+        """`comm` is of all ranks, who send on it here alone. The thread calls `abort(code)`, which ends them."""
         self._mpi, self._recorder, self._hosts = mpi, recorder, tuple(hosts)
         self._patience, self._abort = patience, abort
-        self._comm, self._is_open = comm.Dup(), True
+        self._comm = comm
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
         self._rank, self._size = comm.rank, comm.size
         self._sent: list = []
@@ -89,14 +89,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and free the communicator. All ranks must call, before MPI is ended."""
-        self.abandon()
-        if self._is_open:
-            self._comm.Free()
-            self._is_open = False
-
-    def abandon(self) -> None:
-        """End the thread; for error paths, where the others may not come along."""
+        """End the thread, before MPI is ended."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -271,9 +264,21 @@ GRACE_SECONDS = 30.0
 class Oversight:
     """Records what this rank communicates, and sees to it that a rank that is missing is named, once."""
 
-    def __init__(self, mpi, comm, places: Sequence[Place], patience: Patience, watched: bool):
-        """All ranks must call. Without `watched` it records in memory, and nobody looks."""
-        self._comm = comm
+    def __init__(
+        self,
+        mpi,
+        comm,
+        alarms,
+        places: Sequence[Place],
+        patience: Patience,
+        watched: bool,
+        abort: Callable[[int], object],
+    ):
+        """All ranks must call. Without `watched` it records in memory, and nobody looks.
+
+        `comm` is of all ranks, and `alarms` too, on which watchdogs alone send. `abort(code)` ends all ranks.
+        """
+        self._end_all = abort
         host, family = places[comm.rank].host, places[comm.rank].family
         self.recorder = Recorder(None, comm.rank, comm.size, host, family, comm.bcast(time.time_ns()))
         self.recorder.note_phase(patience.phase.name)
@@ -281,7 +286,7 @@ class Oversight:
         if watched and comm.size > 1:
             self._guarded = Guarded(comm, host)
             hosts = [place.host for place in places]
-            self._watchdog = Watchdog(mpi, comm, self.recorder, hosts, patience, self._abort)
+            self._watchdog = Watchdog(mpi, alarms, self.recorder, hosts, patience, self._abort)
             self._watchdog.start()
             patience.grace_seconds = 0.0 if self._watchdog.reason else GRACE_SECONDS
 
@@ -293,12 +298,12 @@ class Oversight:
     def _abort(self, code: int) -> None:
         if self._guarded:
             self._guarded.say_goodbye(reports_error=True)
-        self._comm.Abort(code)
+        self._end_all(code)
 
     def note_failure(self, error: BaseException) -> bool:
         """Stop watching: this rank ends with an error. Return False where another one reports what happened."""
         if self._watchdog:
-            self._watchdog.abandon()
+            self._watchdog.stop()
         self.recorder.close(f"{type(error).__name__}: {error}")
         return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
 
