@@ -143,11 +143,13 @@ class Index:
         for part in range(number, len(self.manifest.parts), count):
             self._check_rest(part)
         first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))
+        size = self.manifest.block_bytes // 4
         for stream, each in enumerate(self.manifest.streams):
             begin, end = each.first_block, each.first_block + num_blocks(each.elements, self.manifest.block_bytes)
             low, high = max(begin, first), min(end, last)
-            for start in range(low, high, self._at_once):
-                self._verify_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
+            for block in range(low - begin, high - begin, self._at_once):
+                stop = min(min(block + self._at_once, high - begin) * size, each.elements)
+                self._read_elements(stream, block * size, np.empty(stop - block * size, "<f4"), each.elements)
         self.check_all()
 
     # ---- tables ------------------------------------------------------------------------------------------------
@@ -262,8 +264,8 @@ class Index:
             self._read_elements(stream, begin + (row - first) * width, values)
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
-    def _read_elements(self, stream: int, start: int, out: np.ndarray) -> None:
-        """Fill flat fp32 `out` from a stream; it is checked after `check_all`."""
+    def _read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
+        """Fill flat fp32 `out` from a stream; it is checked after `check_all`. Elements up to `following` are next."""
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
         for block in range(low // size, -(-high // size), self._at_once):
@@ -271,23 +273,12 @@ class Index:
             begin, end = block * size, min(last * size, 4 * about.elements)
             if low <= begin and end <= high and not self.manifest.compression:
                 target = view[begin - low : end - low]
-                self._pread_into(about.part, about.offset + begin, target, about.offset + high)
+                self._pread_into(about.part, about.offset + begin, target, about.offset + max(high, 4 * following))
                 self._start_check(stream, block, target)
                 continue
             data = self._read_blocks(stream, block, last)
             begin, end = max(low, begin), min(high, last * size)
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
-
-    def _verify_blocks(self, stream: int, first: int, last: int) -> None:
-        """Read some blocks of a stream; they are checked after `check_all`."""
-        about, size = self.manifest.streams[stream], self.manifest.block_bytes
-        if self.manifest.compression:
-            self._read_blocks(stream, first, last)
-            return
-        begin, end = first * size, min(last * size, 4 * about.elements)
-        target = np.empty(end - begin, np.uint8).data.cast("B")
-        self._pread_into(about.part, about.offset + begin, target, about.offset + 4 * about.elements)
-        self._start_check(stream, first, target)
 
     def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
         """Return the contents of some blocks of a stream, checked."""

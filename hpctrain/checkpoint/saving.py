@@ -140,9 +140,11 @@ class Saver:
         self._buffer: torch.Tensor | None = None
         self._background: Background | None = None
         self._committing = False
-        self._step, self._validation_loss, self._since = 0, None, 0.0
+        self.step, self._validation_loss, self._since = 0, None, 0.0
+        self.seconds = 0.0
+        """Of the last save, from the snapshot to the complete checkpoint."""
         self.longest_seconds = 0.0
-        """Of all saves so far, from the snapshot to the complete checkpoint."""
+        """The most of all saves so far."""
 
     def _part_of(self, counts: list[int]) -> tuple[int, tuple[int, ...]]:
         """Return the number of the part that this rank writes into, and its ranks; none where it has no elements."""
@@ -174,7 +176,7 @@ class Saver:
         """Take a snapshot of the state after a step, and begin to write it. The last one must be there."""
         assert not self.in_flight, "one save is in flight at a time"
         self._since = time.monotonic()
-        self._step = step
+        self.step = step
         self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
         buffer, self._texts = self._snapshot(), dict(self._state())
         self._committing = False
@@ -182,7 +184,7 @@ class Saver:
 
     @property
     def _partial(self) -> Path:
-        return partial_folder(self._run, self._step)
+        return partial_folder(self._run, self.step)
 
     def _snapshot(self) -> np.ndarray:
         """Copy what this rank owns into host memory that is used again each time; return it as uint8."""
@@ -262,7 +264,8 @@ class Saver:
             return None
         result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
         self._background = None
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._since)
+        self.seconds = time.monotonic() - self._since
+        self.longest_seconds = max(self.longest_seconds, self.seconds)
         if isinstance(result, HpctrainError):
             raise result
         return result
@@ -285,8 +288,8 @@ class Saver:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
             if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
-                raise CorruptionError(self._refusal(self._step, bad))
-            tables = contents, written, self._step, self._validation_loss, self._texts
+                raise CorruptionError(self._refusal(self.step, bad))
+            tables = contents, written, self.step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
         except HpctrainError:

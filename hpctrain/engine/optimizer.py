@@ -12,7 +12,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from hpctrain.config.job import Train
-from hpctrain.engine.host_state import HostState, Updated, runs_of
+from hpctrain.engine.host_state import HostState, Updated, stretches_of
 from hpctrain.engine.layout import Layout
 from hpctrain.model.axes import PendingWork
 from hpctrain.model.regions import CutRegions, ShardedRegions
@@ -69,10 +69,9 @@ class Optimizer:
         """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
         result = Updated([], [], [], [])
         for shard in shards:
-            runs = [run.at for run in runs_of(shard) if run.decays == decays]
+            stretches = [stretch for stretch in stretches_of(shard) if stretch.decays == decays]
             tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
-            for part, tensor in zip(result, tensors, strict=True):
-                part.extend(shard.of(tensor, run) for run in runs)
+            result.take(stretches, shard.updated.start, *tensors)
         return result
 
     def load_masters(self) -> None:

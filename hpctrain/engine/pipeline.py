@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.instruments import UNTRACED, Tracer
 from hpctrain.config.errors import CorruptionError
+from hpctrain.data.order import Batch
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.optimizer import Optimizer
@@ -155,23 +156,6 @@ class Messages:
             rows, positions = Interval(first, tokens.stop // length), transfer.cut.positions
         positions = positions.shift(-self._positions.start)
         return value[slice(*rows), slice(*positions), slice(*features)]
-
-
-class Batch(Protocol):
-    """The sequences of one step, by their place in the global batch."""
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
-        ...
-
-    def document_starts(self, rows: Interval) -> np.ndarray | None:
-        """Return int64 [rows.size, positions]: where in its row each token's document starts, where attention is to
-        stay inside of it; else None."""
-        ...
-
-    def counted(self, rows: Interval) -> np.ndarray | None:
-        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.data.order import Batch, Sequences
+from hpctrain.data.tokens import TokenSource
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
@@ -173,7 +176,7 @@ class Trials:
             optimizer = Optimizer(layout, job.train)
             optimizer.load_masters()
             pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator)
-            pipeline.train(_Noise(job), 0, rows * length)
+            pipeline.train(_noise(job, rows), 0, rows * length)
             taken = accelerator.compute_stopwatch()
             optimizer.squared_norm()
             optimizer.update(1, 0.0)
@@ -278,20 +281,12 @@ class Trials:
         return forward, backward
 
 
-class _Noise:
-    """A batch of any tokens."""
-
-    def __init__(self, job: Job):
-        self._vocabulary, self._length = job.model.num_ids, job.data.sequence_length + 1
-
-    def document_starts(self, rows: Interval) -> None:
-        return None
-
-    def counted(self, rows: Interval) -> None:
-        return None
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
+def _noise(job: Job, rows: int) -> Batch:
+    """Return a batch of any tokens, in which so many rows come again and again."""
+    length, vocabulary = job.data.sequence_length, job.model.num_ids
+    tokens = np.random.default_rng(0).integers(vocabulary, size=rows * length + 1)
+    source = TokenSource(Path("noise"), tokens, np.zeros(1, np.int64), vocabulary)
+    return Batch(Sequences(source, Interval(0, tokens.size), length, shuffle=False), 0, sys.maxsize)
 
 
 def _with_kernels(world: World, accelerator: Accelerator, job: Job) -> tuple[Job, KernelChoice]:
