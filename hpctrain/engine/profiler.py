@@ -30,6 +30,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.data.order import Batch, Sequences
 from hpctrain.data.tokens import TokenSource
+from hpctrain.engine.facts import with_values
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
@@ -175,8 +176,7 @@ class Trials:
             layout = self._layout(job, zero, rows)
             optimizer = Optimizer(layout, job.train)
             optimizer.load_masters()
-            pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator)
-            pipeline.train(_noise(job, rows), 0, rows * length)
+            Pipeline(layout, optimizer).train(_noise(job, rows), 0, rows * length)
             taken = accelerator.compute_stopwatch()
             optimizer.squared_norm()
             optimizer.update(1, 0.0)
@@ -247,7 +247,7 @@ class Trials:
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
-        small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
+        small = with_values(job, "model", num_layers=1)
         layout, kernels = self._layout(small, zero, rows), make_kernels(self._kernels, self._accelerator.family)
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)

@@ -64,17 +64,13 @@ class Trainer:
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
             self.layout: Layout = make_layout(world, job, plan, accelerator)
-            self.optimizer = Optimizer(self.layout, job.train)
-            length = job.data.sequence_length
-            hidden = job.model.hidden_size
-            trained = {job.dtype_of(tile.family) for tile in plan.tiles}
-            scale = job.precision.loss_scale, job.precision.loss_scale_window
-            self.loss_scale = LossScale(*scale) if "fp16" in trained else None
-            what = self.layout, self.optimizer, hidden, length, accelerator
-            self.pipeline = Pipeline(*what, world.tracer, self.loss_scale)
+            scale = LossScale(job.precision.loss_scale, job.precision.loss_scale_window)
+            has_fp16 = any(job.dtype_of(tile.family) == "fp16" for tile in plan.tiles)
+            self.optimizer = Optimizer(self.layout, job.train, scale if has_fp16 else None)
+            self.pipeline = Pipeline(self.layout, self.optimizer)
         self._is_warm = False
         """Whether a step was done by this process, which has loaded all kernels then."""
-        self.tokens_per_step = job.train.global_batch * length
+        self.tokens_per_step = job.train.global_batch * job.data.sequence_length
         self.steps_done = 0
 
     @contextmanager
@@ -116,9 +112,9 @@ class Trainer:
         """Start from a checkpoint of any layout."""
         self.layout.store.await_weights()
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
-        if self.loss_scale:
+        if scale := self.optimizer.loss_scale:
             with Index(checkpoint) as index:
-                self.loss_scale.restore(index.about.get(loss_scale.KEY))
+                scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
     def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[SavedMetrics, Asked]:
@@ -142,8 +138,8 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
-        if self.loss_scale:
-            metrics["loss_scale"], metrics["skipped"] = self.loss_scale.value, totals.skipped
+        if scale := self.optimizer.loss_scale:
+            metrics["loss_scale"], metrics["skipped"] = scale.value, totals.skipped
         return metrics, Asked(*totals.flags)
 
     def overrun(self) -> float | None:
@@ -169,7 +165,8 @@ class Trainer:
 
     def _state(self) -> dict[str, str]:
         """Return what a checkpoint has in addition to weights and moments."""
-        return {loss_scale.KEY: self.loss_scale.dump()} if self.loss_scale else {}
+        scale = self.optimizer.loss_scale
+        return {loss_scale.KEY: scale.dump()} if scale else {}
 
     def save(self, folder: Path, about: dict[str, str]) -> Path | None:
         """Write a checkpoint of the run folder and wait for it; return its path."""
