@@ -18,7 +18,6 @@ from hpctrain.checkpoint.format import (
     RECTANGLE,
     RECTANGLES,
     STORED_BLOCK,
-    Part,
     PartStream,
     SmallFile,
     num_blocks,
@@ -280,7 +279,7 @@ class Index:
             begin, end = max(low, begin), min(high, last * size)
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
 
-    def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
+    def _read_blocks(self, stream: int, first: int, last: int) -> bytearray:
         """Return the contents of some blocks of a stream, checked."""
         about, size = self.manifest.streams[stream], self.manifest.block_bytes
         if not self.manifest.compression:
@@ -366,26 +365,26 @@ class Index:
         for offset, num_bytes, _ in self._blocks[stream.first_block : stream.first_block + count].tolist():
             yield Extent(offset, num_bytes)
 
-    def _pread(self, part: int, extent: Extent) -> bytes:
-        about = self.manifest.parts[part]
-        try:
-            data = os.pread(self._handle(part), extent.num_bytes, extent.offset)
-        except OSError as error:
-            raise self._refusal(part, error) from None
-        self._count(about, extent.offset, extent.num_bytes, len(data))
+    def _pread(self, part: int, extent: Extent) -> bytearray:
+        data = bytearray(extent.num_bytes)
+        self._pread_into(part, extent.offset, memoryview(data))
         return data
 
-    def _pread_into(self, part: int, offset: int, view: memoryview, end: int) -> None:
+    def _pread_into(self, part: int, offset: int, view: memoryview, end: int = 0) -> None:
         """Fill `view` from a part; the kernel may fetch as much again, up to `end`, meanwhile."""
-        about = self.manifest.parts[part]
+        path = self.path / self.manifest.parts[part].file
         try:
             handle, following = self._handle(part), offset + len(view)
             if following < end:
                 os.posix_fadvise(handle, following, min(len(view), end - following), os.POSIX_FADV_WILLNEED)
             count = os.preadv(handle, [view], offset)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path}: is missing; {REMEDY}") from None
         except OSError as error:
-            raise self._refusal(part, error) from None
-        self._count(about, offset, len(view), count)
+            raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}") from None
+        self.bytes_read += count
+        if count != len(view):
+            raise DamagedCheckpointError(f"{path}: ends at byte {offset + count}; {REMEDY}")
 
     def _handle(self, part: int) -> int:
         """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
@@ -398,14 +397,3 @@ class Index:
                 )
             self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
         return self._handles[part]
-
-    def _refusal(self, part: int, error: OSError) -> DamagedCheckpointError:
-        path = self.path / self.manifest.parts[part].file
-        if isinstance(error, FileNotFoundError):
-            return DamagedCheckpointError(f"{path}: is missing; {REMEDY}")
-        return DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}")
-
-    def _count(self, about: Part, offset: int, expected: int, count: int) -> None:
-        self.bytes_read += count
-        if count != expected:
-            raise DamagedCheckpointError(f"{self.path / about.file}: ends at byte {offset + count}; {REMEDY}")
