@@ -25,7 +25,7 @@ from hpctrain.checkpoint.folder import commit, latest_checkpoint, partial_folder
 from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, KINDS, RECTANGLE, num_blocks, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
-from hpctrain.checkpoint.resume import verify_alone
+from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.config.job import Job, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.uniform import resolve_plan
@@ -79,7 +79,7 @@ def one_tensor(folder: Path, ranks: int = 8) -> dict:
     commit(partial, job.checkpoint)
     path = latest_checkpoint(folder)
     assert path is not None
-    verify_alone(path)
+    verify_checkpoint(path)
     result: dict = {"state_bytes": 4 * sum(contents.elements), "ranks": ranks, "files": len(list(path.iterdir()))}
     for name in ("blocks.7.attention.q.weight", "blocks.7.ffn.down.weight"):
         result[name] = _in_a_process("read", path, name)

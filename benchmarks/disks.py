@@ -16,7 +16,7 @@ from unittest import mock
 
 from benchmarks.short_runs import compare, start, write_job
 from hpctrain.checkpoint.folder import CHECKPOINTS, complete_checkpoints, latest_checkpoint, tidy
-from hpctrain.checkpoint.resume import verify_alone
+from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.config.errors import CheckpointError
 from hpctrain.engine.trainer import Trainer
 from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens
@@ -83,11 +83,11 @@ def full_at_every_page(folder: Path, every: int = 1) -> dict:
                 result["refused"] += 1
                 words = (str(mount), "No space left", "bytes are to be written", "are free")
                 result["says_bytes"] += all(word in str(error) for word in words)
-                verify_alone(first)
+                verify_checkpoint(first)
                 result["first_stays"] += complete_checkpoints(mount / "run") == [first]
             result["litter"] += len(list((mount / "run" / CHECKPOINTS).glob("*.partial")))
             pages += every
-        verify_alone(mount / "run" / CHECKPOINTS / "step-00000001")
+        verify_checkpoint(mount / "run" / CHECKPOINTS / "step-00000001")
     return result
 
 
@@ -113,7 +113,7 @@ def every_call(folder: Path, number: int) -> dict:
         result["calls"] += 1
         latest = latest_checkpoint(run)
         if latest is not None:
-            verify_alone(latest)
+            verify_checkpoint(latest)
             result["an_intact_latest"] += 1
         tidy(run)
         result["litter_after_start"] += len(list(run.rglob("*.partial")))
@@ -164,7 +164,7 @@ def training_on(folder: Path, ranks: int = 2, steps: int = 40) -> dict:
                 err = process.communicate()[1]
                 latest = latest_checkpoint(run)
                 assert latest is not None
-                verify_alone(latest)
+                verify_checkpoint(latest)
                 about = {
                     "exit_code": process.returncode,
                     "steps_trained": len((run / "metrics.jsonl").read_text().splitlines()),

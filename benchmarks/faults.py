@@ -29,7 +29,7 @@ from benchmarks.short_runs import compare, start, write_job
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
 from hpctrain.checkpoint.format import INDEX, MANIFEST, seal
 from hpctrain.checkpoint.index import Index
-from hpctrain.checkpoint.resume import choose_checkpoint, verify_alone
+from hpctrain.checkpoint.resume import choose_checkpoint, verify_checkpoint
 from hpctrain.config.errors import CheckpointError
 from tests.checkpoints import FORGED, forge_index, write_checkpoint
 from tests.ranks.small_runs import Alone
@@ -187,7 +187,7 @@ def flips(count: int, folder: Path, seed: int = 0) -> dict:
     with _restored(two / MANIFEST), _restored(two / INDEX):
         forge_index(two, "model/norm.weight")
         _observe(result["forged"], run, two, tensors, older)
-    verify_alone(two)
+    verify_checkpoint(two)
     return result
 
 
@@ -205,7 +205,7 @@ def _observe(counts: dict, run: Path, damaged: Path, tensors: dict, older: dict)
 
     counts["tried"] += 1
     pointer = _raises(lambda: latest_checkpoint(run), CheckpointError)
-    counts["verify_found"] += pointer or _raises(lambda: verify_alone(damaged), CheckpointError)
+    counts["verify_found"] += pointer or _raises(lambda: verify_checkpoint(damaged), CheckpointError)
     said = CliRunner().invoke(root, ["inspect", str(run), "--verify"])
     counts["inspect_found"] += isinstance(said.exception, CheckpointError)
     counts["tracebacks"] += said.exception is not None and not isinstance(said.exception, (CheckpointError, SystemExit))

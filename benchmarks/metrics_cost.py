@@ -74,7 +74,7 @@ def main(job, overrides, steps):
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, *more))
 
-        from hpctrain.engine.run import TrainingRun
+        from hpctrain.engine.run import Run
         from hpctrain.observe.console import Console
         from hpctrain.observe.metrics import RunMetrics
         from hpctrain.observe.prediction_check import PredictionTracker
@@ -93,7 +93,7 @@ def main(job, overrides, steps):
 
         PredictionTracker.step_is_done = step_is_done
         with tempfile.TemporaryDirectory() as folder:
-            TrainingRun(world, parsed, Path(world.broadcast_object(folder)) / "run").train()
+            Run(world, parsed, Path(world.broadcast_object(folder)) / "run").train()
         shares = world.gather_objects(_shares(ends))
         if world.rank == 0:
             others = (

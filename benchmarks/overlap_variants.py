@@ -13,8 +13,9 @@ import click
 
 from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
+from hpctrain.engine.facts import with_values
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.engine.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups, switched
+from hpctrain.engine.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups
 from hpctrain.jobs.arguments import override_option, rehearse_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
@@ -161,7 +162,7 @@ def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int
     from hpctrain.engine.phases import phases_of
     from hpctrain.engine.trainer import Trainer
 
-    job = switched(prepared.job, switches)
+    job = with_values(prepared.job, "overlap", **switches)
     device = world.accelerator
     clock, scale = device.clock, device.time_scale
     RehearsedPace.steps = lambda self, *asked: LoggedOperation(self, *asked)
@@ -257,8 +258,8 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
     if has_sums(plan):
         names += [FORWARD, PARTS] + [ALL_AND_FORWARD] * (len(there) > 1)
-    jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
-    result = measure_pairs(world, replace(prepared, job=switched(job, VARIANTS[EXPOSED])), jobs, pairs)
+    jobs = {NOTHING if name == EXPOSED else name: with_values(job, "overlap", **VARIANTS[name]) for name in names}
+    result = measure_pairs(world, replace(prepared, job=with_values(job, "overlap", **VARIANTS[EXPOSED])), jobs, pairs)
     summary = {
         "plan": plan.describe(),
         "ranks": world.size,

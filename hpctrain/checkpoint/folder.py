@@ -3,9 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint.format import (
@@ -27,14 +26,6 @@ POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
 POINTER_BYTES = 1 << 20
 """More than `latest` has."""
 LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A complete checkpoint, as retention sees it."""
-
-    step: int
-    validation_loss: float | None
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -205,32 +196,31 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
 def _delete_others(newest: Path, keeping: Checkpoint) -> None:
     """Delete the checkpoints that are not kept. Raises OSError."""
     there = complete_checkpoints(newest.parents[1])
-    kept = kept_steps([_look_at(path) for path in there], _look_at(newest).step, keeping)
+    kept = kept_steps({step_of(path): _validation_loss(path) for path in there}, step_of(newest), keeping)
     for path in there:
-        if _look_at(path).step not in kept:
+        if step_of(path) not in kept:
             _delete(_set_aside(path))
 
 
-def _look_at(checkpoint: Path) -> Kept:
-    step = step_of(checkpoint)
-    try:
-        return Kept(step, read_manifest(checkpoint)[0].validation_loss)
-    except CheckpointError:
-        return Kept(step, None)
+def _validation_loss(checkpoint: Path) -> float | None:
+    with suppress(CheckpointError):
+        return read_manifest(checkpoint)[0].validation_loss
+    return None
 
 
-def kept_steps(there: Sequence[Kept], newest: int, keeping: Checkpoint) -> set[int]:
+def kept_steps(losses: Mapping[int, float | None], newest: int, keeping: Checkpoint) -> set[int]:
     """Return the steps of the checkpoints to keep: the last ones, every n-th, the best; nothing after the newest.
 
-    What is after it is left from a past that the run did not continue from.
+    What is after it is left from a past that the run did not continue from. `losses` are the validation losses of those
+    that there are, by step.
     """
-    past = sorted((each for each in there if each.step <= newest), key=lambda each: each.step)
-    kept = {each.step for each in past[-keeping.keep :]}
+    past = sorted(step for step in losses if step <= newest)
+    kept = set(past[-keeping.keep :])
     if keeping.keep_every:
-        kept |= {each.step for each in past if each.step % keeping.keep_every == 0}
-    validated = [each for each in past if each.validation_loss is not None]
+        kept |= {step for step in past if step % keeping.keep_every == 0}
+    validated = [(loss, step) for step in past if (loss := losses[step]) is not None]
     if keeping.keep_best and validated:
-        kept.add(min(validated, key=lambda each: (each.validation_loss, each.step)).step)
+        kept.add(min(validated)[1])
     return kept
 
 

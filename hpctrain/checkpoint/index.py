@@ -18,7 +18,6 @@ from hpctrain.checkpoint.format import (
     RECTANGLE,
     RECTANGLES,
     STORED_BLOCK,
-    Part,
     PartStream,
     SmallFile,
     num_blocks,
@@ -143,11 +142,13 @@ class Index:
         for part in range(number, len(self.manifest.parts), count):
             self._check_rest(part)
         first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))
+        size = self.manifest.block_bytes // 4
         for stream, each in enumerate(self.manifest.streams):
             begin, end = each.first_block, each.first_block + num_blocks(each.elements, self.manifest.block_bytes)
             low, high = max(begin, first), min(end, last)
-            for start in range(low, high, self._at_once):
-                self._verify_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
+            for block in range(low - begin, high - begin, self._at_once):
+                stop = min(min(block + self._at_once, high - begin) * size, each.elements)
+                self._read_elements(stream, block * size, np.empty(stop - block * size, "<f4"), each.elements)
         self.check_all()
 
     # ---- tables ------------------------------------------------------------------------------------------------
@@ -262,8 +263,8 @@ class Index:
             self._read_elements(stream, begin + (row - first) * width, values)
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
-    def _read_elements(self, stream: int, start: int, out: np.ndarray) -> None:
-        """Fill flat fp32 `out` from a stream; it is checked after `check_all`."""
+    def _read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
+        """Fill flat fp32 `out` from a stream; it is checked after `check_all`. Elements up to `following` are next."""
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
         for block in range(low // size, -(-high // size), self._at_once):
@@ -271,25 +272,14 @@ class Index:
             begin, end = block * size, min(last * size, 4 * about.elements)
             if low <= begin and end <= high and not self.manifest.compression:
                 target = view[begin - low : end - low]
-                self._pread_into(about.part, about.offset + begin, target, about.offset + high)
+                self._pread_into(about.part, about.offset + begin, target, about.offset + max(high, 4 * following))
                 self._start_check(stream, block, target)
                 continue
             data = self._read_blocks(stream, block, last)
             begin, end = max(low, begin), min(high, last * size)
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
 
-    def _verify_blocks(self, stream: int, first: int, last: int) -> None:
-        """Read some blocks of a stream; they are checked after `check_all`."""
-        about, size = self.manifest.streams[stream], self.manifest.block_bytes
-        if self.manifest.compression:
-            self._read_blocks(stream, first, last)
-            return
-        begin, end = first * size, min(last * size, 4 * about.elements)
-        target = np.empty(end - begin, np.uint8).data.cast("B")
-        self._pread_into(about.part, about.offset + begin, target, about.offset + 4 * about.elements)
-        self._start_check(stream, first, target)
-
-    def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
+    def _read_blocks(self, stream: int, first: int, last: int) -> bytearray:
         """Return the contents of some blocks of a stream, checked."""
         about, size = self.manifest.streams[stream], self.manifest.block_bytes
         if not self.manifest.compression:
@@ -375,26 +365,26 @@ class Index:
         for offset, num_bytes, _ in self._blocks[stream.first_block : stream.first_block + count].tolist():
             yield Extent(offset, num_bytes)
 
-    def _pread(self, part: int, extent: Extent) -> bytes:
-        about = self.manifest.parts[part]
-        try:
-            data = os.pread(self._handle(part), extent.num_bytes, extent.offset)
-        except OSError as error:
-            raise self._refusal(part, error) from None
-        self._count(about, extent.offset, extent.num_bytes, len(data))
+    def _pread(self, part: int, extent: Extent) -> bytearray:
+        data = bytearray(extent.num_bytes)
+        self._pread_into(part, extent.offset, memoryview(data))
         return data
 
-    def _pread_into(self, part: int, offset: int, view: memoryview, end: int) -> None:
+    def _pread_into(self, part: int, offset: int, view: memoryview, end: int = 0) -> None:
         """Fill `view` from a part; the kernel may fetch as much again, up to `end`, meanwhile."""
-        about = self.manifest.parts[part]
+        path = self.path / self.manifest.parts[part].file
         try:
             handle, following = self._handle(part), offset + len(view)
             if following < end:
                 os.posix_fadvise(handle, following, min(len(view), end - following), os.POSIX_FADV_WILLNEED)
             count = os.preadv(handle, [view], offset)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path}: is missing; {REMEDY}") from None
         except OSError as error:
-            raise self._refusal(part, error) from None
-        self._count(about, offset, len(view), count)
+            raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}") from None
+        self.bytes_read += count
+        if count != len(view):
+            raise DamagedCheckpointError(f"{path}: ends at byte {offset + count}; {REMEDY}")
 
     def _handle(self, part: int) -> int:
         """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
@@ -407,14 +397,3 @@ class Index:
                 )
             self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
         return self._handles[part]
-
-    def _refusal(self, part: int, error: OSError) -> DamagedCheckpointError:
-        path = self.path / self.manifest.parts[part].file
-        if isinstance(error, FileNotFoundError):
-            return DamagedCheckpointError(f"{path}: is missing; {REMEDY}")
-        return DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}")
-
-    def _count(self, about: Part, offset: int, expected: int, count: int) -> None:
-        self.bytes_read += count
-        if count != expected:
-            raise DamagedCheckpointError(f"{self.path / about.file}: ends at byte {offset + count}; {REMEDY}")

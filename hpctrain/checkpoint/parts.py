@@ -180,7 +180,7 @@ def compress(buffer: np.ndarray) -> list[int]:
     return stored
 
 
-def decompress(data: bytes, block_bytes: int) -> bytes:
+def decompress(data: bytes | bytearray, block_bytes: int) -> bytes | bytearray:
     """Return a block of `block_bytes` that `compress` has packed. Raises zlib.error, ValueError."""
     if len(data) == block_bytes:
         return data

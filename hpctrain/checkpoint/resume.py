@@ -52,22 +52,19 @@ def _complaint(run: Path) -> str | None:
 
 def _verify_together(world: World, path: Path) -> DamagedCheckpointError | None:
     """Check a share of a checkpoint on each rank; return what is damaged. All ranks must call."""
-    from hpctrain.checkpoint.state import check_contents  # torch: not before a checkpoint is there
-
     try:
-        with world.all_or_none(), Index(path) as index:
-            if world.rank == 0:
-                check_contents(index)
-            index.verify((world.rank, world.size))
+        with world.all_or_none():
+            verify_checkpoint(path, (world.rank, world.size))
     except DamagedCheckpointError as error:
         return error
     return None
 
 
-def verify_alone(path: Path) -> None:
-    """Check everything in a checkpoint. Raises CheckpointError."""
-    from hpctrain.checkpoint.state import check_contents
+def verify_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Check everything in a checkpoint, or a share of it: (number, of so many). Raises CheckpointError."""
+    from hpctrain.checkpoint.state import check_contents  # torch: not before a checkpoint is there
 
     with Index(path) as index:
-        check_contents(index)
-        index.verify()
+        if share[0] == 0:
+            check_contents(index)
+        index.verify(share)

@@ -5,9 +5,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import all_parameters, whole_rows
 
+T = TypeVar("T")
 BY_NODE_ABOVE = 512
 """More ranks than this write one part a node, unless the job says otherwise."""
 
@@ -70,35 +72,18 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
     return OwnState(np.array(rectangles, RECTANGLE), tuple(copies), start)
 
 
-@dataclass
-class Background:
-    """A thread that does one thing, and keeps what came of it."""
+def in_background(work: Callable[[], T]) -> "Future[T]":
+    """Have a thread do one thing, which does not keep the process from ending."""
+    future = Future()
 
-    work: Callable
-    result: object = None
-    error: Exception | None = None
-    _thread: threading.Thread = field(init=False)
-
-    def __post_init__(self):
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self.result = self.work()
+            future.set_result(work())
         except Exception as error:  # of any kind: it is raised where it is asked for
-            self.error = error
+            future.set_exception(error)
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def outcome(self):
-        """Wait; return what it made. Raises what it raised, but for errors of writing, which are returned."""
-        self._thread.join()
-        if self.error is not None and not isinstance(self.error, HpctrainError):
-            raise self.error
-        return self.error or self.result
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 class Saver:
@@ -138,11 +123,13 @@ class Saver:
         self._members = {rank: counts[rank] for rank in members}
         self._layout: PartLayout | None = None if self._is_compressed or not self._members else lay_out(self._members)
         self._buffer: torch.Tensor | None = None
-        self._background: Background | None = None
+        self._background: Future | None = None
         self._committing = False
-        self._step, self._validation_loss, self._since = 0, None, 0.0
+        self.step, self._validation_loss, self._since = 0, None, 0.0
+        self.seconds = 0.0
+        """Of the last save, from the snapshot to the complete checkpoint."""
         self.longest_seconds = 0.0
-        """Of all saves so far, from the snapshot to the complete checkpoint."""
+        """The most of all saves so far."""
 
     def _part_of(self, counts: list[int]) -> tuple[int, tuple[int, ...]]:
         """Return the number of the part that this rank writes into, and its ranks; none where it has no elements."""
@@ -163,7 +150,7 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Say whether this rank's thread is at work."""
-        return self._background is not None and self._background.is_running
+        return self._background is not None and not self._background.done()
 
     @property
     def in_flight(self) -> bool:
@@ -174,15 +161,15 @@ class Saver:
         """Take a snapshot of the state after a step, and begin to write it. The last one must be there."""
         assert not self.in_flight, "one save is in flight at a time"
         self._since = time.monotonic()
-        self._step = step
+        self.step = step
         self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
         buffer, self._texts = self._snapshot(), dict(self._state())
         self._committing = False
-        self._background = Background(lambda: attempt(self._partial, lambda: self._write(buffer), self._num_bytes))
+        self._background = in_background(lambda: attempt(self._partial, lambda: self._write(buffer), self._num_bytes))
 
     @property
     def _partial(self) -> Path:
-        return partial_folder(self._run, self._step)
+        return partial_folder(self._run, self.step)
 
     def _snapshot(self) -> np.ndarray:
         """Copy what this rank owns into host memory that is used again each time; return it as uint8."""
@@ -253,16 +240,20 @@ class Saver:
         not finite; what was there before stays. All ranks must call.
         """
         assert self._background is not None, "something was started"
-        outcome = self._background.outcome()
+        error = self._background.exception()
+        if error is not None and not isinstance(error, HpctrainError):
+            raise error
+        outcome = error or self._background.result()  # errors of writing go to rank 0, which removes what there is
         if not self._committing:
             written = self._world.gather_objects(outcome)
             self._committing = True
             if self._world.rank == 0:
-                self._background = Background(lambda: self._commit(written))
+                self._background = in_background(lambda: self._commit(written))
             return None
         result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
         self._background = None
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._since)
+        self.seconds = time.monotonic() - self._since
+        self.longest_seconds = max(self.longest_seconds, self.seconds)
         if isinstance(result, HpctrainError):
             raise result
         return result
@@ -285,8 +276,8 @@ class Saver:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
             if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
-                raise CorruptionError(self._refusal(self._step, bad))
-            tables = contents, written, self._step, self._validation_loss, self._texts
+                raise CorruptionError(self._refusal(self.step, bad))
+            tables = contents, written, self.step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
         except HpctrainError:

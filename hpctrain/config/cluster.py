@@ -9,7 +9,7 @@ How a rehearsal's pretend devices really behave is not known here: see `hpctrain
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -25,7 +25,7 @@ from hpctrain.config.bounds import (
     SequenceCount,
     Slowdown,
 )
-from hpctrain.config.cluster_checks import TABLE_CHECKS, inconsistencies
+from hpctrain.config.cluster_checks import inconsistencies, table_mistakes
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.launch import Launch
 from hpctrain.config.tables import Several, Table
@@ -74,8 +74,6 @@ MANY_ROWS = 64
 class Figures(Table):
     """A table of figures, each of which says where it is from."""
 
-    SECTION: ClassVar = ""
-    """Of a file, if the table is one of those that have checks of their own."""
     UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
 
     origin: Origin | None = None
@@ -92,12 +90,6 @@ class Figures(Table):
     @property
     def given(self) -> list[str]:
         return [figure for figure in self.figures() if getattr(self, figure) not in (None, {}, ())]
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        if mistakes := list(TABLE_CHECKS[self.SECTION](self.model_dump())) if self.SECTION else []:
-            raise ValueError("; ".join(mistakes))
-        return self
 
     @field_validator("origins")
     @classmethod
@@ -138,8 +130,6 @@ class MemoryOverflow(Table):
 
 class Family(Figures):
     """The speeds and the memory of one device of a family."""
-
-    SECTION: ClassVar = "families"
 
     kind: Kind
     model: str | None = None
@@ -225,8 +215,6 @@ class Nic(Figures):
 class Nodes(Figures):
     """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared round-robin."""
 
-    SECTION: ClassVar = "nodes"
-
     count: RankCount = 1
     devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
     """How many of which family, in their order."""
@@ -294,8 +282,6 @@ class RowTimes(Table):
 class Profile(Figures):
     """Times of one job on a device that is a replica of the whole model, measured by `hpctrain probe --job`."""
 
-    SECTION: ClassVar = "profiles"
-
     family: Name
     work: str
     """Which model, sequences and dtype, in words that the profiler chooses: it is valid for the same ones alone."""
@@ -330,14 +316,6 @@ class Device(NamedTuple):
     """Among the devices of its node."""
 
 
-COMPARED: Any = {
-    "nodes": {"__all__": {"count", "devices", "nics", "ranks"}},
-    "links": {"__all__": {"families", "fabric"}},
-    "profiles": {"__all__": {"family", "work", "zero"}},
-}
-"""What tables of a cluster must have in common with others."""
-
-
 class Cluster(Table):
     """All of it. Raises ValueError (pydantic's) where it is not whole, with the key that is to blame."""
 
@@ -349,8 +327,8 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        tree = self.model_dump(include=COMPARED) | {"families": self.families, "fabrics": self.fabrics}
-        if problems := inconsistencies(tree):
+        tree = self.model_dump()
+        if problems := [*(f"{key}: {mistake}" for key, mistake in table_mistakes(tree)), *inconsistencies(tree)]:
             raise ValueError("\n".join(problems))
         return self
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hpctrain.config.cluster import MINIATURE_BYTES, Cluster, Profile
 from hpctrain.config.cluster_checks import NO_LINK, NO_SPEED, inconsistencies, table_mistakes
-from hpctrain.config.cluster_defaults import accelerator_of, fill
+from hpctrain.config.cluster_defaults import SPEEDS, accelerator_of, fill
 from hpctrain.config.device_catalogue import NETWORKS, lookup_network
 from hpctrain.config.errors import JobError, TopologyError, did_you_mean
 from hpctrain.config.paths import is_file, write_text
@@ -97,10 +97,8 @@ def _parse(text: str, where: str) -> _File:
     try:
         result = _File.model_validate(filled.tree)
     except ValidationError as error:
-        of_tables = table_mistakes(filled.tree)
-        said = {"", *doubts, *(key for key, _ in of_tables)}
-        problems = [(key, text) for key, text in explain(error, _File) if key not in said]
-        problems += [(key, f"{key}: {text}") for key, text in of_tables]
+        problems = [(key, text) for key, text in explain(error, _File) if key and key not in doubts]
+        problems += [(key, f"{key}: {text}") for key, text in table_mistakes(filled.tree)]
         known = filled.unresolved, misspelt(error, _File)
         causes = [text for key, text in problems if not _follows(key, text, *known)]
         others = inconsistencies(filled.tree)
@@ -305,45 +303,36 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
         family, key = as_table(family), f"families.{name}"
         known = None if is_miniature or family.get("kind") == "cpu" else accelerator_of(family)
         model = f"an {family['model']}" if known and family["model"][0] in "AEIMaeim8" else f"a {family.get('model')}"
-        for figure, unit in (("memory_bytes", "bytes"), ("memory_bytes_per_second", "bytes_per_second")):
-            if _is_typed(family, figure):
-                like = getattr(known, figure, None)
-                yield f"{key}.{figure}", family[figure], unit, like, model
-        for figure in ("peak_flops_per_second", "sustained_flops_per_second"):
+        yield from _typed(key, family, ("memory_bytes", "memory_bytes_per_second"), vars(known) if known else {}, model)
+        for figure in SPEEDS:
             for dtype, value in as_table(family[figure] if _is_typed(family, figure) else None).items():
                 like = known.peak_flops_per_second.get(dtype) if known else None
                 yield f"{key}.{figure}.{dtype}", value, "flops_per_second", like, f"{model} ({dtype})"
     for name, fabric in fabrics.items():
-        if _is_typed(as_table(fabric), "latency_seconds"):
-            yield f"fabrics.{name}.latency_seconds", fabric["latency_seconds"], "seconds", None, ""
-    for i, nodes in enumerate(as_list(tree.get("nodes"))):
-        nodes = as_table(nodes)
-        if _is_typed(nodes, "link_latency_seconds"):
-            yield f"nodes.{i}.link_latency_seconds", nodes["link_latency_seconds"], "seconds", None, ""
-        if _is_typed(nodes, "link_bytes_per_second"):
-            models = [accelerator_of(as_table(families.get(name))) for name in as_table(nodes.get("devices"))]
-            known = [model.link_bytes_per_second for model in models if model]
-            like = min(known) if known and len(known) == len(models) and not is_miniature else None
-            yield (
-                f"nodes.{i}.link_bytes_per_second",
-                nodes["link_bytes_per_second"],
-                "bytes_per_second",
-                like,
-                "its node",
-            )
-        for j, nic in enumerate(as_list(nodes.get("nics"))):
-            nic = as_table(nic)
-            fabric = nic.get("fabric")
+        yield from _typed(f"fabrics.{name}", as_table(fabric), ("latency_seconds",))
+    for i, nodes in enumerate(map(as_table, as_list(tree.get("nodes")))):
+        models = [accelerator_of(as_table(families.get(name))) for name in as_table(nodes.get("devices"))]
+        slowest = min((model.link_bytes_per_second for model in models if model), default=None)
+        like = {} if is_miniature or None in models else {"link_bytes_per_second": slowest}
+        yield from _typed(f"nodes.{i}", nodes, ("link_latency_seconds", "link_bytes_per_second"), like, "its node")
+        for j, nic in enumerate(map(as_table, as_list(nodes.get("nics")))):
+            fabric, speeds = nic.get("fabric"), ("send_bytes_per_second", "receive_bytes_per_second")
             called = as_table(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
             network = lookup_network(called) if isinstance(called, str) and not is_miniature else None
-            for figure in ("send_bytes_per_second", "receive_bytes_per_second"):
-                if _is_typed(nic, figure):
-                    like = NETWORKS[network].bytes_per_second if network else None
-                    yield f"nodes.{i}.nics.{j}.{figure}", nic[figure], "bytes_per_second", like, str(network)
-    for i, link in enumerate(as_list(tree.get("links"))):
-        for figure, unit in (("latency_seconds", "seconds"), ("bytes_per_second", "bytes_per_second")):
-            if _is_typed(as_table(link), figure):
-                yield f"links.{i}.{figure}", link[figure], unit, None, ""
+            like = dict.fromkeys(speeds, NETWORKS[network].bytes_per_second) if network else {}
+            yield from _typed(f"nodes.{i}.nics.{j}", nic, speeds, like, str(network))
+    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
+        yield from _typed(f"links.{i}", link, ("latency_seconds", "bytes_per_second"))
+
+
+def _typed(
+    key: str, table: Mapping[str, Any], figures: Sequence[str], known: Mapping[str, float | None] = {}, name: str = ""
+) -> Iterator[tuple[str, Any, str, float | None, str]]:
+    """Yield those of some figures of a table that were not measured, as `_figures` does."""
+    for figure in figures:
+        if _is_typed(table, figure):
+            unit = next(unit for unit in RANGES if figure.endswith(unit))
+            yield f"{key}.{figure}", table[figure], unit, known.get(figure), name
 
 
 def _is_typed(table: Mapping[str, Any], figure: str) -> bool:

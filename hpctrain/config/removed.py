@@ -6,9 +6,11 @@ runs live on. A job file of a person is refused with what to write instead.
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import reduce
-from operator import getitem
 from typing import Any
+
+from hpctrain.config.tables import as_table
 
 REMOVED = {
     "comm.algorithm": "remove the line: hpctrain takes the fastest algorithm by the links of the cluster",
@@ -33,28 +35,21 @@ def without_removed(tree: dict[str, Any], where: str, say: Callable[[str], None]
 
     Those whose value was "auto" had no effect before, so nothing is said of them.
     """
+    tree = deepcopy(tree)
     for key in removed_keys(tree):
-        *sections, last = key.split(".")
-        if reduce(getitem, sections, tree)[last] != "auto":
+        section, last = _place(tree, key)
+        if section.pop(last) != "auto":
             say(f"{where}: {key} is of an older version and has no effect any more; now: {REMOVED[key]}")
-        tree = _without(tree, sections, last)
     return tree
 
 
 def removed_keys(tree: dict[str, Any]) -> list[str]:
     """Return the keys of a job, as plain data, that are gone."""
-    return [key for key in REMOVED if _has(tree, key.split("."))]
+    places = {key: _place(tree, key) for key in REMOVED}
+    return [key for key, (section, last) in places.items() if last in section]
 
 
-def _has(tree: Any, parts: list[str]) -> bool:
-    for part in parts:
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
-
-
-def _without(tree: dict[str, Any], sections: list[str], last: str) -> dict[str, Any]:
-    if sections:
-        return tree | {sections[0]: _without(tree[sections[0]], sections[1:], last)}
-    return {key: value for key, value in tree.items() if key != last}
+def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section that a dotted key is in, an empty one where there is none, and the key in it."""
+    *sections, last = key.split(".")
+    return reduce(lambda table, name: as_table(table.get(name)), sections, as_table(tree)), last

@@ -47,6 +47,8 @@ PLAIN = Fields()
 class Records(ABC):
     """The texts of one file, one by one or each by its number. Close it, or use it in a `with`."""
 
+    _file: Any
+
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
         """Yield of each record its number, what is read together with it, and its texts."""
@@ -55,8 +57,8 @@ class Records(ABC):
     def texts(self, number: int) -> Texts:
         """Return the texts of a record."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._file.close()
 
     def __enter__(self) -> "Records":
         return self
@@ -112,9 +114,6 @@ class JsonLines(Records):
         prompt = _text_of(there[self._fields.prompt], where, self._fields.prompt) if self._fields.prompt else ""
         return Texts(prompt, _text_of(there[self._fields.text], where, self._fields.text))
 
-    def close(self) -> None:
-        self._file.close()
-
 
 class Parquet(Records):
     """A column of text. Row groups are read whole, so their rows stay together."""
@@ -162,9 +161,6 @@ class Parquet(Records):
             self._texts = [Texts(*pair) for pair in zip(prompts, texts, strict=True)]
             self._group = group
         return self._texts
-
-    def close(self) -> None:
-        self._file.close()
 
 
 PART_BYTES = 1 << 18  # large files are encoded in parts that end with a line

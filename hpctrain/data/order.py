@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenSource, open_tokens
 from hpctrain.sharding.intervals import Interval
 
+NO_TOKEN = -1  # the id in rows that are there to fill a batch; as a target it does not count
 MIXED_AT_ONCE = 1024  # positions in which sources have their shares
 ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -98,13 +101,6 @@ class Sequences:
                 f" {part} has {interval.size}; {shorter}give more text"
             )
 
-    def batch(self, step: int, global_batch: int, rows: Interval) -> np.ndarray:
-        """Return the given rows of a step's global batch, int64 [rows.size, sequence_length + 1].
-
-        Position `step * global_batch + row` counts through the sequences of epoch 0, 1, …; a batch may span epochs.
-        """
-        return self.read(positions_of(step, global_batch, rows))
-
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions that count through all epochs, int64 [positions, length + 1]."""
         batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
@@ -159,13 +155,6 @@ class Sequences:
         return f"{self.source.identity} {tuple(self.interval)}"
 
 
-def positions_of(step: int, global_batch: int, rows: Interval) -> np.ndarray:
-    """Return the positions of rows of a step's global batch, among all sequences of all epochs."""
-    if not 0 <= rows.start <= rows.stop <= global_batch:
-        raise ValueError(f"rows {rows.start} to {rows.stop} of a global batch of {global_batch}")
-    return step * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64)
-
-
 class Mixture:
     """Sequences of several sources, by weight. Which one is where follows from (seed, step) alone.
 
@@ -186,10 +175,6 @@ class Mixture:
     @property
     def identity(self) -> str:
         return "; ".join(f"{share:g} of {p.identity}" for share, p in zip(self._shares, self.parts, strict=True))
-
-    def batch(self, step: int, global_batch: int, rows: Interval) -> np.ndarray:
-        """Return rows of a step's global batch, as `Sequences.batch` does."""
-        return self.read(positions_of(step, global_batch, rows))
 
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions, int64 [positions, length + 1]."""
@@ -268,6 +253,60 @@ def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, In
 
 
 AnySequences = Sequences | Mixture
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences at positions `first` to `stop`, which count through those of epoch 0, 1, …
+
+    A batch may span epochs. Rows from `stop` on are there, filled with `NO_TOKEN`, but do not count.
+    """
+
+    sequences: AnySequences
+    first: int
+    stop: int
+
+    @classmethod
+    def of_step(cls, sequences: AnySequences, step: int, global_batch: int) -> Self:
+        """Return the global batch of a training step."""
+        return cls(sequences, step * global_batch, (step + 1) * global_batch)
+
+    def rows(self, rows: Interval) -> np.ndarray:
+        """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
+        return self._filled(rows, self.sequences.read, self.sequences.sequence_length + 1, NO_TOKEN)
+
+    def document_starts(self, rows: Interval) -> np.ndarray | None:
+        """Return int64 [rows.size, positions]: where in its row each token's document starts, where attention is to
+        stay inside of it; else None."""
+        sequences = self.sequences
+        if not sequences.masks_documents:
+            return None
+        return self._filled(rows, sequences.document_starts, sequences.sequence_length, 0)
+
+    def counted(self, rows: Interval) -> np.ndarray | None:
+        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all that there are."""
+        positions = self._positions(rows)
+        counted = self.sequences.counted(positions) if len(positions) else None
+        if counted is None:
+            return None
+        return self._filled(rows, lambda _: counted, self.sequences.sequence_length, 0).astype(bool)
+
+    def num_targets(self) -> int:
+        """Return how many tokens of the whole batch the loss is of."""
+        return max(1, self.sequences.count_targets(np.arange(self.first, self.stop)))
+
+    def _positions(self, rows: Interval) -> np.ndarray:
+        if not 0 <= rows.start <= rows.stop:
+            raise ValueError(f"rows {rows.start} to {rows.stop} of a batch")
+        return np.arange(*rows.shift(self.first).intersect(Interval(self.first, self.stop)), dtype=np.int64)
+
+    def _filled(self, rows: Interval, get: Callable[[np.ndarray], np.ndarray], length: int, filler: int) -> np.ndarray:
+        """Return an array of all rows, of which those from `stop` on have the filler in all places."""
+        positions = self._positions(rows)
+        result = np.full((rows.size, length), filler, dtype=np.int64)
+        if len(positions):
+            result[: len(positions)] = get(positions)
+        return result
 
 
 def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, AnySequences | None]:

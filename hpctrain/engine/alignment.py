@@ -26,8 +26,8 @@ from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.solo import Solo
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
-from hpctrain.config.precision import Precision
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.facts import with_values
 from hpctrain.engine.resolve_kernels import resolve_kernels
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.operators.cases import Operator, Rounding, operators
@@ -237,7 +237,7 @@ def align_rank(
     digests, compared, mended = {}, [], []
     named, free = (
         operators(job.model, rows, positions, make_kernels(choice, accelerator.family))
-        for choice in (job.kernels, _with_any_attention(job).kernels)
+        for choice in (job.kernels, with_values(job, "kernels", attention="auto").kernels)
     )
     for operator, free_operator in zip(named, free, strict=True):
         case = Case(operator, deviation)
@@ -250,16 +250,9 @@ def align_rank(
     return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared, mended)
 
 
-def _with_any_attention(job: Job) -> Job:
-    """Return the job with torch's own choice of a kernel for attention."""
-    return job.model_copy(update={"kernels": job.kernels.model_copy(update={"attention": "auto"})})
-
-
 def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> list[float]:
     """Return the losses of the first steps of a job, trained by this rank alone in a dtype. Involves no other rank."""
-    train = job.train.model_copy(update={"dtype": dtype})
-    precision = job.precision.model_copy(update={"by_family": Precision().by_family})
-    job = job.model_copy(update={"train": train, "precision": precision})
+    job = with_values(with_values(job, "train", dtype=dtype), "precision", by_family={})
     _, training, _ = open_datasets(job.data, job.train.seed)
     rows = 1 if job.train.global_batch > 8 else job.train.global_batch
     plan = even_plan(job.model.num_items, TensorGrid(), 1, 1, job.train.global_batch // rows, rows)
@@ -296,7 +289,7 @@ def align(
     first_of_family = min(r for r, place in enumerate(places) if place.family == accelerator.family)
     if steps and world.rank == first_of_family:
         trained = dict.fromkeys((*dtypes, REFERENCE_DTYPE) if world.rank == 0 else dtypes)
-        jobs = {dtype: job if dtype in dtypes else _with_any_attention(job) for dtype in trained}
+        jobs = {dtype: job if dtype in dtypes else with_values(job, "kernels", attention="auto") for dtype in trained}
         losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
         own = RankAlignment(**{**own.__dict__, "losses": losses})
     every = world.broadcast_object(world.gather_objects(own))

@@ -5,7 +5,7 @@ computes the same numbers as without offload. Two buckets are on the device: whi
 the last goes out, where the device has streams.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,8 +24,14 @@ class Updated(NamedTuple):
     exp_avg: list[torch.Tensor]
     exp_avg_sq: list[torch.Tensor]
 
+    def take(self, stretches: "Iterable[Stretch]", start: int, *tensors: torch.Tensor) -> None:
+        """Add some stretches of flat tensors, one for each list, which begin with element `start` of the group."""
+        for stretch in stretches:
+            for part, tensor in zip(self, tensors, strict=True):
+                part.append(tensor[slice(*stretch.at.shift(-start))])
 
-class Run(NamedTuple):
+
+class Stretch(NamedTuple):
     """Neighbouring elements of a shard with the same update."""
 
     at: Interval
@@ -38,37 +44,37 @@ class Bucket(NamedTuple):
     """The elements of a shard that go through the device at once."""
 
     shard: Shard
-    runs: tuple[Run, ...]
+    stretches: tuple[Stretch, ...]
     """In order; what lies between them is never updated."""
 
     @property
     def at(self) -> Interval:
-        return Interval(self.runs[0].at.start, self.runs[-1].at.stop)
+        return Interval(self.stretches[0].at.start, self.stretches[-1].at.stop)
 
 
-def runs_of(shard: Shard) -> list[Run]:
+def stretches_of(shard: Shard) -> list[Stretch]:
     """Return what this rank updates of a shard, in order, neighbours together."""
-    runs: list[Run] = []
+    stretches: list[Stretch] = []
     for region in shard.group.regions(shard.updated):
-        run = Run(region.at, region.parameter.decay)
-        if runs and runs[-1].at.stop == run.at.start and runs[-1].decays == run.decays:
-            run = Run(Interval(runs.pop().at.start, run.at.stop), run.decays)
-        runs.append(run)
-    return runs
+        stretch = Stretch(region.at, region.parameter.decay)
+        if stretches and stretches[-1].at.stop == stretch.at.start and stretches[-1].decays == stretch.decays:
+            stretch = Stretch(Interval(stretches.pop().at.start, stretch.at.stop), stretch.decays)
+        stretches.append(stretch)
+    return stretches
 
 
 def buckets_of(shard: Shard, most: int) -> Iterator[Bucket]:
-    """Yield the runs of a shard in buckets of at most so many elements, a multiple of `ALIGNED`."""
-    taken: list[Run] = []
-    for run in runs_of(shard):
-        start = run.at.start
-        while start < run.at.stop:
+    """Yield the stretches of a shard in buckets of at most so many elements, a multiple of `ALIGNED`."""
+    taken: list[Stretch] = []
+    for stretch in stretches_of(shard):
+        start = stretch.at.start
+        while start < stretch.at.stop:
             left = most - (start - taken[0].at.start if taken else 0)
-            stop = run.at.stop if run.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
+            stop = stretch.at.stop if stretch.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
             if stop > start:
-                taken.append(Run(Interval(start, stop), run.decays))
+                taken.append(Stretch(Interval(start, stop), stretch.decays))
                 start = stop
-            if start < run.at.stop:
+            if start < stretch.at.stop:
                 yield Bucket(shard, tuple(taken))
                 taken = []
     if taken:
@@ -117,15 +123,13 @@ class HostState:
         return after
 
     def _update(self, bucket: Bucket, slot: torch.Tensor, adamw: Callable[[Updated, bool], None]) -> None:
-        shard, start = bucket.shard, bucket.at.start
-        staged = dict(zip(shard.on_host, slot, strict=False))
+        shard, at = bucket.shard, bucket.at
+        staged = dict(zip(shard.on_host, slot[:, : at.size], strict=False))
+        grads, master = shard.of(shard.grads, at), staged.get("master", shard.of(shard.master, at))
         for decays in (True, False):
             parts = Updated([], [], [], [])
-            for run in (run for run in bucket.runs if run.decays == decays):
-                here = slice(*run.at.shift(-start))
-                for kind, part in zip(("master", "exp_avg", "exp_avg_sq"), (parts[0], *parts[2:]), strict=True):
-                    part.append(staged[kind][here] if kind in staged else shard.of(shard.master, run.at))
-                parts.grads.append(shard.of(shard.grads, run.at))
+            stretches = [stretch for stretch in bucket.stretches if stretch.decays == decays]
+            parts.take(stretches, at.start, master, grads, staged["exp_avg"], staged["exp_avg_sq"])
             adamw(parts, decays)
         if "master" in staged:
-            shard.group.weights_at(bucket.at).copy_(staged["master"][: bucket.at.size])
+            shard.group.weights_at(at).copy_(staged["master"])

@@ -8,6 +8,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.instruments import Tracer
 from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
@@ -21,7 +22,7 @@ from hpctrain.model.transformer import Computing
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.transfers import everywhere
+from hpctrain.plan.transfers import RowShape, everywhere
 from hpctrain.sharding.items import layers
 
 
@@ -50,7 +51,10 @@ class Layout:
     """In which this rank computes."""
     wires: dict[int, torch.dtype]
     """In which it exchanges activations and their gradients, by the rank at the other end."""
+    row: RowShape
+    """The size of activations between tiles."""
     accelerator: Accelerator
+    tracer: Tracer
     reduces_early: bool
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
@@ -113,6 +117,8 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelera
         channels,
         dtype,
         wires,
+        RowShape(job.data.sequence_length, job.model.hidden_size),
         accelerator,
+        world.tracer,
         bool(overlap.data),
     )

@@ -8,12 +8,20 @@ import json
 import math
 from dataclasses import dataclass
 
+import torch
+
 from hpctrain.config.errors import TrainingError
 
 KEY = "loss_scale"
 """Of the checkpoint's texts."""
 SMALLEST, LARGEST = 2.0**-14, 2.0**24
 """No gradient that overflows below the one is saved by scaling; more than the other never helped anybody."""
+
+
+def gradient_of_loss(scale: "LossScale | None", loss_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the gradient from which a backward pass begins, of a mean over so many tokens."""
+    # A fill is a kernel. A copy of a number would make the host wait for the end of the last step.
+    return torch.full((), (scale.value if scale else 1.0) / loss_tokens, dtype=torch.float64, device=device)
 
 
 @dataclass

@@ -3,17 +3,28 @@
 With `zero = 1` a rank gets the summed gradient of its own shard alone, updates that, and the weights are gathered;
 with `zero = 0` everybody sums and updates everything. With 2 the gradients are summed into the shards after each item's
 backward pass, with 3 the weights are gathered for each item too.
+
+The way of a gradient, and who has what:
+
+    Weight.accumulate        an operator's backward pass adds to it, where the store has it (hpctrain.model.units)
+    Traffic.end_backward     with z, or ZeRO 2 and 3, it is summed into shards layer by layer, as passes go on
+    Optimizer.start_reduce   else it is summed over its holders, into `Shard.grads`, after the last backward pass
+    Optimizer.squared_norm   each element counts on one rank; all ranks sum the norm with the loss (Pipeline)
+    Optimizer.update         masters and moments of the shard change; weights in use (`Group.weights`) are gathered
+    Saver                    copies masters and moments of the shard for a checkpoint (hpctrain.checkpoint.saving)
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.optim.adamw import adamw
 
 from hpctrain.config.job import Train
-from hpctrain.engine.host_state import HostState, Updated, runs_of
+from hpctrain.engine.host_state import HostState, Updated, stretches_of
 from hpctrain.engine.layout import Layout
+from hpctrain.engine.loss_scale import LossScale
 from hpctrain.model.axes import PendingWork
 from hpctrain.model.shard import Shard, make_shard
 
@@ -30,8 +41,9 @@ def learning_rate(train: Train, step: int) -> float:
 class Optimizer:
     """Reduces gradients, clips them, and updates the weights of one rank's store."""
 
-    def __init__(self, layout: Layout, train: Train):
-        self._layout, self._train = layout, train
+    def __init__(self, layout: Layout, train: Train, loss_scale: LossScale | None = None):
+        """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
+        self._layout, self._train, self.loss_scale = layout, train, loss_scale
         # Tiles of a rank agree on it.
         host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offloads_optimizer else None
         self.shards = [
@@ -68,10 +80,9 @@ class Optimizer:
         """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
         result = Updated([], [], [], [])
         for shard in shards:
-            runs = [run.at for run in runs_of(shard) if run.decays == decays]
+            stretches = [stretch for stretch in stretches_of(shard) if stretch.decays == decays]
             tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
-            for part, tensor in zip(result, tensors, strict=True):
-                part.extend(shard.of(tensor, run) for run in runs)
+            result.take(stretches, shard.updated.start, *tensors)
         return result
 
     def load_masters(self) -> None:
@@ -79,19 +90,17 @@ class Optimizer:
         for shard in self.shards:
             shard.master.copy_(shard.group.weights_at(shard.updated))
 
-    def start_reduce(self, item: int) -> None:
-        """Start to sum the gradients that are final when the last backward pass of a step has gone through an item.
+    def start_reduce(self, item: int | None = None) -> None:
+        """Start to sum the gradients that are final when the last backward pass of a step has gone through an item, or
+        (None) all that are not being summed yet.
 
         Tiles go through their items in the same order, so that any two ranks start what they share in the same one
         (see `hpctrain.plan.launch_order`). Only a tied embedding is the first of one tile and the last of another.
         """
         for number, shard in enumerate(self.shards):
-            if shard.final_after == item and shard.starts_early:
-                self._start_reduce(number, shard)
-
-    def _start_reduce(self, number: int, shard: Shard) -> None:
-        if shard.zero < 2 and number not in self._in_flight:  # others are summed after each item's backward pass
-            self._in_flight[number] = shard.start_reduce()
+            is_final = item is None or (shard.final_after == item and shard.starts_early)
+            if is_final and shard.zero < 2 and number not in self._in_flight:  # others are summed after each item
+                self._in_flight[number] = shard.start_reduce()
 
     def reduce(self) -> None:
         """Have gradients summed over the holders of each shard: start what was not, wait for all.
@@ -99,8 +108,7 @@ class Optimizer:
         All ranks of the plan must call.
         """
         self._layout.store.traffic.collect()
-        for number, shard in enumerate(self.shards):
-            self._start_reduce(number, shard)
+        self.start_reduce()
         for work in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
@@ -122,31 +130,36 @@ class Optimizer:
         )
         return torch.stack(norms).square().sum()
 
-    def update(self, step: int, norm: float, scale: float = 1.0) -> None:
+    def update(self, step: int, norm: float) -> float | None:
         """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call.
 
-        Gradients are `scale` times as large as `norm` says.
+        `norm` is that of the gradients as they are; return it as without the scale of the loss. None where fp16
+        overflowed: gradients are forgotten, and weights do not change. Raises TrainingError where a smaller scale is of
+        no use.
         """
+        scale, value = self.loss_scale, 1.0
+        if scale:
+            if not scale.judge(norm, step):
+                self._layout.store.zero_grads()
+                return None
+            value = scale.value
+            step, norm = step - scale.skipped, norm / value
         clip = self._train.clip_norm
-        factor = clip / norm if clip and norm > clip else 1.0
-        if factor / scale != 1.0:
+        factor = (clip / norm if clip and norm > clip else 1.0) / value
+        if factor != 1.0:
             for shard in self.shards:
-                shard.grads.mul_(factor / scale)
-
-        def adamw_step(parts: Updated, decays: bool) -> None:
-            self._adamw(parts, step, self._train.weight_decay if decays else 0.0)
-
+                shard.grads.mul_(factor)
+        adamw_step = partial(self._adamw, step)
         for decays, parts in self._updated.items():
             adamw_step(parts, decays)
         self._host_state.update(adamw_step)
-        self.gather_updated()
+        self._gather_updated()
         self._layout.store.zero_grads()
+        if scale:
+            scale.grow()
+        return norm
 
-    def skip(self) -> None:
-        """Forget the gradients of a step that must not change weights."""
-        self._layout.store.zero_grads()
-
-    def _adamw(self, parts: Updated, step: int, weight_decay: float) -> None:
+    def _adamw(self, step: int, parts: Updated, decays: bool) -> None:
         """Update masters and moments in place (Loshchilov and Hutter 2019), by torch's fused kernel."""
         if not parts.masters:
             return
@@ -160,12 +173,12 @@ class Optimizer:
             beta1=self._train.beta1,
             beta2=self._train.beta2,
             lr=learning_rate(self._train, step),
-            weight_decay=weight_decay,
+            weight_decay=self._train.weight_decay if decays else 0.0,
             eps=self._train.epsilon,
             maximize=False,
         )
 
-    def gather_updated(self) -> None:
+    def _gather_updated(self) -> None:
         """Bring updated master weights into use on all holders, before the items compute with them that they are of.
 
         All ranks of the plan must call.

@@ -4,17 +4,16 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.channel import Channel
-from hpctrain.comm.instruments import UNTRACED, Tracer
 from hpctrain.config.errors import CorruptionError
+from hpctrain.data.order import Batch
 from hpctrain.engine.layout import Layout
-from hpctrain.engine.loss_scale import LossScale
+from hpctrain.engine.loss_scale import gradient_of_loss
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.model.stage import Saved, Stage
 from hpctrain.model.transformer import IGNORED
@@ -27,7 +26,7 @@ from hpctrain.plan.schedule import (
     layers_in_order,
     schedule_of,
 )
-from hpctrain.plan.transfers import RowShape, Transfer, owned_positions, owned_slice
+from hpctrain.plan.transfers import Transfer, owned_positions, owned_slice
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
@@ -64,13 +63,12 @@ class Messages:
     rank computes. A rank needs the same memory by every route.
     """
 
-    def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
-        self._layout, self._row_length, self._device = layout, positions, device
+    def __init__(self, layout: Layout):
+        self._layout, self._row_length, self._device = layout, layout.row.positions, layout.accelerator.device
         tile = layout.tiles[0]  # rows and row chunks are those of all
         self.rows = tile.rows_at(layout.coordinate[2])
-        row = RowShape(positions, hidden_size)
-        self._tokens, self._features = owned_slice(tile, layout.rank, row)
-        self._positions = owned_positions(tile, layout.rank, row)
+        self._tokens, self._features = owned_slice(tile, layout.rank, layout.row)
+        self._positions = owned_positions(tile, layout.rank, layout.row)
         self.given: dict[SlotKey, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -157,23 +155,6 @@ class Messages:
         return value[slice(*rows), slice(*positions), slice(*features)]
 
 
-class Batch(Protocol):
-    """The sequences of one step, by their place in the global batch."""
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
-        ...
-
-    def document_starts(self, rows: Interval) -> np.ndarray | None:
-        """Return int64 [rows.size, positions]: where in its row each token's document starts, where attention is to
-        stay inside of it; else None."""
-        ...
-
-    def counted(self, rows: Interval) -> np.ndarray | None:
-        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all."""
-        ...
-
-
 @dataclass(frozen=True)
 class Totals:
     """The sums that all ranks of a plan agree on after a step."""
@@ -191,21 +172,10 @@ class Totals:
 class Pipeline:
     """Executes the instructions of one rank, on its tiles."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        optimizer: Optimizer,
-        hidden_size: int,
-        positions: int,
-        accelerator: Accelerator,
-        tracer: Tracer = UNTRACED,
-        loss_scale: LossScale | None = None,
-    ):
-        """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
-        self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
-        self._loss_scale = loss_scale
-        self._accelerator, self._device = accelerator, accelerator.device
-        self._messages = Messages(layout, hidden_size, positions, accelerator.device)
+    def __init__(self, layout: Layout, optimizer: Optimizer):
+        self._layout, self._optimizer, self._tracer = layout, optimizer, layout.tracer
+        self._accelerator, self._device = layout.accelerator, layout.accelerator.device
+        self._messages = Messages(layout)
         self._rows = self._messages.rows
         self._row_chunks = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
 
@@ -234,7 +204,7 @@ class Pipeline:
         training: bool,
         flags: Sequence[bool] = (),
     ) -> Totals:
-        of_loss = self._gradient_of_loss(loss_tokens)
+        of_loss = gradient_of_loss(self._optimizer.loss_scale, loss_tokens, self._device)
         made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
         saved: dict[tuple[SlotKey, int], Saved] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -275,35 +245,20 @@ class Pipeline:
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
-                    totals = self._agree(loss, self._optimizer.squared_norm(), flags)
-                    totals = self._update(totals, step, loss_tokens)
+                    totals = self._update(self._agree(loss, self._optimizer.squared_norm(), flags), step, loss_tokens)
             self._tracer.computed(instruction, since)
         return totals or self._agree(loss, None)
 
     def _update(self, totals: Totals, step: int, loss_tokens: int) -> Totals:
         """Update the weights, or skip that on all ranks where fp16 overflowed; return the totals, unscaled."""
-        scale = self._loss_scale
-        usable = scale is None or not math.isfinite(totals.loss) or scale.judge(totals.norm, step)
-        if usable and not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
+        may_overflow = self._optimizer.loss_scale is not None
+        if not math.isfinite(totals.loss) or not (may_overflow or math.isfinite(totals.norm)):
             raise CorruptionError(
                 f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient {totals.norm};"
                 " the weights were not updated"
             )
-        if scale is None:
-            self._optimizer.update(step, totals.norm)
-            return totals
-        if not usable:
-            self._optimizer.skip()
-            return replace(totals, norm=0.0, skipped=True)
-        totals = replace(totals, norm=totals.norm / scale.value)
-        self._optimizer.update(step - scale.skipped, totals.norm, scale.value)
-        scale.grow()
-        return totals
-
-    def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:
-        scale = self._loss_scale.value if self._loss_scale else 1.0
-        # A fill is a kernel. A copy of a number would make the host wait for the end of the last step.
-        return torch.full((), scale / loss_tokens, dtype=torch.float64, device=self._device)
+        norm = self._optimizer.update(step, totals.norm)
+        return replace(totals, norm=norm or 0.0, skipped=norm is None)
 
     def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
         """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it.

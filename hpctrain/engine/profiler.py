@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.data.order import Batch, Sequences
+from hpctrain.data.tokens import TokenSource
+from hpctrain.engine.facts import with_values
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
@@ -173,8 +177,7 @@ class Trials:
             layout = self._layout(job, zero, rows)
             optimizer = Optimizer(layout, job.train)
             optimizer.load_masters()
-            pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator)
-            pipeline.train(_Noise(job), 0, rows * length)
+            Pipeline(layout, optimizer).train(_noise(job, rows), 0, rows * length)
             taken = accelerator.compute_stopwatch()
             optimizer.squared_norm()
             optimizer.update(1, 0.0)
@@ -245,7 +248,7 @@ class Trials:
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
-        small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
+        small = with_values(job, "model", num_layers=1)
         layout = self._layout(small, zero, rows)
         computing = Computing(make_kernels(self._kernels, self._accelerator.family))
         shape = (rows, job.data.sequence_length)
@@ -280,20 +283,12 @@ class Trials:
         return forward, backward
 
 
-class _Noise:
-    """A batch of any tokens."""
-
-    def __init__(self, job: Job):
-        self._vocabulary, self._length = job.model.num_ids, job.data.sequence_length + 1
-
-    def document_starts(self, rows: Interval) -> None:
-        return None
-
-    def counted(self, rows: Interval) -> None:
-        return None
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
+def _noise(job: Job, rows: int) -> Batch:
+    """Return a batch of any tokens, in which so many rows come again and again."""
+    length, vocabulary = job.data.sequence_length, job.model.num_ids
+    tokens = np.random.default_rng(0).integers(vocabulary, size=rows * length + 1)
+    source = TokenSource(Path("noise"), tokens, np.zeros(1, np.int64), vocabulary)
+    return Batch(Sequences(source, Interval(0, tokens.size), length, shuffle=False), 0, sys.maxsize)
 
 
 def _with_kernels(world: World, accelerator: Accelerator, job: Job) -> tuple[Job, KernelChoice]:

@@ -315,7 +315,7 @@ def check_plan(job: Job, facts: Facts) -> Resolution:
 
 def bridge_families(job: Job, facts: Facts) -> Resolution:
     """Say how messages between families of devices go, by what is proven for the plan."""
-    from hpctrain.engine.bridge import choose_bridge
+    from hpctrain.engine.routes import choose_bridge
 
     return Resolution(job, facts, choose_bridge(facts.world, job, facts.plan))
 

@@ -9,6 +9,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
+from hpctrain.engine.facts import with_values
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan
@@ -199,16 +200,17 @@ def _predicted_rows(
 ) -> tuple[dict[str, bool | int], dict[str, str]]:
     """Return the values with which a step is predicted to be the fastest, and why. Raises as `predict`."""
     make = partial(Predictor, plan=plan, cluster=cluster)
-    whole = make(Setup.of_job(switched(job, WHOLE_ROWS))).predict().step_seconds
+    whole = make(Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS))).predict().step_seconds
     best, values, reasons = whole * PAYS, WHOLE_ROWS, {}
     for key in open_keys:
         if reason := _conflict(key, plan, topology):
             reasons[key] = reason
             continue
         if key == "forward":
-            value, prediction = True, make(Setup.of_job(switched(job, WHOLE_ROWS | {key: True}))).predict()
+            halved = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: True}))
+            value, prediction = True, make(halved).predict()
         else:
-            is_open = Setup.of_job(switched(job, WHOLE_ROWS | {key: None}))
+            is_open = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: None}))
             predictor, prediction = predict_in_parts(is_open, plan, lambda setup, like: make(setup, like=like))
             value = predictor.setup.tensor_parts or 1
         seconds = prediction.step_seconds
@@ -237,11 +239,6 @@ def _conflict(key: str, plan: Plan, topology: Topology) -> str:
 def format_value(value: bool | int) -> str:
     """Return a value of an overlap as reasons name it."""
     return str(value) if value is not True and value is not False else "on" if value else "off"
-
-
-def switched(job: Job, switches: Mapping[str, bool | int | None]) -> Job:
-    """Return the job with other overlaps."""
-    return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 
 def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:

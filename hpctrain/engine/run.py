@@ -1,9 +1,11 @@
-"""One run of a job on all ranks: its folder, its trainer, and who watches its steps."""
+"""One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and who watches its steps."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.instruments import UNTRACED
 from hpctrain.comm.launcher import end_of_batch_job
 from hpctrain.comm.process import StopSignals, take_losses
 from hpctrain.config.cluster_file import dump_cluster
@@ -11,7 +13,7 @@ from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
-from hpctrain.engine.resolve import prepare_run
+from hpctrain.engine.resolve import Prepared, prepare_run
 from hpctrain.engine.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
     from hpctrain.observe.schema import SavedMetrics
     from hpctrain.observe.spans import Observer
 
-
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
 
-class TrainingRun:
-    """A job that trains from the latest checkpoint of its folder to a step. All ranks create one and call the same."""
+class Run:
+    """A job that trains from the latest checkpoint of its folder to a step. All ranks create one and call the same.
+
+    It has what outlives a leg: path, lock, folder, console, signals, data and job.
+    """
 
     def __init__(
         self,
@@ -50,53 +54,131 @@ class TrainingRun:
         fit.
         """
         from hpctrain.checkpoint.folder import tidy
-        from hpctrain.checkpoint.resume import choose_checkpoint
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
         from hpctrain.observe.lock import RunLock
-        from hpctrain.observe.run_folder import RunFolder, default_run_folder, note_failure, refuse_missing_checkpoints
+        from hpctrain.observe.run_folder import default_run_folder, note_failure
 
-        self._world = world
-        self._signals = signals or StopSignals()
+        self.signals = signals or StopSignals()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():
-            self._lock = RunLock(self.path) if world.rank == 0 else None
-            if self._lock:
+            self.lock = RunLock(self.path) if world.rank == 0 else None
+            if self.lock:
                 tidy(self.path)
-        # All continue from the same one, whatever their view of the file system.
         try:
-            choice = choose_checkpoint(world, self.path, job.checkpoint.resume)
-            self.checkpoint: Path | None = choice.checkpoint
-            with world.all_or_none():
-                if self._lock and choice.checkpoint is None:
-                    refuse_missing_checkpoints(self.path)
-            self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
+            news = self._choose_checkpoint(world, job)
+            prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self.signals)
         except HpctrainError:
-            if self._lock:
-                self._lock.release(is_done=False)
+            if self.lock:
+                self.lock.release(is_done=False)
             raise
-        self.job, self._described = self._prepared.job, self._prepared.described
+        self.job, self.source = prepared.job, prepared.source
         with world.all_or_none():
-            if self._lock:
+            if self.lock:
                 note_failure(self.path, self.path / FLIGHT)
         world.keep_records(self.path / FLIGHT)
 
+        from hpctrain.observe.console import Console
+        from hpctrain.observe.run_folder import RunFolder
+
+        self.console = Console(world.rank == 0, on_stderr, bar)
+        self.folder = RunFolder(self.path, self.console.say)
+        self.hear(news)
+        self.begin_leg(world, prepared)
+
+    def begin_leg(self, world: "World", prepared: Prepared) -> None:
+        """Begin to train by a plan. The leg before it is closed. All ranks must call."""
+        self.leg = Leg(self, world, prepared)
+
+    def _choose_checkpoint(self, world: "World", job: Job) -> Sequence[str]:
+        """Choose what all ranks continue from, whatever their view of the file system; return what is said of it."""
+        from hpctrain.checkpoint.resume import choose_checkpoint
+        from hpctrain.observe.run_folder import refuse_missing_checkpoints
+
+        self.checkpoint, news = choose_checkpoint(world, self.path, job.checkpoint.resume)
+        with world.all_or_none():
+            if self.lock and self.checkpoint is None:
+                refuse_missing_checkpoints(self.path)
+        return news
+
+    def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
+        """Train to the job's last step, or to an earlier one.
+
+        Returns what is known at the end (on rank 0; empty on others), and why it ended early, if it did.
+        """
+        until = min(self.job.train.steps, stop_after or self.job.train.steps)
+        try:
+            last, ended = self.leg.train(until)
+        except BaseException:
+            self.abandon()
+            raise
+        self.leg.close()
+        by, overrun = ended and ended.by, self.leg.overrun
+        summary = self.console.finish(last, self.path, self.checkpoint, self.source, by, overrun)
+        if self.lock:
+            self.leg.note_end(last, ended, summary)
+        self.close()
+        return summary, ended
+
+    def close(self) -> None:
+        """Let others use the folder, which is complete."""
+        if self.lock:
+            self.lock.release()
+
+    def abandon(self) -> None:
+        """Leave after a failure, without asking another rank. The folder is locked until this process ends."""
+        self.leg.abandon()
+
+    def hear(self, lines: Iterable[str | None]) -> None:
+        """Say those of some lines that there are."""
+        for text in lines:
+            if text:
+                self.console.say(text)
+
+    def show_sample(self, num_tokens: int) -> None:
+        """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""
+        if not (self.checkpoint and self.source.tokenizer_json):
+            return
+        from hpctrain.engine.decode import Generator, Sampling
+        from hpctrain.sharding.parameters import count_parameters
+
+        if count_parameters(self.job.model) > LARGEST_SAMPLED_MODEL:
+            try_this = f'hpctrain generate {self.checkpoint} --prompt "..."'
+            self.console.say(f"no sample of a model this large; try: {try_this}")
+        else:
+            sampling = Sampling(seed=self.job.train.seed, ignores_end=True)
+            text = Generator(self.checkpoint).text("", num_tokens, sampling)
+            self.console.say(f"sample:\n{text}")
+
+
+class Leg:
+    """A part of a run by one plan on one world, with layout, trainer and observers. All ranks create one and call the
+    same.
+
+    It starts from the newest checkpoint that its run knows, or from the start.
+    """
+
+    def __init__(self, run: Run, world: "World", prepared: Prepared):
+        """Make weights and who watches them, and say what is trained. Raises TrainingError where they do not fit."""
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.trainer import Trainer
-        from hpctrain.observe.console import Console
 
+        self._run, self._world, self._prepared = run, world, prepared
+        self.job, self._described = prepared.job, prepared.described
+        self._groups = ExitStack()
+        self._groups.enter_context(world.freeing())
         accelerator = bind_accelerator(world)
-        self._console = Console(world.rank == 0, on_stderr, bar)
-        self._folder = RunFolder(self.path, self._console.say)
-        self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._metrics = self._make_metrics()
         noting = None if self.job.plan else self._note_overflow
-        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan, noting)
-        if self.checkpoint:
-            self._trainer.resume(self.checkpoint)
+        self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
+        if run.checkpoint:
+            self._trainer.resume(run.checkpoint)
         else:
             self._trainer.initialise()
-        refuse_if_interrupted(world, self._signals)
+        self._first_step = self._trainer.steps_done + 1
+        self.overrun: float | None = None
+        """Of a rehearsal that is closed: the largest share of time by which a rank was behind its device."""
+        refuse_if_interrupted(world, run.signals)
         self._introduce()
 
     def _make_observers(self, accelerator) -> "list[Observer]":
@@ -107,10 +189,10 @@ class TrainingRun:
 
         self._recorder, described = StepRecorder(accelerator), self._described
         self._world.configure(tracer=self._recorder)
-        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._folder)
+        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._run.folder)
         self._tracker = PredictionTracker(self._observed, self._prepared.prediction, described.name, described.doubt)
         self._overrun = None
-        observers: list[Observer] = [StepSample(self._observed, lambda: self._steps_before + 1), self._tracker]
+        observers: list[Observer] = [StepSample(self._observed, lambda: self._first_step), self._tracker]
         if self.job.observe.trace:
             observers.insert(0, RunTrace(self._observed, self.job.observe.trace_steps))
         if described.is_rehearsed:
@@ -126,118 +208,121 @@ class TrainingRun:
         from hpctrain.observe.metrics import RunMetrics
 
         with self._world.all_or_none():
-            writers = make_writers(self.job, self.path) if self._lock else []
-        self._live = LiveMetrics(self._folder, self._prepared.plan, writers)
+            writers = make_writers(self.job, self._run.path) if self._run.lock else []
+        self._live = LiveMetrics(self._run.folder, self._prepared.plan, writers)
         return RunMetrics(self._observed, self._live.take)
 
     def _introduce(self) -> None:
         from hpctrain.engine.routes import describe_routes
         from hpctrain.observe.metrics import Rates
 
-        prepared, done = self._prepared, self._trainer.steps_done
-        self._steps_before = done
+        run, prepared, done = self._run, self._prepared, self._trainer.steps_done
         routes = describe_routes(self._world, self._trainer.layout)
         more = {"routes": routes, "rehearsal": self._described.scale}
         reasons = prepared.reasons | {key: reason for key, reason in more.items() if reason}
         with self._world.all_or_none():
-            if self._lock:
-                self._folder.describe(self.job, prepared.plan, reasons, self._described.cluster)
-                damage = self._folder.rewind_metrics(done)
-                self._families = keep_families(self.path, self.job, self._described)
-                predicted = prepared.prediction
+            if run.lock:
+                cluster, predicted = self._described.cluster, prepared.prediction
+                run.folder.describe(self.job, prepared.plan, reasons, cluster)
+                damage = run.folder.rewind_metrics(done)
+                self._families = keep_families(run.path, self.job, self._described)
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._rates = Rates(mfu_seconds, sum_of_families(self._families))
-                cluster, is_rehearsed = self._described.cluster, self._described.is_rehearsed
-                what = reasons, cluster, is_rehearsed, prepared.prediction
-                self._live.note_start(done, self.checkpoint, *what)
-                what = self.job, prepared.plan, reasons, prepared.source, done, self.checkpoint, self.path
-                self._console.start(*what)
-                if damage:
-                    self._console.say(damage)
+                is_rehearsed = self._described.is_rehearsed
+                self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
+                run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
+                run.hear([damage])
 
-    def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
-        """Train to the job's last step, or to an earlier one.
+    def train(self, until: int) -> tuple[dict, EarlyEnd | None]:
+        """Train to a step; return the metrics of the last one, and why it ended early, if it did."""
+        from hpctrain.engine.saves import Saves
+        from hpctrain.observe.anomalies import JumpWatch
+        from hpctrain.observe.run_folder import CORRUPTION
 
-        Returns what is known at the end (on rank 0; empty on others), and why it ended early, if it did.
-        """
-        trainer, prepared = self._trainer, self._prepared
-        until = min(self.job.train.steps, stop_after or self.job.train.steps)
+        run, trainer, prepared = self._run, self._trainer, self._prepared
         if trainer.steps_done >= until:
-            self._console.say(f"{self.path}: nothing to do, {trainer.steps_done} steps are done")
+            run.console.say(f"{run.path}: nothing to do, {trainer.steps_done} steps are done")
         last: dict = {}
 
         def report(metrics: "SavedMetrics") -> None:
-            if self._lock:
-                self._hear([self._lock.check()])
+            if run.lock:
+                run.hear([run.lock.check()])
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
-            if self._lock:
+            if run.lock:
                 self._rates.add_shares(metrics)
             if due:
                 self._metrics.record(metrics)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
                 metrics["overrun"] = overrun
-            self._console.step(metrics, self._metrics.latest, until, due)
-            if self._lock:
+            run.console.step(metrics, self._metrics.latest, until, due)
+            if run.lock:
                 self._note_findings(metrics["step"], jumps.look(metrics))
-            self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
+            run.hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
-        from hpctrain.engine.saves import Saves
-        from hpctrain.observe.anomalies import JumpWatch
-        from hpctrain.observe.run_folder import CORRUPTION
-
-        self._hear([self._tracker.start()])
+        run.hear([self._tracker.start()])
         self._recorder.begin_step()
         is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
-        requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
-        live = self._live if self._lock else None
+        requests = Requests(run.signals, run.path if is_first else None, end_of_batch_job() if is_first else None)
         saves = Saves(
-            trainer.saver(self.path, self._about()),
+            trainer.saver(run.path, self._about()),
             self.job.checkpoint,
-            self._console.say,
-            self.checkpoint,
+            run.console.say,
+            run.checkpoint,
             begins=self._metrics.flush,  # what continues from it has the metrics of all its steps
-            ends=live.note_save if live else lambda step, checkpoint, seconds: None,
+            ends=self._live.note_save if run.lock else lambda step, checkpoint, seconds: None,
         )
         try:
             ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
-        except CorruptionError as error:
-            self._console.close_line()
-            self._metrics.flush()
-            if self._lock:
-                self._folder.note(CORRUPTION, trainer.steps_done, str(error))
+        except CorruptionError as error:  # on all ranks
+            self._end_steps()
+            if run.lock:
+                run.folder.note(CORRUPTION, trainer.steps_done, str(error))
             raise
-        self.checkpoint = saves.latest
-        self._console.close_line()
+        run.checkpoint = saves.latest
+        return last, ended
+
+    def close(self) -> None:
+        """End after the last step: what was measured is written, observers say what they have found, and the groups of
+        the plan are freed, with the weights that lie in their memory."""
+        self._end_steps()
+        self._run.hear(observer.finish() for observer in self._observers)
+        self.overrun = self._trainer.overrun()
+        self._groups.close()
+        self._world.configure(tracer=UNTRACED)
+
+    def abandon(self) -> None:
+        """Leave after a failure, without asking another rank; `World.fail` abandons the groups."""
+        self._run.console.close_line()
+
+    def _end_steps(self) -> None:
+        self._run.console.close_line()
         self._metrics.flush()
-        self._hear(observer.finish() for observer in self._observers)
-        overrun = trainer.overrun()
-        summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, ended and ended.by, overrun)
-        if self._lock:
-            self._lock.release()
-        if self._world.rank == 0 and last and not ended:
-            summary |= self._yardstick(last["tokens_per_second"])
-        if self._lock:
-            self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
-        return summary, ended
+
+    def note_end(self, last: dict, ended: EarlyEnd | None, summary: dict) -> None:
+        """Compare a run that is complete with its families alone, add that to its summary, and keep it; for rank 0."""
+        if last and not ended and self._families:
+            summary["yardstick"] = yardstick(self._families, last["tokens_per_second"])
+            self._run.console.say(format_yardstick(summary["yardstick"]))
+        self._live.note_end(self._trainer.steps_done, self.job.train.steps, summary)
 
     def _note_findings(self, step: int, jumps: Sequence["Jump"]) -> None:
         """Say and note what was found in a step, and that output was lost; for rank 0."""
         from hpctrain.observe.run_folder import JUMP, LOST
 
         for jump in jumps:
-            self._console.say(str(jump))
-            self._folder.note(JUMP, text=str(jump), **jump._asdict())
+            self._run.console.say(str(jump))
+            self._run.folder.note(JUMP, text=str(jump), **jump._asdict())
         for text in take_losses():
-            self._folder.note(LOST, step, text)
+            self._run.folder.note(LOST, step, text)
 
     def _leave_steps_out(self, why: str) -> None:
         """Take note that figures of the steps so far mean nothing."""
         self._tracker.forget()
-        self._console.forget_speed()
-        if self._lock:
+        self._run.console.forget_speed()
+        if self._run.lock:
             self._live.note_slower(why)
 
     def _note_overflow(self, needed_bytes: int) -> str:
@@ -258,20 +343,15 @@ class TrainingRun:
         more = f"it was predicted to need {predicted / 2**20:,.1f} MiB"
         return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"
 
-    def _hear(self, lines: Iterable[str | None]) -> None:
-        for text in lines:
-            if text:
-                self._console.say(text)
-
     def _about(self) -> dict[str, str]:
+        """Return what checkpoints say of the run in addition to its job and its plan. All ranks must call."""
         from hpctrain.checkpoint.format import KEPT
 
         network = self._world.settings.network
         assert network is not None, "a prepared run has one"
-        tokenizer = self._prepared.source.tokenizer_json or ""
-        kept = {KEPT: self._world.on_first_rank(self._kept)}
-        return kept | {
-            "tokenizer": tokenizer,
+        return {
+            KEPT: self._world.on_first_rank(self._kept),
+            "tokenizer": self._run.source.tokenizer_json or "",
             "data": self._prepared.data_identity,
             "cluster": dump_cluster(network.cluster),
         }
@@ -283,31 +363,8 @@ class TrainingRun:
         from hpctrain.checkpoint.index import Index
 
         start = self.job.train.start_from
-        begun = self.checkpoint or (locate_checkpoint(start) if start else None)
+        begun = self._run.checkpoint or (locate_checkpoint(start) if start else None)
         if begun is None:
             return ""
         with Index(begun) as index:
             return index.about[KEPT]
-
-    def _yardstick(self, tokens_per_second: float) -> dict:
-        """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-        if not self._families:
-            return {}
-        summary = yardstick(self._families, tokens_per_second)
-        self._console.say(format_yardstick(summary))
-        return {"yardstick": summary}
-
-    def show_sample(self, num_tokens: int) -> None:
-        """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""
-        if not (self.checkpoint and self._prepared.source.tokenizer_json):
-            return
-        from hpctrain.engine.decode import Generator, Sampling
-        from hpctrain.sharding.parameters import count_parameters
-
-        if count_parameters(self.job.model) > LARGEST_SAMPLED_MODEL:
-            try_this = f'hpctrain generate {self.checkpoint} --prompt "..."'
-            self._console.say(f"no sample of a model this large; try: {try_this}")
-        else:
-            sampling = Sampling(seed=self.job.train.seed, ignores_end=True)
-            text = Generator(self.checkpoint).text("", num_tokens, sampling)
-            self._console.say(f"sample:\n{text}")

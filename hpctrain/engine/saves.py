@@ -29,21 +29,10 @@ class Saves:
 
         All ranks call `begins` before each snapshot, and `ends` with step, path and seconds of each complete one.
         """
-        self._saver, self._keys, self._say = saver, keys, say
+        self.saver, self._keys, self._say = saver, keys, say
         self._begins, self._ends = begins, ends
-        self._step, self._since = 0, 0.0
         self.latest = latest
         """The newest complete one that this run knows of."""
-
-    @property
-    def is_writing(self) -> bool:
-        """Say whether this rank is at work on one."""
-        return self._saver.is_writing
-
-    @property
-    def longest_seconds(self) -> float:
-        """The longest time from a snapshot to its complete checkpoint, so far."""
-        return self._saver.longest_seconds
 
     def step_is_done(self, metrics: Mapping, is_due: bool, is_last: bool, others_write: bool) -> None:
         """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
@@ -51,15 +40,14 @@ class Saves:
         `others_write` says whether any rank was at work on one in this step. Raises CheckpointError and CorruptionError
         on all ranks.
         """
-        if self._saver.in_flight and not others_write:
-            self._try(self._saver.advance, is_last)
+        if self.saver.in_flight and not others_write:
+            self._try(self.saver.advance, is_last)
         if is_due:
             self._wait_for_last()
             self._begins()
-            self._step, self._since = metrics["step"], time.monotonic()
-            self._saver.start(metrics["step"], metrics.get("validation_loss"))
+            self.saver.start(metrics["step"], metrics.get("validation_loss"))
         if is_last:
-            self._try(self._saver.finish, is_last)
+            self._try(self.saver.finish, is_last)
 
     def end(self, step: int | None = None) -> Path | None:
         """Complete the checkpoint in flight, and write the state after `step` if it is not there; return the newest.
@@ -67,18 +55,18 @@ class Saves:
         Raises CheckpointError and CorruptionError on all ranks.
         """
         try:
-            self._try(self._saver.finish, False)
+            self._try(self.saver.finish, False)
         except HpctrainError as error:  # the run ends for a reason of its own
             self._say(f"no checkpoint: {error}")
         if step is not None:
-            self._saver.check_finite(step)
+            self.saver.check_finite(step)
         if step is not None and (self.latest is None or self.latest.name != step_folder(step)):
             self.step_is_done({"step": step}, is_due=True, is_last=True, others_write=False)
         return self.latest
 
     def _wait_for_last(self) -> None:
         since = time.monotonic()
-        self._try(self._saver.finish, False)
+        self._try(self.saver.finish, False)
         seconds = time.monotonic() - since
         if seconds > SAID_SECONDS:
             self._say(
@@ -90,7 +78,7 @@ class Saves:
         try:
             if checkpoint := work():
                 self.latest = checkpoint
-                self._ends(self._step, checkpoint, time.monotonic() - self._since)
+                self._ends(self.saver.step, checkpoint, self.saver.seconds)
         except CheckpointError as error:
             if is_last or self._keys.on_error == "stop":
                 raise

@@ -4,10 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
@@ -17,7 +14,7 @@ from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, MemoryOverflowError, TrainingError
 from hpctrain.config.job import Job
-from hpctrain.data.order import AnySequences, positions_of
+from hpctrain.data.order import AnySequences, Batch
 from hpctrain.engine import loss_scale
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.loss_scale import LossScale
@@ -28,74 +25,14 @@ from hpctrain.engine.replicas import Replicas, describe_odd
 from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
 from hpctrain.model.stage import initialise
-from hpctrain.model.transformer import IGNORED
 from hpctrain.observe.schema import SavedMetrics
 from hpctrain.plan.tiling import Plan
-from hpctrain.sharding.intervals import Interval
 
 LOOK_AT = (
     "let `hpctrain align` compare the operators with float64 on each family, and look at the losses of the steps before"
     " (hpctrain report)"
 )
 """After numbers that are not finite, where weights are."""
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """The sequences of a training step."""
-
-    sequences: AnySequences
-    step: int
-    global_batch: int
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        return self.sequences.batch(self.step, self.global_batch, rows)
-
-    def document_starts(self, rows: Interval) -> np.ndarray | None:
-        positions = positions_of(self.step, self.global_batch, rows)
-        return self.sequences.document_starts(positions) if self.sequences.masks_documents else None
-
-    def counted(self, rows: Interval) -> np.ndarray | None:
-        return self.sequences.counted(positions_of(self.step, self.global_batch, rows))
-
-    def num_targets(self) -> int:
-        """Return how many tokens of the whole batch the loss is of."""
-        every = positions_of(self.step, self.global_batch, Interval(0, self.global_batch))
-        return max(1, self.sequences.count_targets(every))
-
-
-@dataclass(frozen=True)
-class ValidationBatch:
-    """Sequences `first`, `first` + 1, ... of the validation set; rows beyond `count` are there but do not count."""
-
-    sequences: AnySequences
-    first: int
-    count: int
-
-    def document_starts(self, rows: Interval) -> np.ndarray | None:
-        if not self.sequences.masks_documents:
-            return None
-        return self._of_real(rows, self.sequences.document_starts, 0)
-
-    def counted(self, rows: Interval) -> np.ndarray | None:
-        real = rows.shift(self.first).intersect(Interval(0, self.count))
-        counted = self.sequences.counted(positions_of(0, self.count, real)) if real.size else None
-        return None if counted is None else self._of_real(rows, lambda positions: counted, 0).astype(bool)
-
-    def _of_real(self, rows: Interval, get: Callable[[np.ndarray], np.ndarray], others: int) -> np.ndarray:
-        """Return an array of all rows, of which those beyond `count` are filled with a number."""
-        real = rows.shift(self.first).intersect(Interval(0, self.count))
-        result = np.full((rows.size, self.sequences.sequence_length), others, dtype=np.int64)
-        if real.size:
-            result[: real.size] = get(positions_of(0, self.count, real))
-        return result
-
-    def rows(self, rows: Interval) -> np.ndarray:
-        real = rows.shift(self.first).intersect(Interval(0, self.count))
-        tokens = np.full((rows.size, self.sequences.sequence_length + 1), IGNORED, dtype=np.int64)
-        if real.size:
-            tokens[: real.size] = self.sequences.batch(0, self.count, real)
-        return tokens
 
 
 REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)|(\d+) bytes more than")
@@ -127,17 +64,13 @@ class Trainer:
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
             self.layout: Layout = make_layout(world, job, plan, accelerator)
-            self.optimizer = Optimizer(self.layout, job.train)
-            length = job.data.sequence_length
-            hidden = job.model.hidden_size
-            trained = {job.dtype_of(tile.family) for tile in plan.tiles}
-            scale = job.precision.loss_scale, job.precision.loss_scale_window
-            self.loss_scale = LossScale(*scale) if "fp16" in trained else None
-            what = self.layout, self.optimizer, hidden, length, accelerator
-            self.pipeline = Pipeline(*what, world.tracer, self.loss_scale)
+            scale = LossScale(job.precision.loss_scale, job.precision.loss_scale_window)
+            has_fp16 = any(job.dtype_of(tile.family) == "fp16" for tile in plan.tiles)
+            self.optimizer = Optimizer(self.layout, job.train, scale if has_fp16 else None)
+            self.pipeline = Pipeline(self.layout, self.optimizer)
         self._is_warm = False
         """Whether a step was done by this process, which has loaded all kernels then."""
-        self.tokens_per_step = job.train.global_batch * length
+        self.tokens_per_step = job.train.global_batch * job.data.sequence_length
         self.steps_done = 0
 
     @contextmanager
@@ -179,15 +112,15 @@ class Trainer:
         """Start from a checkpoint of any layout."""
         self.layout.store.await_weights()
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
-        if self.loss_scale:
+        if scale := self.optimizer.loss_scale:
             with Index(checkpoint) as index:
-                self.loss_scale.restore(index.about.get(loss_scale.KEY))
+                scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
     def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[SavedMetrics, Asked]:
         """Train one step; return its metrics, and what is asked of any rank."""
         step = self.steps_done
-        batch = TrainingBatch(sequences, step, self.job.train.global_batch)
+        batch = Batch.of_step(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.step_stopwatch(), self.world.tracer.now()
@@ -205,8 +138,8 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
-        if self.loss_scale:
-            metrics["loss_scale"], metrics["skipped"] = self.loss_scale.value, totals.skipped
+        if scale := self.optimizer.loss_scale:
+            metrics["loss_scale"], metrics["skipped"] = scale.value, totals.skipped
         return metrics, Asked(*totals.flags)
 
     def overrun(self) -> float | None:
@@ -221,9 +154,9 @@ class Trainer:
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
         with self._running("validation"):
-            batches = [ValidationBatch(sequences, first, count) for first in range(0, count, at_once)]
+            batches = [Batch(sequences, first, count) for first in range(0, count, at_once)]
             total = sum(self.pipeline.evaluate(batch).loss for batch in batches)
-        return total / TrainingBatch(sequences, 0, count).num_targets()
+        return total / Batch(sequences, 0, count).num_targets()
 
     def saver(self, folder: Path, about: dict[str, str]) -> Saver:
         """Return what writes checkpoints of the run folder; `about` is what is known of tokenizer and data."""
@@ -232,7 +165,8 @@ class Trainer:
 
     def _state(self) -> dict[str, str]:
         """Return what a checkpoint has in addition to weights and moments."""
-        return {loss_scale.KEY: self.loss_scale.dump()} if self.loss_scale else {}
+        scale = self.optimizer.loss_scale
+        return {loss_scale.KEY: scale.dump()} if scale else {}
 
     def save(self, folder: Path, about: dict[str, str]) -> Path | None:
         """Write a checkpoint of the run folder and wait for it; return its path."""
@@ -263,7 +197,7 @@ class Trainer:
         begun = time.monotonic()
         while self.steps_done < until:
             try:
-                metrics, asked = self.step(training, requests.check()._replace(writing=saves.is_writing))
+                metrics, asked = self.step(training, requests.check()._replace(writing=saves.saver.is_writing))
             except CorruptionError as error:
                 enter(phases.saving)
                 raise CorruptionError(self._end_before(error, saves)) from None
@@ -282,7 +216,7 @@ class Trainer:
             if saved:
                 enter(phases.saving)
             saves.step_is_done(metrics, saved, last, asked.writing)
-            requests.longest_save = saves.longest_seconds
+            requests.longest_save = saves.saver.longest_seconds
             enter(phases.end if last else phases.step)
             requests.fulfilled(asked)
             if asked.ends and done < until:

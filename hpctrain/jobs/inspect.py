@@ -96,12 +96,12 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _verify_all(checkpoints: list[Path]) -> None:
     """Check all checkpoints of a run. Raises CheckpointError that says which are damaged, and which are intact."""
-    from hpctrain.checkpoint.resume import verify_alone
+    from hpctrain.checkpoint.resume import verify_checkpoint
 
     damages, intact = [], []
     for path in checkpoints:
         try:
-            verify_alone(path)
+            verify_checkpoint(path)
             intact.append(path.name)
         except CheckpointError as error:
             damages.append(str(error))
@@ -123,12 +123,12 @@ def _ending(path: Path) -> dict:
 
 def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.index import Index
-    from hpctrain.checkpoint.resume import verify_alone
+    from hpctrain.checkpoint.resume import verify_checkpoint
     from hpctrain.checkpoint.state import read_job
     from hpctrain.config.removed import say_on_stderr
 
     if verify:
-        verify_alone(path)
+        verify_checkpoint(path)
     with Index(path) as index:
         job = read_job(index, say_on_stderr)
         manifest, names = index.manifest, index.names()

@@ -8,7 +8,7 @@ import click
 from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.process import StopSignals
 from hpctrain.config.errors import InterruptionError
-from hpctrain.engine.run import TrainingRun
+from hpctrain.engine.run import Run
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
 from hpctrain.jobs.common import describe, load_job_on, start_rehearsal, started_world
 
@@ -74,7 +74,7 @@ def command(
         else:
             described = cluster and describe(world, cluster)
         options = {"fresh_probe": fresh_probe, "on_stderr": as_json, "bar": progress}
-        run = TrainingRun(world, parsed, run_path, described, signals=signals, **options)
+        run = Run(world, parsed, run_path, described, signals=signals, **options)
         summary, ended = run.train(stop_after)
         if world.rank == 0:
             if sample and not ended:

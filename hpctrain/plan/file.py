@@ -17,6 +17,7 @@ from hpctrain.config.bounds import (
     ZeroStage,
 )
 from hpctrain.config.errors import PlanError
+from hpctrain.config.parallelism import TensorSizes
 from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, toml_value
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
@@ -26,17 +27,11 @@ Item = Annotated[int, Field(ge=0, le=2 * MOST_LAYERS + 2)]
 Row = Annotated[int, Field(ge=0, le=MOST_SEQUENCES)]
 
 
-class _GridTable(Table):
-    x: RankCount = 1
-    y: RankCount = 1
-    z: RankCount = 1
-
-
 class _TileTable(Table):
     items: Annotated[tuple[Item, Item], Field(strict=False)]
     rows: Annotated[tuple[Row, Row], Field(strict=False)]
     ranks: Several[Rank]
-    tensor: _GridTable = _GridTable()
+    tensor: TensorSizes = TensorSizes()
     sequence_parallel: bool = False
     family: str = "cpu"
     recompute: Literal["none", "selective", "full"] = "none"

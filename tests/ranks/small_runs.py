@@ -21,7 +21,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.job import Job, Train, load_job
 from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.truth import Truth
-from hpctrain.data.order import open_datasets
+from hpctrain.data.order import Batch, open_datasets
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.axes import Axis
@@ -227,4 +227,4 @@ def losses_from(job_file: Path, folder: Path, steps: int = 5) -> tuple[list[floa
     trainer = make_trainer(Alone(), job)
     trainer.initialise()
     result = [trainer.step(training)[0]["loss"] for _ in range(steps)]
-    return result, [training.batch(step, 4, Interval(0, 4)) for step in range(steps)], job.train
+    return result, [Batch.of_step(training, step, 4).rows(Interval(0, 4)) for step in range(steps)], job.train

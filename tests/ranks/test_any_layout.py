@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from hpctrain.checkpoint.folder import latest_checkpoint
-from hpctrain.checkpoint.resume import verify_alone
+from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
 from tests.examples import costly
@@ -56,7 +56,7 @@ def test_any_tiling_continues_from_the_checkpoint_of_any_other(world, tokens):
             one, other = (whole(folder / str(number)) for number in range(2))
             assert one.keys() == other.keys()
             assert [tensor for tensor in one if one[tensor].tobytes() != other[tensor].tobytes()] == []
-            verify_alone(latest_checkpoint(folder / "0"))
+            verify_checkpoint(latest_checkpoint(folder / "0"))
             shutil.rmtree(folder)
         for loss, expected in zip(losses[1], losses[0], strict=True):
             assert abs(loss / expected - 1) < TOLERANCE, (losses, first, second)

@@ -21,7 +21,7 @@ from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.routes.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.bridge import message_refusal
+from hpctrain.engine.routes import message_refusal
 from hpctrain.plan.launch_order import Bridge
 from hpctrain.plan.uniform import resolve_plan
 from tests.ranks.pretended_device import KIND, MODULE, Clock, PretendedDevice, watched

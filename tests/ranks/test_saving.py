@@ -6,7 +6,7 @@ import pytest
 
 import hpctrain.checkpoint.saving as saving
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
-from hpctrain.checkpoint.resume import verify_alone
+from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.config.errors import CheckpointError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.requests import Requests
@@ -59,7 +59,7 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(world, tokens, folder, 
     assert [path.name[-1] for path in complete_checkpoints(folder / "five")] == ["2", "4", "5"]
     if world.rank == 0:
         for path in complete_checkpoints(folder / "five"):
-            verify_alone(path)
+            verify_checkpoint(path)
     assert said and all("training waited" in line for line in said)
     world.agree(None)
 
@@ -98,7 +98,7 @@ def test_parts_by_node_and_compressed_ones_have_the_same_numbers(world, tokens, 
         a, b = whole(folder / "plain"), whole(folder / "other")
         assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
         path = latest_checkpoint(folder / "other")
-        verify_alone(path)
+        verify_checkpoint(path)
         assert len(list(path.glob("part-*"))) == (1 if keys == {"parts": "node"} else world.size)
         if "compression" in keys:
             sizes = [

@@ -108,7 +108,7 @@ def launched_steps(job: Job, plan: Plan, steps: int = 2) -> dict[int, list[Entry
         optimizer = Optimizer(layout, job.train)
         optimizer.load_masters()
         world.log.clear()
-        pipeline = Pipeline(layout, optimizer, job.model.hidden_size, POSITIONS, device)
+        pipeline = Pipeline(layout, optimizer)
         for step in range(steps):
             pipeline.train(AnyBatch(), step, 100)
         logs[rank] = world.log

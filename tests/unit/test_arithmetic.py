@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from hpctrain.data.order import open_datasets
+from hpctrain.data.order import Batch, open_datasets
 from hpctrain.engine.optimizer import learning_rate
-from hpctrain.engine.trainer import TrainingBatch
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens
 from tests.unit.test_model import plain_loss
@@ -129,7 +128,7 @@ def test_fifty_steps_of_training_are_those_of_plain_torch(tokens, model):
     _, training, _ = open_datasets(job.data, job.train.seed)
     clipped, losses = [], []
     for step in range(STEPS):
-        batch = torch.from_numpy(TrainingBatch(training, step, ROWS).rows(Interval(0, ROWS)))
+        batch = torch.from_numpy(Batch.of_step(training, step, ROWS).rows(Interval(0, ROWS)))
         loss = plain_loss(job.model, reference.weights, batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
         loss.backward()
         rate, norm = reference.step()

@@ -13,7 +13,6 @@ import pytest
 from benchmarks.disks import every_call
 from hpctrain.checkpoint import index as checkpoint_index
 from hpctrain.checkpoint.folder import (
-    Kept,
     candidates,
     complete_checkpoints,
     kept_steps,
@@ -22,7 +21,7 @@ from hpctrain.checkpoint.folder import (
     tidy,
 )
 from hpctrain.checkpoint.index import Index
-from hpctrain.checkpoint.resume import choose_checkpoint, verify_alone
+from hpctrain.checkpoint.resume import choose_checkpoint, verify_checkpoint
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
 from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint
@@ -38,7 +37,7 @@ def run(tmp_path):
 def test_whole_tensors_and_slices_are_what_was_written(run, how):
     tensors = write_checkpoint(run, **how)
     path = latest_checkpoint(run)
-    verify_alone(path)
+    verify_checkpoint(path)
     rng = np.random.default_rng(1)
     with Index(path) as index, h5py.File(path / "index.h5") as shown:
         for name, tensor in tensors.items():
@@ -53,7 +52,7 @@ def test_whole_tensors_and_slices_are_what_was_written(run, how):
 
 def damaged_by(path) -> str:
     with pytest.raises(DamagedCheckpointError) as caught:
-        verify_alone(path)
+        verify_checkpoint(path)
     return str(caught.value)
 
 
@@ -82,7 +81,7 @@ def test_every_flipped_byte_is_detected_and_none_is_read(run, monkeypatch, behin
         file.unlink()
         assert file.name in damaged_by(path)
         file.write_bytes(data)
-    verify_alone(path)
+    verify_checkpoint(path)
     pointer = run / "checkpoints/latest"
     data = pointer.read_bytes()
     for at in range(len(data)):
@@ -133,7 +132,7 @@ def test_a_forged_manifest_is_refused(run, name):
     path = latest_checkpoint(run)
     forge(path, FORGED[name])
     with pytest.raises(CheckpointError):
-        verify_alone(path)
+        verify_checkpoint(path)
 
 
 def test_an_index_that_shows_something_else_is_refused(run):
@@ -157,12 +156,12 @@ def steps(run) -> list[int]:
 
 
 def test_retention():
-    there = [Kept(step, loss) for step, loss in ((10, 3.0), (20, 1.0), (25, None), (30, 2.0), (40, 2.5), (50, 9.0))]
+    there = {10: 3.0, 20: 1.0, 25: None, 30: 2.0, 40: 2.5, 50: 9.0}
     for keep, last in ((1, {40}), (2, {40, 30}), (4, {40, 30, 25, 20}), (9, {10, 20, 25, 30, 40})):
         assert kept_steps(there, 40, Checkpoint(keep=keep)) == last, "nothing after the newest"
     assert kept_steps(there, 50, Checkpoint(keep=1, keep_every=20)) == {50, 40, 20}
     assert kept_steps(there, 50, Checkpoint(keep=1, keep_best=True)) == {50, 20}
-    assert kept_steps(there[4:], 50, Checkpoint(keep=1, keep_best=True)) == {50, 40}
+    assert kept_steps({40: 2.5, 50: 9.0}, 50, Checkpoint(keep=1, keep_best=True)) == {50, 40}
 
 
 def test_only_what_is_ours_is_removed(run):
@@ -218,7 +217,7 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(run):
     (folder / "latest.partial").touch()
     tidy(run)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
-    verify_alone(latest_checkpoint(run))
+    verify_checkpoint(latest_checkpoint(run))
     write_checkpoint(run, 1, seed=2)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
     with Index(latest_checkpoint(run)) as index:
@@ -254,7 +253,7 @@ def test_a_kill_between_a_renaming_and_latest_leaves_the_old_one(run):
         latest_checkpoint(run)
     tidy(run)
     assert sorted(each.name for each in path.parent.iterdir()) == ["latest", "step-00000001"]
-    verify_alone(latest_checkpoint(run))
+    verify_checkpoint(latest_checkpoint(run))
 
 
 def test_a_folder_without_permissions_is_passed_over_with_a_word(run, monkeypatch):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hpctrain.checkpoint.convert import export_model, import_model
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
-from hpctrain.checkpoint.resume import verify_alone
+from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.checkpoint.state import read_job
 from hpctrain.cli import root
 from hpctrain.config.errors import CheckpointError, DataError, HpctrainError
@@ -308,7 +308,7 @@ def test_a_folder_whose_name_is_toml_writes_none(good, tmp_path):
     made = import_model(folder, tmp_path / "run")
     tree = tomllib.loads(made.job_file.read_text())
     assert set(tree) == {"model", "train"} and tree["train"] == {"start_from": "."}
-    verify_alone(made.checkpoint)
+    verify_checkpoint(made.checkpoint)
 
 
 def test_a_family_without_names_there_is_refused(good, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.errors import DataError
 from hpctrain.config.job import Data, Source
-from hpctrain.data.order import MIXED_AT_ONCE, Mixture, Sequences, open_datasets
+from hpctrain.data.order import MIXED_AT_ONCE, Batch, Mixture, Sequences, open_datasets
 from hpctrain.sharding.intervals import Interval
 
 LENGTH = 4
@@ -57,20 +57,20 @@ class _Counted:
 def test_rows_are_the_same_however_they_are_asked_for(files):
     _, training, validation = open_datasets(data_of(files, 3.0, 1.0, 1.0), seed=5)
     assert isinstance(training, Mixture) and validation is None and training.num_sequences == 205
-    whole = training.batch(2, 24, Interval(0, 24))
-    parts = [training.batch(2, 24, Interval(i, i + 6)) for i in range(0, 24, 6)]
+    whole = Batch.of_step(training, 2, 24).rows(Interval(0, 24))
+    parts = [Batch.of_step(training, 2, 24).rows(Interval(i, i + 6)) for i in range(0, 24, 6)]
     assert (np.concatenate(parts) == whole).all()
-    assert (training.batch(1, 48, Interval(0, 24)) == whole).all(), "it is the position that counts"
+    assert (Batch.of_step(training, 1, 48).rows(Interval(0, 24)) == whole).all(), "it is the position that counts"
     assert {int(each) for each in whole[:, 0] // 1000} == {0, 1, 2}
     other = open_datasets(data_of(files, 3.0, 1.0, 1.0), seed=6)[1]
-    assert not (other.batch(2, 24, Interval(0, 24)) == whole).all()
+    assert not (Batch.of_step(other, 2, 24).rows(Interval(0, 24)) == whole).all()
 
 
 def test_an_epoch_of_a_source_has_each_of_its_sequences_once(files):
     _, training, _ = open_datasets(data_of(files, 1.0, 1.0), seed=1)
     assert isinstance(training, Mixture)
     sources, inner = training.place(np.arange(MIXED_AT_ONCE))
-    rows = training.batch(0, MIXED_AT_ONCE, Interval(0, MIXED_AT_ONCE))
+    rows = Batch.of_step(training, 0, MIXED_AT_ONCE).rows(Interval(0, MIXED_AT_ONCE))
     for epoch in range(3):
         of_second = rows[(sources == 1) & (inner // 35 == epoch), 0]
         assert sorted(of_second.tolist()) == list(range(1000, 1035))
@@ -80,7 +80,7 @@ def test_validation_is_the_end_of_each(files):
     _, training, validation = open_datasets(data_of(files, 1.0, 1.0, validation_fraction=0.2), seed=1)
     assert isinstance(validation, Mixture) and len(validation.parts) == 2
     assert [part.num_sequences for part in training.parts] == [48, 28]
-    assert validation.batch(0, 4, Interval(0, 4)).shape == (4, LENGTH + 1)
+    assert Batch.of_step(validation, 0, 4).rows(Interval(0, 4)).shape == (4, LENGTH + 1)
 
 
 def test_what_is_mixed_is_part_of_what_a_run_is_of(files):

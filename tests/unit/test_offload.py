@@ -56,12 +56,12 @@ def test_buckets_cover_a_shard_once_and_cut_tensors_at_aligned_places(sizes, tim
     shard, most = shard_of(*sizes), times * ALIGNED
     buckets = list(buckets_of(shard, most))
     assert all(bucket.at.size <= most for bucket in buckets)
-    seen = [element for bucket in buckets for run in bucket.runs for element in range(*run.at)]
+    seen = [element for bucket in buckets for run in bucket.stretches for element in range(*run.at)]
     assert seen == list(range(*shard.updated))
     whole = {}
-    for run in (run for bucket in buckets_of(shard, 10**6 * ALIGNED) for run in bucket.runs):
+    for run in (run for bucket in buckets_of(shard, 10**6 * ALIGNED) for run in bucket.stretches):
         whole |= dict.fromkeys(range(*run.at), (run.at.start, run.decays))
-    for run in (run for bucket in buckets for run in bucket.runs):
+    for run in (run for bucket in buckets for run in bucket.stretches):
         start, decays = whole[run.at.start]
         assert (run.at.start - start) % ALIGNED == 0 and run.decays == decays
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.errors import DataError
 from hpctrain.config.job import Data
-from hpctrain.data.order import Sequences, open_datasets, permute, split
+from hpctrain.data.order import NO_TOKEN, Batch, Sequences, open_datasets, permute, split
 from hpctrain.data.tokenizer import ByteTokenizer, train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens
 from hpctrain.sharding.intervals import Interval
@@ -112,9 +112,9 @@ def test_any_cut_of_the_rows_gives_the_same_global_batch(
     source, data, start, size, length, global_batch, step, seed, shuffle
 ):
     sequences = Sequences(source, Interval(start, start + size), length, seed, shuffle=shuffle)
-    whole = sequences.batch(step, global_batch, Interval(0, global_batch))
+    whole = Batch.of_step(sequences, step, global_batch).rows(Interval(0, global_batch))
     bounds = sorted({0, global_batch, *data.draw(st.lists(st.integers(0, global_batch), max_size=8))})
-    parts = [sequences.batch(step, global_batch, Interval(*cut)) for cut in itertools.pairwise(bounds)]
+    parts = [Batch.of_step(sequences, step, global_batch).rows(Interval(*cut)) for cut in itertools.pairwise(bounds)]
     assert np.array_equal(np.concatenate(parts), whole)
     assert whole.shape == (global_batch, length + 1)
     assert whole.dtype == np.int64
@@ -130,7 +130,9 @@ def test_an_epoch_has_every_sequence_once_however_large_the_batch(source, size, 
     sequences = Sequences(source, Interval(7, 7 + size), length, seed)
     count = sequences.num_sequences
     steps = -(-2 * count // global_batch)
-    rows = np.concatenate([sequences.batch(step, global_batch, Interval(0, global_batch)) for step in range(steps)])
+    rows = np.concatenate(
+        [Batch.of_step(sequences, step, global_batch).rows(Interval(0, global_batch)) for step in range(steps)]
+    )
     for epoch in rows[:count], rows[count : 2 * count]:
         assert sorted(epoch[:, 0].tolist()) == [7 + i * length for i in range(count)]
     targets = np.unique(rows[:count, 1:])
@@ -140,7 +142,9 @@ def test_an_epoch_has_every_sequence_once_however_large_the_batch(source, size, 
 
 def test_seeds_and_epochs_differ_in_order(source):
     def order(seed, step):
-        return Sequences(source, Interval(0, 999), 10, seed).batch(step, 99, Interval(0, 99))[:, 0].tolist()
+        return (
+            Batch.of_step(Sequences(source, Interval(0, 999), 10, seed), step, 99).rows(Interval(0, 99))[:, 0].tolist()
+        )
 
     orders = [order(1, 0), order(1, 1), order(2, 0), sorted(order(1, 0))]
     assert len({tuple(each) for each in orders}) == 4
@@ -149,12 +153,14 @@ def test_seeds_and_epochs_differ_in_order(source):
 def test_without_shuffle_sequences_are_in_order_in_every_epoch(source):
     sequences = Sequences(source, Interval(100, 151), 10, shuffle=False)
     assert sequences.num_sequences == 5
-    assert sequences.batch(1, 4, Interval(0, 4))[:, 0].tolist() == [140, 100, 110, 120]
-    assert sequences.batch(0, 1, Interval(0, 1)).tolist() == [list(range(100, 111))]
+    assert Batch.of_step(sequences, 1, 4).rows(Interval(0, 4))[:, 0].tolist() == [140, 100, 110, 120]
+    assert Batch.of_step(sequences, 0, 1).rows(Interval(0, 1)).tolist() == [list(range(100, 111))]
 
 
 def test_the_smallest_part_is_one_sequence(source):
-    assert Sequences(source, Interval(5, 16), 10).batch(3, 2, Interval(1, 2)).tolist() == [list(range(5, 16))]
+    assert Batch.of_step(Sequences(source, Interval(5, 16), 10), 3, 2).rows(Interval(1, 2)).tolist() == [
+        list(range(5, 16))
+    ]
     message = (
         r"t\.h5: data\.sequence_length = 10 needs 11 tokens, and its training part has 10;"
         r" set data\.sequence_length to at most 9, or give more text"
@@ -166,10 +172,17 @@ def test_the_smallest_part_is_one_sequence(source):
             Sequences(source, Interval(5, 5 + size), 10)
 
 
-@pytest.mark.parametrize("rows", [(-1, 2), (0, 5), (3, 2)])
-def test_rows_outside_the_batch_are_a_mistake_of_the_caller(source, rows):
-    with pytest.raises(ValueError, match=f"rows {rows[0]} to {rows[1]} of a global batch of 4"):
-        Sequences(source, Interval(0, 999), 10).batch(0, 4, Interval(*rows))
+def test_rows_behind_the_batch_are_filled(source):
+    batch = Batch.of_step(Sequences(source, Interval(0, 999), 10), 0, 4)
+    rows = batch.rows(Interval(2, 6))
+    assert (rows[:2] == batch.rows(Interval(2, 4))).all() and (rows[2:] == NO_TOKEN).all()
+    assert (batch.rows(Interval(5, 6)) == NO_TOKEN).all() and batch.num_targets() == 40
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (3, 2)])
+def test_rows_before_the_batch_are_a_mistake_of_the_caller(source, rows):
+    with pytest.raises(ValueError, match=f"rows {rows[0]} to {rows[1]} of a batch"):
+        Batch.of_step(Sequences(source, Interval(0, 999), 10), 0, 4).rows(Interval(*rows))
 
 
 # Splitting
@@ -228,8 +241,8 @@ def test_validation_is_the_end_of_the_tokens(tmp_path):
     with source:
         assert (train.source, train.interval, train.seed, train.shuffle) == (source, Interval(0, 890), 5, True)
         assert (validation.source, validation.interval, validation.shuffle) == (source, Interval(890, 1000), False)
-        assert train.batch(0, 88, Interval(0, 88)).max() < 890
-        assert validation.batch(0, 1, Interval(0, 1))[0].tolist() == list(range(890, 901))
+        assert Batch.of_step(train, 0, 88).rows(Interval(0, 88)).max() < 890
+        assert Batch.of_step(validation, 0, 1).rows(Interval(0, 1))[0].tolist() == list(range(890, 901))
 
 
 def test_no_validation(tmp_path):

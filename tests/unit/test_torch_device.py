@@ -42,7 +42,7 @@ from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError, TopologyError
-from hpctrain.engine.pipeline import Pipeline
+from hpctrain.engine.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
 
@@ -678,7 +678,6 @@ def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there()
             operations.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    owner = SimpleNamespace(_loss_scale=None, _device=torch.device("cpu"))
     with Noting():
-        result = Pipeline._gradient_of_loss(owner, 8)  # pyright: ignore[reportArgumentType]
+        result = gradient_of_loss(None, 8, torch.device("cpu"))
     assert operations == ["aten.full.default"] and result.item() == 0.125 and result.dtype == torch.float64
