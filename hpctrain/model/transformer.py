@@ -6,7 +6,7 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,8 +198,8 @@ class Block(LayerModule):
         self._linear_dtype = None if in_8_bits else pinned
         x, y, parts = self.axes.x, self.axes.y, self._computing.parts
         self.qkv, self.out, self.up, self.down = (
-            self.make_linear(*self._layer_weights(names), *axes, in_8_bits, parts)
-            for names, axes in zip(BLOCK_LAYERS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
+            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), into, out, in_8_bits, parts)
+            for names, (into, out) in zip(BLOCK_LAYERS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = self.attention_of.heads // self.axes.y.size
         self.num_kv_heads = max(1, self.attention_of.kv_heads // self.axes.y.size)
@@ -207,10 +207,9 @@ class Block(LayerModule):
         self.cache: Cache | None = None
         self._dropping: Dropping | None = None
 
-    def _layer_weights(self, names: Sequence[str]) -> Iterator[list]:
-        """Yield the weights of a linear layer, and its biases."""
-        for kind in ("weight", "bias"):
-            yield self.weights(*(f"{name}.{kind}" for name in names))
+    def _handles(self, names: Sequence[str], kind: str) -> list:
+        """Return the weights of a linear layer, or its biases."""
+        return self.weights(*(f"{name}.{kind}" for name in names))
 
     def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         """Compute all rows, or one half while the other waits for other ranks; drop what is computed again."""
@@ -243,7 +242,8 @@ class Block(LayerModule):
         queries_keys, values = qkv.split([heads + kv_heads, kv_heads], dim=2)
         placed = self.dropped(self.placed, queries_keys)
         queries, keys = placed.split([heads, kv_heads], dim=2)
-        mixed = self.attend(*(part.transpose(1, 2) for part in (queries, keys, values)), documents)
+        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
+        mixed = self.attend(queries, keys, values, documents)
         return (yield from self.linear(self.out, mixed.transpose(1, 2).flatten(2)))
 
     def feed_forward(self, x: torch.Tensor) -> Pausing:
