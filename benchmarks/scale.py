@@ -15,7 +15,7 @@ from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS,
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.closed_form import with_extra_warmup
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.setup import HPCTRAIN, Setup

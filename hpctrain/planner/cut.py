@@ -4,7 +4,6 @@ That is exact: since times grow with what is taken, no other cut into whole bloc
 Equal stages get equal parts.
 """
 
-import heapq
 import itertools
 import math
 from bisect import bisect_left
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
-from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
 from hpctrain.planner.stages import StageCosts, StageShape, StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -28,8 +26,6 @@ LEAST_GAIN = 0.002
 """Of the slowest stage: a plan of whole blocks is easier to read."""
 RECUT_ROUNDS = 20
 """Of halving the time of the slowest stage."""
-EPSILON = 1e-9
-"""Of a time: sums are rounded."""
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
@@ -58,12 +54,11 @@ def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[in
     if left > MANY_ROWS * len(rows):
         rows = _most_at_once(rows, left, seconds)
         left = num_rows - sum(rows)
-    waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]
-    heapq.heapify(waiting)
+    with_one_more = [of(n + 1) for of, n in zip(seconds, rows, strict=True)]
     for _ in range(left):
-        _, i = waiting[0]
+        i = with_one_more.index(min(with_one_more))
         rows[i] += 1
-        heapq.heapreplace(waiting, (seconds[i](rows[i] + 1), i))
+        with_one_more[i] = seconds[i](rows[i] + 1)
     return rows
 
 
@@ -111,11 +106,6 @@ class Placed(NamedTuple):
     @property
     def backward(self) -> float:
         return self.variant.backward.at(self.blocks)
-
-    @property
-    def passes(self) -> PassSeconds:
-        backward = self.variant.split or (self.variant.backward,)
-        return PassSeconds(self.forward, *(part.at(self.blocks) for part in backward))
 
     @property
     def end_blocks(self) -> float:
@@ -179,7 +169,7 @@ class SearchLayout:
     stages: tuple[tuple[Placed, ...], ...]
     """Of each pipeline."""
     seconds: float
-    """Of a step, by the closed form."""
+    """Of a step, by the estimate that ranks layouts."""
     cuts: tuple[tuple[int, ...], ...] = ()
     """Of each pipeline: the items where stages begin and the last one ends, where these are not whole blocks."""
     whole: "SearchLayout | None" = None
@@ -256,23 +246,21 @@ def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
         return layout  # who exchanges in every pass has the same items
     if any(placed.variant.offload in ("activations", "all") for placed in layout.all_stages):
         return layout  # what is exposed of copies is no sum over items
-    microbatches, cuts, pipelines = layout.shape.microbatches, [], []
-    slowest, before = 0.0, 0.0
+    cuts, pipelines, slowest, before = [], [], 0.0, 0.0
     for stages in layout.stages:
         old, last = whole_cuts(stages), len(stages) - 1
-        made = [
+        priced = [
             PricedItems(_sums(costs, placed), 2 * placed.variant.most + (i == 0) + (i == last))
             for i, placed in enumerate(stages)
         ]
-        had = _slowest(made, old)
-        new, least = _cut(made, old, had)
+        new = best_cuts(priced, old)
+        taken = [stage.taken(*items) for stage, items in zip(priced, itertools.pairwise(new), strict=True)]
         cuts.append(tuple(new))
-        taken = (stage.taken(*items) for stage, items in zip(made, itertools.pairwise(new), strict=True))
         pipelines.append(tuple(_with_seconds(*pair) for pair in zip(stages, taken, strict=True)))
-        before, slowest = max(before, had), max(slowest, least)
+        before, slowest = max(before, slowest_seconds(priced, old)), max(slowest, *taken)
     if slowest > before * (1 - LEAST_GAIN):
         return layout
-    seconds = layout.seconds - microbatches * (before - slowest)
+    seconds = layout.seconds - layout.shape.microbatches * (before - slowest)
     return replace(layout, stages=tuple(pipelines), cuts=tuple(cuts), seconds=seconds, whole=layout)
 
 
@@ -288,22 +276,21 @@ def _sums(costs: StageCosts, placed: Placed) -> list[float]:
     return list(itertools.accumulate((seconds[kind] for kind in kinds), initial=0.0))
 
 
-def _cut(stages: Sequence[PricedItems], old: Sequence[int], slowest: float) -> tuple[list[int], float]:
-    """Return where stages begin, and the last one ends, and what the slowest takes: the `old` cuts, of which it takes
-    so long, where none are better."""
-    low, high = 0.0, slowest
+def best_cuts(stages: Sequence[PricedItems], old: Sequence[int]) -> Sequence[int]:
+    """Return where stages begin, and the last one ends, so that the slowest is as fast as can be: the `old` cuts where
+    none are better."""
+    cuts, low, high = old, 0.0, slowest_seconds(stages, old)
     for _ in range(RECUT_ROUNDS):
         middle = (low + high) / 2
-        if _starts(stages, middle) is None:
-            low = middle
+        if better := _starts(stages, middle):
+            cuts, high = better, middle
         else:
-            high = middle
-    cuts = _starts(stages, high * (1 + EPSILON)) or list(old)
-    taken = _slowest(stages, cuts)
-    return (cuts, taken) if taken * (1 + EPSILON) < slowest else (list(old), slowest)
+            low = middle
+    return cuts
 
 
-def _slowest(stages: Sequence[PricedItems], cuts: Sequence[int]) -> float:
+def slowest_seconds(stages: Sequence[PricedItems], cuts: Sequence[int]) -> float:
+    """Return what the slowest of some stages takes; without end where one has no memory for its items."""
     pairs = zip(stages, itertools.pairwise(cuts), strict=True)
     return max(stage.taken(*items) if items[1] - items[0] <= stage.most else math.inf for stage, items in pairs)
 

@@ -1,10 +1,10 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
 `planner/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement of
-pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
+pools and the number of microbatches in common. An estimate (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
 with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
-`planner/memory.py`. Those with long bubbles are then tried with several tiles a rank. The answer depends on the budget,
+`planner/memory.py`. The best pipelines are then tried with several tiles a rank. The answer depends on the budget,
 not on the machine; a limit in seconds ends it earlier.
 """
 
@@ -23,8 +23,8 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
-from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.cut import SearchLayout, recut
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
@@ -54,8 +54,8 @@ SCORING_SHARE = 0.6
 
 FEW = 5
 """So many are timed at least."""
-CLOSED_FORM_ERROR = 0.03
-"""By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
+ESTIMATE_ERROR = 0.03
+"""By more than this the estimate is rarely wrong: plans that are worse by it are not timed."""
 MIB = 2**20
 
 
@@ -70,7 +70,7 @@ class Limits:
 
 
 EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
-"""All are scored, and all simulated whose closed form is within 3 % of the best, up to 40."""
+"""All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SearchResult:
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
     least_by_arrangement: dict[Pipelines, float]
-    """By the closed form, for each arrangement of pools that fits."""
+    """By the estimate, for each arrangement of pools that fits."""
     least_by_microbatches: dict[int, float]
 
     @property
@@ -175,7 +175,7 @@ class Search:
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
         self._least_seconds = math.inf
-        """Of all layouts, by the closed form."""
+        """Of all layouts, by the estimate."""
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -196,7 +196,7 @@ class Search:
             plans = list(filter(None, [self._time_one(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        several, left_out = self._interleave(plans[0].seconds)
+        several, left_out = self._interleave()
         most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
         plans, all_better = self._time(several, plans, 0, most)
         self.layouts = sorted([*self.layouts, *several], key=_by_seconds)
@@ -222,32 +222,24 @@ class Search:
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
 
-    def _interleave(self, best_seconds: float) -> tuple[list[SearchLayout], int]:
+    def _interleave(self) -> tuple[list[SearchLayout], int]:
         """Return layouts with several virtual stages, the fastest first, and how many were not scored so that could be.
 
         With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
         2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages
-        keeps the activations of p + (p - 1) / v microbatches instead of p. So those are scored that would be the
-        fastest with the shortest bubbles they can have, and faster than `best_seconds`; without a limit all.
+        keeps the activations of p + (p - 1) / v microbatches instead of p. Without a limit all are scored, else those
+        that are the fastest with one tile a rank.
         """
-
-        def least_seconds(layout: SearchLayout, virtual_stages: int) -> float:
-            bubbles = (sum(placed.forward + placed.backward for placed in stages[1:]) for stages in layout.stages)
-            return layout.seconds - min(bubbles) * (1 - 1 / virtual_stages)
-
         most, num_blocks = self._space.most_virtual_stages, self._setup.model.num_layers
-        every = ((layout, interleaved_shapes(layout.shape, num_blocks, most)) for layout in self.layouts)
-        every = [(least_seconds(layout, shapes[-1].virtual_stages), shapes) for layout, shapes in every if shapes]
-        every.sort(key=lambda each: each[0])
-        is_limited, limit = self._limits.timed is not None, best_seconds * (1 + CLOSED_FORM_ERROR)
-        promising = [shapes for s, shapes in every[:INTERLEAVED] if s < limit] if is_limited else [s for _, s in every]
-        result = (self.scorer.score(shape) for shapes in promising for shape in shapes)
-        return sorted(filter(None, result), key=_by_seconds), len(every) - len(promising)
+        every = list(filter(None, (interleaved_shapes(each.shape, num_blocks, most) for each in self.layouts)))
+        promising = every if self._limits.timed is None else every[:INTERLEAVED]
+        layouts = (self.scorer.score(shape) for shapes in promising for shape in shapes)
+        return sorted(filter(None, layouts), key=_by_seconds), len(every) - len(promising)
 
     def _least(self, key: Callable[[Shape], object]) -> dict:
-        """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
+        """Return the least seconds of all layouts by something of their shapes."""
         least: dict = {}
-        for layout in self.layouts:
+        for layout in sorted(self.layouts, key=_by_seconds):
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
@@ -260,50 +252,42 @@ class Search:
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> bool:
-        """Score groups, the most promising first; return whether all were."""
-        groups, is_complete = self._score_one_each(), True
-        self._num_groups = len(groups)
-        for _, _, group, tried in sorted(groups):
-            for shape in itertools.islice(self._shapes(*group), tried, None):
+        """Score a plan that fits of each group, then the others, the most promising groups first; return whether all
+        were."""
+        looked: list[tuple[float, int, Iterator[Shape]]] = []
+        for group in self._groups():
+            if self.layouts and self._is_spent(LOOKING_SHARE):
+                break
+            seconds, shapes = math.inf, self._shapes(*group)
+            for shape in itertools.islice(shapes, TRIED):
+                seconds = self._score(shape)
+                if seconds < math.inf:
+                    break
+            looked.append((seconds, len(looked), shapes))
+        self._num_groups = len(looked)
+        for _, _, shapes in sorted(looked):
+            for shape in shapes:
                 if self.layouts and self._is_spent(1.0):
                     return False
                 self._score(shape)
-        return is_complete and len(groups) == len(self._counts) * len(self._arrangements)
+        return len(looked) == len(self._arrangements) * len(self._counts)
 
-    def _score_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
-        """Return for each group the seconds of a plan that fits, its place, itself, and how many were scored.
-
-        First all pools as one pipeline and all side by side, by each number of microbatches; then all arrangements,
-        those first that leave no pool unused and have numbers of microbatches by which a plan was fast.
-        """
-        result: list[tuple[float, int, tuple[Pipelines, int], int]] = []
-        known: set[tuple[Pipelines, int]] = set()
-
-        def look(group: tuple[Pipelines, int]) -> None:
-            if group in known or (self.layouts and self._is_spent(LOOKING_SHARE)):
-                return
-            seconds, tried = math.inf, 0
-            for shape in itertools.islice(self._shapes(*group), TRIED):
-                seconds, tried = self._score(shape), tried + 1
-                if seconds < math.inf:
-                    break
-            known.add(group)
-            result.append((seconds, len(result), group, tried))
-
+    def _groups(self) -> Iterator[tuple[Pipelines, int]]:
+        """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
+        first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
         pools = range(len(self._pools))
-        first = [p for p in (tuple((pool,) for pool in pools), (tuple(pools),)) if p in self._arrangements]
-        for group in itertools.product(first, self._counts):
-            look(group)
-        least = {m: min((s for s, _, g, _ in result if g[1] == m), default=math.inf) for m in self._counts}
-        rank = {m: number for number, m in enumerate(sorted(least, key=least.__getitem__))}
+        ends = tuple((pool,) for pool in pools), (tuple(pools),)
+        first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
+        yield from itertools.product(first, self._counts)
+        least = self._least(lambda shape: shape.microbatches)
+        counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
 
         def place(group: tuple[Pipelines, int]) -> int:
             num_unused = len(pools) - sum(map(len, group[0]))
-            return rank[group[1]] + UNUSED_PLACES * num_unused
+            return counts.index(group[1]) + UNUSED_PLACES * num_unused
 
-        for group in sorted(itertools.product(self._arrangements, self._counts), key=place):
-            look(group)
-        return result
+        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
+        yield from sorted(itertools.product(others, self._counts), key=place)
 
     def _nearest(self) -> SearchLayout:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
@@ -352,7 +336,7 @@ class Search:
         """
         if self._limits.scored is not None and self._space.cut == BEST:
             bound = self.scorer.least_seconds(shape)
-            if bound > self._least_seconds * (1 + CLOSED_FORM_ERROR):
+            if bound > self._least_seconds * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
                 return bound
         least, is_short = math.inf, False
@@ -413,7 +397,7 @@ class Search:
     ) -> tuple[list[SimulatedPlan], bool]:
         """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
 
-        `layouts` are in the order of what the closed form says. At least `few` plans are returned, and at most `most`
+        `layouts` are in the order of their estimates. At least `few` plans are returned, and at most `most`
         (None: all): in between those that are expected to be about as fast as the best.
         """
         result, all_done = list(known), True
@@ -421,7 +405,7 @@ class Search:
         for number, layout in enumerate(layouts):
             if any(timed.layout in (layout, layout.whole) for timed in known):
                 continue
-            is_slower = layout.seconds > best * (1 + CLOSED_FORM_ERROR)
+            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
             is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
             if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
                 all_done = False

@@ -209,5 +209,5 @@ def even_choices(
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:
-    """Say an arrangement in words, such as `fast then slow, overlapped slower`."""
+    """Say an arrangement in words, such as `fast then slow, side by side with slower`."""
     return ", side by side with ".join(" then ".join(names[pool] for pool in row) for row in pipelines)

@@ -36,8 +36,7 @@ COMPARED_ROWS = 1, 8
 
 
 class Seconds(NamedTuple):
-    """Seconds of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and
-    after that."""
+    """Seconds of a forward and a backward pass."""
 
     forward: float
     backward: float
@@ -45,9 +44,6 @@ class Seconds(NamedTuple):
     @property
     def both(self) -> float:
         return self.forward + self.backward
-
-
-WHOLE, SPLIT = ("forward", "backward"), ("backward_input", "backward_weight")
 
 
 class BlockLine(NamedTuple):
@@ -128,10 +124,6 @@ class StageVariant(NamedTuple):
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: BlockLine
-    kept_bytes: BlockLine
-    """Of these, for each microbatch in flight."""
-    split: tuple[BlockLine, BlockLine] | None = None
-    """The parts of `backward`, one by one, where the gradient is sent between them."""
     offload: str = "none"
     """What it keeps in host memory."""
     update: BlockLine = NOTHING
@@ -171,8 +163,6 @@ class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
     on_device: BlockLine
-    kept: BlockLine
-    """Of these, the activations of each microbatch that is kept."""
     on_host: BlockLine
 
 
@@ -241,13 +231,13 @@ class StageCosts:
         rows: int,
         recompute: str = "none",
         holders: Holders = ALONE,
-        names: tuple[str, str] = WHOLE,
         parts: int | None = None,
     ) -> Seconds:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
         site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
-        return Seconds(*(self.prices.price(name, site, layer, rows, recompute, parts).seconds for name in names))
+        what = site, layer, rows, recompute, parts
+        return Seconds(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
 
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -278,32 +268,23 @@ class StageCosts:
         each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
         return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def _lines(self, stage: StageShape, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
-        """Return two lines of a stage, of what its layers take."""
-        block, *ends = map(seconds, (BLOCK, *self.layers(stage.ends, 0)))
-        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
-        return forward, backward
-
     def variant(
         self, stage: StageShape, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
     ) -> StageVariant:
         """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
-        pool, grid, rows, zero = stage.pool, stage.choice.grid, stage.rows, stage.zero
-        forward, backward = self._lines(stage, lambda layer: self.piecewise(stage, layer, recompute, row_chunks))
-        split, update = None, NOTHING
+        layers = BLOCK, *self.layers(stage.ends, 0)
+        block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
+        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
+        update = NOTHING
         if offload in ("optimizer", "all"):
-            longer = self._offloaded_update(stage, 1 / stage.holders if zero else 1.0)
+            longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if offload in ("activations", "all"):
-            moved = rows * layer_moved(self.setup, grid, BLOCK, recompute)
-            copies = moved / self.pools[pool].device.host_copy_bytes_per_second
+            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute)
+            copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.base, max(forward.each, copies))
             backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
-        elif not stage.ends[0] and row_chunks == 1 and self._splits(grid, recompute, zero):
-            split = self._lines(stage, lambda layer: self.seconds(pool, grid, layer, rows, recompute, ALONE, SPLIT))
-        return StageVariant(
-            recompute, row_chunks, forward, backward, *blocks, needs.on_device, needs.kept, split, offload, update
-        )
+        return StageVariant(recompute, row_chunks, forward, backward, *blocks, needs.on_device, offload, update)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
@@ -369,7 +350,6 @@ class StageCosts:
             on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
         return Needs(
             on_device._replace(base=on_device.base + buffers),
-            kept,
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
 

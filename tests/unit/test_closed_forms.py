@@ -118,7 +118,6 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
                         0,
                         most,
                         BlockLine(0, 1),
-                        BlockLine(0, 1),
                     )
                     for more, head, most in variants
                 )

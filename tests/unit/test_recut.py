@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpctrain.plan.checks import check_tiling
-from hpctrain.planner.cut import PricedItems, _cut, _slowest
+from hpctrain.planner.cut import PricedItems, best_cuts, slowest_seconds
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space
@@ -35,11 +35,11 @@ def test_no_other_cut_makes_the_slowest_faster(case):
     num_items, inner = 2 * num_blocks + 2, len(stages) - 1
     every = [[0, *cut, num_items] for cut in itertools.combinations(range(2, num_items - 1), inner)]
     old = [0, *(2 * i + 3 for i in range(inner)), num_items]
-    assume(_slowest(stages, old) < math.inf)
-    cuts, slowest = _cut(stages, old, _slowest(stages, old))
-    assert slowest == _slowest(stages, cuts)
-    assert slowest <= min(_slowest(stages, cut) for cut in every) * (1 + 1e-6)
-    if _slowest(stages, old) <= slowest * (1 + 1e-9):
+    assume(slowest_seconds(stages, old) < math.inf)
+    cuts = best_cuts(stages, old)
+    slowest = slowest_seconds(stages, cuts)
+    assert slowest <= min(slowest_seconds(stages, cut) for cut in every) * (1 + 1e-6)
+    if slowest_seconds(stages, old) <= slowest * (1 + 1e-9):
         assert cuts == old, "as near to whole blocks as can be"
 
 
