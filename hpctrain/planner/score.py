@@ -28,21 +28,17 @@ MANY_ROWS = 8
 """So many rows at once show a device's speed."""
 
 
-def pipeline_seconds(
-    passes: Sequence[tuple[float, float]], messages: Sequence[float], microbatches: int, virtual_stages: int
-) -> float:
+def pipeline_seconds(passes: Sequence[tuple[float, float]], messages: Sequence[float], microbatches: int) -> float:
     """Return about how long a pipeline takes for all microbatches.
 
-    The slowest stage does all of them, and waits for one of them in all the others, or with several virtual stages in
-    as large a part of these (Narayanan et al. 2021, arXiv 2104.04473). `passes` are the seconds of each stage, forward
-    and backward, `messages` those to the next stage, and from the last one to the first. Nothing hides messages before
-    the first microbatch is at the loss, and after the last one. In between they delay nobody while a NIC passes those
-    of both neighbours in time, since as many microbatches are in flight as that takes.
+    The slowest stage does all of them, and waits for one of them in all the others. `passes` are the seconds of each
+    stage, forward and backward, `messages` those to the next stage. Nothing hides messages before the first microbatch
+    is at the loss, and after the last one. In between they delay nobody while a NIC passes those of both neighbours in
+    time, since as many microbatches are in flight as that takes.
     """
-    v, seconds = virtual_stages, [sum(each) for each in passes]
-    slowest, by_nic = max(seconds), v * max(map(sum, zip(messages, (messages[-1], *messages), strict=False)))
-    exposed = 2 * (v * sum(messages) - messages[-1])
-    return microbatches * max(slowest, by_nic) + (sum(seconds) - slowest) / v + exposed
+    seconds = [sum(each) for each in passes]
+    slowest, by_nic = max(seconds), max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
+    return microbatches * max(slowest, by_nic) + sum(seconds) - slowest + 2 * sum(messages)
 
 
 class Scorer:
@@ -90,7 +86,7 @@ class Scorer:
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self._variants(stage) for stage in stages]
             blocks = self._cut_blocks(stages, of_row, variants)
-            if blocks is None or min(blocks) < shape.virtual_stages:
+            if blocks is None:
                 return None
             placed = [
                 Placed(stage, count, variant)
@@ -98,10 +94,12 @@ class Scorer:
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
             messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
-            messages.append(self._message(placed[-1], placed[0]) if shape.virtual_stages > 1 else 0.0)
-            passes = [(each.forward, each.backward) for each in placed]
             pipelines.append(tuple(placed))
-            longest = max(longest, pipeline_seconds(passes, messages, shape.microbatches, shape.virtual_stages))
+            cuts: list[Sequence[float]] = [blocks]
+            if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
+                cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
+            every = ([of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts)
+            longest = max(longest, min(pipeline_seconds(passes, messages, shape.microbatches) for passes in every))
         seconds = longest + self._seconds_after(shape, pipelines)
         return SearchLayout(shape, tuple(rows), tuple(pipelines), seconds)
 
@@ -111,12 +109,11 @@ class Scorer:
         pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
         sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         others = [row for i, row in enumerate(shape.choices) if i != number]
-        v, last, result = shape.virtual_stages, len(pairs) - 1, []
+        last, result = len(pairs) - 1, []
         for i, (pool, choice) in enumerate(pairs):
-            each, depth = choice.rank_rows(rows), last - i
-            in_flight = depth if v == 1 else 2 * depth + (v - 1) * len(pairs)  # see `schedule.passes`
+            each = choice.rank_rows(rows)
             counts = [row_chunks] if row_chunks else [1]
-            if i == last and v == 1 and not row_chunks:
+            if i == last and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
             result.append(
                 StageShape(
@@ -124,13 +121,12 @@ class Scorer:
                     choice,
                     each,
                     ends=(i == 0, i == last),
-                    kept=min(in_flight + 1, v * shape.microbatches) / v,
+                    kept=min(last - i + 1, shape.microbatches),
                     zero=shape.zero,
                     holders=choice.replicas + sum(min(c.replicas for c in row) for row in others),
                     # With whose grids it shares no more than regions: roughly, for it may be with other items.
                     meets_mixed=any(other.grid != choice.grid for row in others for other in row),
                     microbatches=shape.microbatches,
-                    virtual_stages=v,
                     row_chunks=tuple(counts),
                     exchanging=Holders.of_stage(pool, choice, shape.zero, sharing if row_chunks else ()),
                 )
@@ -150,7 +146,7 @@ class Scorer:
                     needs = costs.needs(stage, recompute, row_chunks, offload)
                     most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
                     if most > fitting:
-                        yield costs.variant(stage, recompute, row_chunks, offload, (fitting, most), needs)
+                        yield costs.variant(stage, recompute, row_chunks, offload, most, needs)
                         fitting = most
                     if fitting >= num_blocks:
                         break  # nothing is gained by more row chunks
@@ -296,7 +292,7 @@ class Scorer:
         for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
             of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
-            for (placed, replicas), items in zip(itertools.cycle(of_stages), layout.items(number), strict=False):
+            for (placed, replicas), items in zip(of_stages, layout.items(number), strict=True):
                 for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
                     how = {
                         "recompute": placed.variant.recompute,

@@ -4,7 +4,7 @@
 pools and the number of microbatches in common. An estimate (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
 with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
-`planner/memory.py`. The best pipelines are then tried with several tiles a rank. The answer depends on the budget,
+`planner/memory.py`. Of each the changes of `planner/changes.py` are tried. The answer depends on the budget,
 not on the machine; a limit in seconds ends it earlier.
 """
 
@@ -23,24 +23,20 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
-from hpctrain.planner.cut import SearchLayout, recut
-from hpctrain.planner.extra_warmup import with_extra_warmup
+from hpctrain.planner.changes import Change, cuts_inside_blocks, more_in_flight, virtual_stages, zero_bubble
+from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.setup import Setup
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
+from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 
 SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
-RECUT = 60
-"""How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
-INTERLEAVED = 30
-"""How many layouts are scored with several virtual stages."""
 FEW_INTERLEAVED = 3
-"""So many interleaved ones are timed at most, where the number is limited."""
+"""So many are timed at most that would be the fastest with shorter bubbles."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -78,14 +74,28 @@ class SimulatedPlan:
     """A plan that fits, and how long it takes."""
 
     layout: SearchLayout
-    plan: Plan
+    predictor: Predictor
     prediction: Prediction
     plain_seconds: float | None = None
-    """Of a step by 1F1B with no extra warm-up, if that is slower than the plan's own schedule."""
+    """Of a step without the last change of the plan (`planner/changes.py`), if there is one."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.predictor.plan
 
     @property
     def seconds(self) -> float:
         return self.prediction.step_seconds
+
+    @property
+    def virtual_stages(self) -> int:
+        """Return how many tiles a rank has."""
+        return len(self.plan.virtual_stages(self.plan.tiles[0]))
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, as `SearchLayout.describe`, and how many virtual stages there are."""
+        several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        return self.layout.describe(names) + several
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,8 @@ class Search:
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
         self._setup_of = setup_of or (lambda _: setup)
+        self._cuts = (cuts_inside_blocks,) if space.cut == BEST else ()
+        self._schedules = more_in_flight, zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
         self._shortage = ""
         """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
@@ -187,20 +199,16 @@ class Search:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
         all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
         self.layouts.sort(key=_by_seconds)
-        if self._space.cut == BEST:
-            count = len(self.layouts) if limit is None else RECUT
-            self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
-            self.layouts.sort(key=_by_seconds)
         plans, all_timed = self._time(self.layouts, [self._first] if self._first else [], FEW, limit)
         if not plans and not self._shortage:
-            plans = list(filter(None, [self._time_one(self._nearest())]))
+            plans = list(filter(None, [self._simulate(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        several, left_out = self._interleave()
-        most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
-        plans, all_better = self._time(several, plans, 0, most)
-        self.layouts = sorted([*self.layouts, *several], key=_by_seconds)
-        return plans, all_scored and all_timed and not left_out and all_better
+        if limit is not None:  # else all are timed
+            least = {each: each.least_seconds(self._space.most_virtual_stages) for each in self.layouts}
+            pipelines = sorted((each for each in self.layouts if least[each] < each.seconds), key=least.__getitem__)
+            plans, _ = self._time(pipelines, plans, 0, len(plans) + min(FEW_INTERLEAVED, limit), least.__getitem__)
+        return plans, all_scored and all_timed
 
     @_uncollected()
     def run(self) -> SearchResult:
@@ -222,20 +230,6 @@ class Search:
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
 
-    def _interleave(self) -> tuple[list[SearchLayout], int]:
-        """Return layouts with several virtual stages, the fastest first, and how many were not scored so that could be.
-
-        With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
-        2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages
-        keeps the activations of p + (p - 1) / v microbatches instead of p. Without a limit all are scored, else those
-        that are the fastest with one tile a rank.
-        """
-        most, num_blocks = self._space.most_virtual_stages, self._setup.model.num_layers
-        every = list(filter(None, (interleaved_shapes(each.shape, num_blocks, most) for each in self.layouts)))
-        promising = every if self._limits.timed is None else every[:INTERLEAVED]
-        layouts = (self.scorer.score(shape) for shapes in promising for shape in shapes)
-        return sorted(filter(None, layouts), key=_by_seconds), len(every) - len(promising)
-
     def _least(self, key: Callable[[Shape], object]) -> dict:
         """Return the least seconds of all layouts by something of their shapes."""
         least: dict = {}
@@ -246,7 +240,7 @@ class Search:
     def _time_first(self, layout: SearchLayout) -> None:
         """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
         if self._first is None and len(self.layouts) <= TRIED:
-            self._first = self._time_one(layout)
+            self._first = self._simulate(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
@@ -300,7 +294,8 @@ class Search:
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
         def shortage(layout: SearchLayout) -> float:
-            return max(each.needed_bytes - self._pools[each.pool].memory_bytes for each in layout.all_stages)
+            needed = ((each.pool, each.variant.needed_bytes.at(each.blocks)) for each in layout.all_stages)
+            return max(num_bytes - self._pools[pool].memory_bytes for pool, num_bytes in needed)
 
         if nearest := min(filter(None, layouts), key=shortage, default=None):
             return nearest
@@ -359,13 +354,9 @@ class Search:
     def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
         return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
-    def _time_one(self, layout: SearchLayout) -> SimulatedPlan | None:
-        """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
-        return self._simulate(layout) or (self._simulate(layout.whole) if layout.whole else None)
-
     def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
-        """Return a layout with its time by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1; None
-        where it does not fit. Raises PlanError where it has more passes than a plan may have."""
+        """Return a layout with its time, changed as is the fastest and fits; None where it does not fit. Raises
+        PlanError where it has more passes than a plan may have."""
         plan = self.scorer.plan(layout)
         check_passes(plan)
         counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
@@ -373,11 +364,23 @@ class Search:
         if not prediction.fits:
             self._shortage = self._shortage or self._format_shortage(plan, prediction)
             return None
-        result = [SimulatedPlan(layout, plan, prediction)]
-        for other in with_extra_warmup(plan, predictor.costs, predictor.headroom), zero_bubble(plan):
-            if other and (prediction := self._predictor(other, predictor.setup, predictor).predict()).fits:
-                result.append(SimulatedPlan(layout, other, prediction, result[0].seconds))
-        return min(result, key=_by_seconds)
+        plain = SimulatedPlan(layout, predictor, prediction)
+        cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
+        schedules = (each for cut in cuts for change in self._schedules for each in self._changed(cut, change))
+        return min((*cuts, *schedules), key=_by_seconds)
+
+    def _changed(self, base: SimulatedPlan, change: Change) -> Iterator[SimulatedPlan]:
+        """Yield what a change makes of a plan, if that fits and is faster: as much of the change as makes it faster
+        still, or all where the number of simulations is not limited."""
+        last = base.seconds
+        for plan in change(base.predictor):
+            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
+            prediction = predictor.predict()
+            if prediction.fits and prediction.step_seconds < base.seconds:
+                yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
+            if prediction.step_seconds >= last and self._limits.timed is not None:
+                return
+            last = prediction.step_seconds
 
     def _format_shortage(self, plan: Plan, prediction: Prediction) -> str:
         """Return the message that a plan does not fit in memory."""
@@ -393,40 +396,29 @@ class Search:
         )
 
     def _time(
-        self, layouts: Sequence[SearchLayout], known: Sequence[SimulatedPlan], few: int, most: int | None
+        self,
+        layouts: Sequence[SearchLayout],
+        known: Sequence[SimulatedPlan],
+        few: int,
+        most: int | None,
+        estimate: Callable[[SearchLayout], float] = _by_seconds,
     ) -> tuple[list[SimulatedPlan], bool]:
         """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
 
-        `layouts` are in the order of their estimates. At least `few` plans are returned, and at most `most`
+        `layouts` are in the order of an `estimate`. At least `few` plans are returned, and at most `most`
         (None: all): in between those that are expected to be about as fast as the best.
         """
         result, all_done = list(known), True
         best = min((timed.seconds for timed in result), default=math.inf)
         for number, layout in enumerate(layouts):
-            if any(timed.layout in (layout, layout.whole) for timed in known):
+            if any(timed.layout is layout for timed in known):
                 continue
-            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
+            is_slower = estimate(layout) > best * (1 + ESTIMATE_ERROR)
             is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
             if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
                 all_done = False
                 break
-            if plan := self._time_one(layout):
+            if plan := self._simulate(layout):
                 result.append(plan)
                 best = min(best, plan.seconds)
-        result.sort(key=_by_seconds)
-        timed = {each.layout for each in result}
-        wholes = (each.layout.whole for each in result[: 1 if most else None])
-        result += filter(None, [self._simulate(whole) for whole in wholes if whole and whole not in timed])
         return sorted(result, key=_by_seconds), all_done
-
-
-def zero_bubble(plan: Plan) -> Plan | None:
-    """Return a plan by ZB-H1 in place of 1F1B; None where tiles are in no pipeline, or must do backward passes whole.
-
-    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
-    """
-    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
-    is_pipeline = any(map(plan.upstream, plan.tiles)) and all(
-        len(plan.virtual_stages(tile)) == 1 for tile in plan.tiles
-    )
-    return replace(plan, schedule="zb-h1") if splits and is_pipeline and plan.microbatches > 1 else None

@@ -105,7 +105,6 @@ class StageShape(NamedTuple):
     meets_mixed: bool = False
     """Whether other pipelines have other grids, for which weights are packed."""
     microbatches: int = 1
-    virtual_stages: int = 1
     row_chunks: tuple[int, ...] = (1,)
     """In how many row chunks it may compute, from the fewest."""
     exchanging: Holders = ALONE
@@ -119,8 +118,6 @@ class StageVariant(NamedTuple):
     """In which it goes through its rows of a microbatch."""
     forward: BlockLine
     backward: BlockLine
-    beyond: int
-    """Blocks, for which fewer row chunks suffice."""
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: BlockLine
@@ -129,7 +126,7 @@ class StageVariant(NamedTuple):
     update: BlockLine = NOTHING
     """What a microbatch's share of the update takes longer for that."""
 
-    def seconds(self, blocks: int) -> float:
+    def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
         return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
 
@@ -146,14 +143,20 @@ class StageVariants:
     def _all(self) -> tuple[StageVariant, ...]:
         return self.variants + self.offloading()
 
-    def variant(self, blocks: int) -> StageVariant | None:
+    def variant(self, blocks: float) -> StageVariant | None:
         """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
         if self.variants and blocks <= self.variants[0].most:
             return self.variants[0]
-        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
+        fitting = [variant for variant in self._all if blocks <= variant.most]
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
-    def seconds(self, blocks: int) -> float:
+    def passes(self, blocks: float) -> tuple[float, float]:
+        """Return the seconds of one microbatch, forward and backward, of a number of blocks that fits."""
+        variant = self.variant(blocks)
+        assert variant is not None
+        return variant.forward.at(blocks), variant.backward.at(blocks)
+
+    def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
         variant = self.variant(blocks)
         return variant.seconds(blocks) if variant else math.inf
@@ -269,9 +272,9 @@ class StageCosts:
         return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
     def variant(
-        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
+        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int, needs: Needs
     ) -> StageVariant:
-        """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
+        """Return a variant of a stage for up to so many blocks."""
         layers = BLOCK, *self.layers(stage.ends, 0)
         block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
         forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
@@ -284,7 +287,7 @@ class StageCosts:
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.base, max(forward.each, copies))
             backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
-        return StageVariant(recompute, row_chunks, forward, backward, *blocks, needs.on_device, offload, update)
+        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
@@ -339,7 +342,7 @@ class StageCosts:
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
         block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
-        messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.expected_messages
+        messages = 0 if all(ends) else 2 + setup.expected_messages
         buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         pair = self.elements_of(grid, BLOCK) + max(sizes)
