@@ -125,13 +125,6 @@ class SearchLayout:
         *ends, last = itertools.accumulate(2 * placed.blocks for placed in self.stages[pipeline])
         return [Interval(*pair) for pair in itertools.pairwise((0, *(end + 1 for end in ends), last + 2))]
 
-    def least_seconds(self, most_virtual_stages: int) -> float:
-        """Return about what a step takes if its bubble is as short as virtual stages can make it."""
-        if any(self.shape.microbatches % len(stages) for stages in self.stages):
-            return self.seconds
-        bubbles = (sum(placed.variant.seconds(placed.blocks) for placed in stages[1:]) for stages in self.stages)
-        return self.seconds - min(bubbles) * (1 - 1 / most_virtual_stages)
-
     @property
     def is_short_of_memory(self) -> bool:
         """Say whether some stage could do better with more memory."""

@@ -26,19 +26,24 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 
 MANY_ROWS = 8
 """So many rows at once show a device's speed."""
+ZERO_BUBBLE = 3
+"""How many times shorter bubbles are by ZB-H1, where all passes take as long."""
 
 
 def pipeline_seconds(passes: Sequence[tuple[float, float]], messages: Sequence[float], microbatches: int) -> float:
-    """Return about how long a pipeline takes for all microbatches.
+    """Return about how long a pipeline takes for all microbatches, by 1F1B or, where it can, by ZB-H1.
 
-    The slowest stage does all of them, and waits for one of them in all the others. `passes` are the seconds of each
-    stage, forward and backward, `messages` those to the next stage. Nothing hides messages before the first microbatch
-    is at the loss, and after the last one. In between they delay nobody while a NIC passes those of both neighbours in
-    time, since as many microbatches are in flight as that takes.
+    The slowest stage does all of them, and waits for one of them in all the others. By ZB-H1 it does its gradients of
+    weights while it waits, and nobody waits for those of others (Qi et al. 2024, arXiv 2401.10241). `passes` are the
+    seconds of each stage, there and back, and of these what may come later; `messages` those to the next stage. Nothing
+    hides messages before the first microbatch is at the loss, and after the last one. In between they delay nobody
+    while a NIC passes those of both neighbours in time, since as many microbatches are in flight as that takes.
     """
-    seconds = [sum(each) for each in passes]
-    slowest, by_nic = max(seconds), max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
-    return microbatches * max(slowest, by_nic) + sum(seconds) - slowest + 2 * sum(messages)
+    later = 2 if microbatches > 1 and all(weight for _, weight in passes) else 0
+    slowest, its_weight = max(passes)
+    waits = sum(seconds - later * weight for seconds, weight in passes) - (slowest - later * its_weight)
+    by_nic = max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
+    return microbatches * max(slowest, by_nic) + waits + 2 * sum(messages)
 
 
 class Scorer:
@@ -63,7 +68,8 @@ class Scorer:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
             depth = sum(choice.stages for choice in each[1])
-            bubble = (depth - 1) / (1 if shape.microbatches % depth else self.space.most_virtual_stages)
+            shorter = ZERO_BUBBLE if shape.microbatches % depth else max(ZERO_BUBBLE, self.space.most_virtual_stages)
+            bubble = (depth - 1) / shorter
             longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
         return longest
 

@@ -35,8 +35,6 @@ from hpctrain.planner.stages import StageCosts
 
 SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
-FEW_INTERLEAVED = 3
-"""So many are timed at most that would be the fastest with shorter bubbles."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -197,17 +195,13 @@ class Search:
     @_uncollected()
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
+        all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=_by_seconds)
-        plans, all_timed = self._time(self.layouts, [self._first] if self._first else [], FEW, limit)
+        plans, all_timed = self._time()
         if not plans and not self._shortage:
             plans = list(filter(None, [self._simulate(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        if limit is not None:  # else all are timed
-            least = {each: each.least_seconds(self._space.most_virtual_stages) for each in self.layouts}
-            pipelines = sorted((each for each in self.layouts if least[each] < each.seconds), key=least.__getitem__)
-            plans, _ = self._time(pipelines, plans, 0, len(plans) + min(FEW_INTERLEAVED, limit), least.__getitem__)
         return plans, all_scored and all_timed
 
     @_uncollected()
@@ -366,6 +360,8 @@ class Search:
             return None
         plain = SimulatedPlan(layout, predictor, prediction)
         cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
+        if self._limits.timed is not None:
+            cuts = [min(cuts, key=_by_seconds)]
         schedules = (each for cut in cuts for change in self._schedules for each in self._changed(cut, change))
         return min((*cuts, *schedules), key=_by_seconds)
 
@@ -395,30 +391,21 @@ class Search:
             f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
         )
 
-    def _time(
-        self,
-        layouts: Sequence[SearchLayout],
-        known: Sequence[SimulatedPlan],
-        few: int,
-        most: int | None,
-        estimate: Callable[[SearchLayout], float] = _by_seconds,
-    ) -> tuple[list[SimulatedPlan], bool]:
-        """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
+    def _time(self) -> tuple[list[SimulatedPlan], bool]:
+        """Return the plans that fit of the layouts, which are sorted, the fastest first, and whether all were timed.
 
-        `layouts` are in the order of an `estimate`. At least `few` plans are returned, and at most `most`
-        (None: all): in between those that are expected to be about as fast as the best.
+        At least a few are, and at most as many as the limits say: in between those that are expected to be about as
+        fast as the best.
         """
-        result, all_done = list(known), True
-        best = min((timed.seconds for timed in result), default=math.inf)
-        for number, layout in enumerate(layouts):
-            if any(timed.layout is layout for timed in known):
+        most, result, all_done = self._limits.timed, [self._first] if self._first else [], True
+        for number, layout in enumerate(self.layouts):
+            if self._first and layout is self._first.layout:
                 continue
-            is_slower = estimate(layout) > best * (1 + ESTIMATE_ERROR)
-            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
+            best = min((timed.seconds for timed in result), default=math.inf)
+            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= FEW))
             if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
                 all_done = False
                 break
-            if plan := self._simulate(layout):
-                result.append(plan)
-                best = min(best, plan.seconds)
+            result += filter(None, [self._simulate(layout)])
         return sorted(result, key=_by_seconds), all_done

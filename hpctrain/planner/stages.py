@@ -126,6 +126,9 @@ class StageVariant(NamedTuple):
     update: BlockLine = NOTHING
     """What a microbatch's share of the update takes longer for that."""
 
+    weight: BlockLine = NOTHING
+    """Of `backward`, the gradients of weights, where these may come later."""
+
     def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
         return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
@@ -151,10 +154,10 @@ class StageVariants:
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
     def passes(self, blocks: float) -> tuple[float, float]:
-        """Return the seconds of one microbatch, forward and backward, of a number of blocks that fits."""
+        """Return the seconds of one microbatch, of a number of blocks that fits, and of these what may come later."""
         variant = self.variant(blocks)
         assert variant is not None
-        return variant.forward.at(blocks), variant.backward.at(blocks)
+        return variant.forward.at(blocks) + variant.backward.at(blocks), variant.weight.at(blocks)
 
     def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
@@ -186,6 +189,7 @@ class StageCosts:
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
         self.seconds = lru_cache(None)(self._seconds)
+        self.weight_seconds = lru_cache(None)(self._weight_seconds)
         self.part_count = lru_cache(None)(self._best_count)
         self._site = lru_cache(None)(self._first_site)
         self._splits = lru_cache(None)(self._splits_backward)
@@ -242,6 +246,11 @@ class StageCosts:
         what = site, layer, rows, recompute, parts
         return Seconds(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
 
+    def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
+        """Return what of a backward pass makes gradients of weights."""
+        site = self._site(number, grid, ALONE)
+        return self.prices.price("backward_weight", site, layer, rows, recompute, self.part_count(number, grid)).seconds
+
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
         stands for all, though a plan may have another one. More are tried while they pay."""
@@ -278,7 +287,7 @@ class StageCosts:
         layers = BLOCK, *self.layers(stage.ends, 0)
         block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
         forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
-        update = NOTHING
+        update = weight = NOTHING
         if offload in ("optimizer", "all"):
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
@@ -287,7 +296,10 @@ class StageCosts:
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.base, max(forward.each, copies))
             backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
-        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update)
+        elif row_chunks == 1 and stage.zero < 2 and not all(stage.ends):
+            each, *ends = (self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers)
+            weight = BlockLine(sum(ends), each)
+        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""

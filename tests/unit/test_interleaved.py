@@ -219,7 +219,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
-    whole = pipeline_seconds([(forward, back + weight)] * stages, [0.0] * (stages - 1), plan.microbatches)
+    whole = pipeline_seconds([(sum(seconds), 0.0)] * stages, [0.0] * (stages - 1), plan.microbatches)
     estimated = (whole - plan.microbatches * sum(seconds)) / virtual_stages
     assert estimated == pytest.approx(bubble(one_f_one_b)), "the estimate's, too"
     split = bubble(schedule_of) * virtual_stages / (stages - 1)
