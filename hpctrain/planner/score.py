@@ -14,6 +14,7 @@ from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space
 from hpctrain.planner.stages import (
     BlockLine,
     Holders,
+    Passes,
     StageCosts,
     StageShape,
     StageVariant,
@@ -30,20 +31,25 @@ ZERO_BUBBLE = 3
 """How many times shorter bubbles are by ZB-H1, where all passes take as long."""
 
 
-def pipeline_seconds(passes: Sequence[tuple[float, float]], messages: Sequence[float], microbatches: int) -> float:
-    """Return about how long a pipeline takes for all microbatches, by 1F1B or, where it can, by ZB-H1.
+def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
+    """Return about when each stage of a pipeline is done with all microbatches, by 1F1B.
 
-    The slowest stage does all of them, and waits for one of them in all the others. By ZB-H1 it does its gradients of
-    weights while it waits, and nobody waits for those of others (Qi et al. 2024, arXiv 2401.10241). `passes` are the
-    seconds of each stage, there and back, and of these what may come later; `messages` those to the next stage. Nothing
-    hides messages before the first microbatch is at the loss, and after the last one. In between they delay nobody
-    while a NIC passes those of both neighbours in time, since as many microbatches are in flight as that takes.
+    The slowest stage does all of them, and waits for one of them in all the others, but for gradients of weights that
+    come after those which others wait for. A stage is done before those before it, which wait for its last gradient.
+    `messages` are the seconds of one to the next stage. Nothing hides them before the first microbatch is at the loss,
+    and after the last one. In between they delay nobody while a NIC passes those of both neighbours in time, since as
+    many microbatches are in flight as that takes.
     """
-    later = 2 if microbatches > 1 and all(weight for _, weight in passes) else 0
-    slowest, its_weight = max(passes)
-    waits = sum(seconds - later * weight for seconds, weight in passes) - (slowest - later * its_weight)
+    slowest = max(passes, key=lambda each: each.both)
     by_nic = max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
-    return microbatches * max(slowest, by_nic) + waits + 2 * sum(messages)
+    waits = sum(each.both - each.weight for each in passes) - (slowest.both - slowest.weight)
+    first = microbatches * max(slowest.both, by_nic) + waits + 2 * sum(messages)
+    drains = (each.backward - each.weight + to_next for each, to_next in zip(passes, messages, strict=False))
+    return list(itertools.accumulate(drains, lambda done, drain: done - drain, initial=first))
+
+
+def _sums(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return list(map(sum, zip(some, others, strict=True)))
 
 
 class Scorer:
@@ -87,7 +93,7 @@ class Scorer:
 
     def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
-        pipelines, longest = [], 0.0
+        pipelines, done = [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self._variants(stage) for stage in stages]
@@ -104,9 +110,10 @@ class Scorer:
             cuts: list[Sequence[float]] = [blocks]
             if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
                 cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
-            every = ([of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts)
-            longest = max(longest, min(pipeline_seconds(passes, messages, shape.microbatches) for passes in every))
-        seconds = longest + self._seconds_after(shape, pipelines)
+            every = [[of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts]
+            done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
+        after = self._seconds_after(shape, pipelines)
+        seconds = max(map(max, map(_sums, done, after))) + self.costs.agree_seconds
         return SearchLayout(shape, tuple(rows), tuple(pipelines), seconds)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
@@ -216,9 +223,9 @@ class Scorer:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[Placed]]) -> float:
-        """Return about what the slowest stage takes after its last pass: to exchange what others hold too, one thing
-        after the other, and to update its own."""
+    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[Placed]]) -> list[list[float]]:
+        """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
+        other, and to update its own."""
         costs, setup = self.costs, self.costs.setup
         seconds = [[0.0] * len(stages) for stages in pipelines]
         for shared in self._shared_blocks(pipelines):
@@ -228,7 +235,7 @@ class Scorer:
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
                 update = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
                 seconds[p][i] += exchange + update(setup, costs.pools[each.pool].device, own)
-        return max(map(max, seconds)) + costs.agree_seconds
+        return seconds
 
     def _shared_blocks(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]

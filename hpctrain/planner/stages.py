@@ -46,6 +46,19 @@ class Seconds(NamedTuple):
         return self.forward + self.backward
 
 
+class Passes(NamedTuple):
+    """Seconds of a stage for one microbatch."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    """Of `backward`, the gradients of weights, where these may come later."""
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
 class BlockLine(NamedTuple):
     """A quantity of a stage with k blocks: base + k * each."""
 
@@ -125,7 +138,6 @@ class StageVariant(NamedTuple):
     """What it keeps in host memory."""
     update: BlockLine = NOTHING
     """What a microbatch's share of the update takes longer for that."""
-
     weight: BlockLine = NOTHING
     """Of `backward`, the gradients of weights, where these may come later."""
 
@@ -153,11 +165,11 @@ class StageVariants:
         fitting = [variant for variant in self._all if blocks <= variant.most]
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
-    def passes(self, blocks: float) -> tuple[float, float]:
-        """Return the seconds of one microbatch, of a number of blocks that fits, and of these what may come later."""
+    def passes(self, blocks: float) -> Passes:
+        """Return the seconds of one microbatch, of a number of blocks that fits."""
         variant = self.variant(blocks)
         assert variant is not None
-        return variant.forward.at(blocks) + variant.backward.at(blocks), variant.weight.at(blocks)
+        return Passes(variant.forward.at(blocks), variant.backward.at(blocks), variant.weight.at(blocks))
 
     def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
@@ -296,7 +308,7 @@ class StageCosts:
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.base, max(forward.each, copies))
             backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
-        elif row_chunks == 1 and stage.zero < 2 and not all(stage.ends):
+        elif row_chunks == 1 and not stage.ends[0] and self._splits(stage.choice.grid, recompute, stage.zero):
             each, *ends = (self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers)
             weight = BlockLine(sum(ends), each)
         return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)

@@ -20,11 +20,12 @@ from hpctrain.planner.changes import dealt_cuts
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
-from hpctrain.planner.score import pipeline_seconds
+from hpctrain.planner.score import done_after
 from hpctrain.planner.search import search
 from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
+from hpctrain.planner.stages import Passes
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -219,7 +220,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
-    whole = pipeline_seconds([(sum(seconds), 0.0)] * stages, [0.0] * (stages - 1), plan.microbatches)
+    whole = max(done_after([Passes(forward, back + weight)] * stages, [0.0] * (stages - 1), plan.microbatches))
     estimated = (whole - plan.microbatches * sum(seconds)) / virtual_stages
     assert estimated == pytest.approx(bubble(one_f_one_b)), "the estimate's, too"
     split = bubble(schedule_of) * virtual_stages / (stages - 1)
