@@ -15,7 +15,7 @@ from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS,
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.closed_form import with_extra_warmup
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.setup import HPCTRAIN, Setup
@@ -147,7 +147,7 @@ def mixed(name: str, model: Model, kinds: Sequence[tuple[str, int]], batch: int)
     print(
         f"  all: {best.step_seconds:.2f} s, MFU {best.mfu:.1%}{verdict}: {1 / best.step_seconds / alone:.1%} of the sum"
     )
-    print(f"  {result.best.layout.describe([pool.name for pool in result.pools])}")
+    print(f"  {result.best.describe([pool.name for pool in result.pools])}")
     parts = {part: f"{seconds / best.step_seconds:.0%}" for part, seconds in best.breakdown_seconds.items()}
     print(f"  of the step: {', '.join(f'{part} {share}' for part, share in parts.items())}", flush=True)
 

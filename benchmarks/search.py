@@ -118,7 +118,7 @@ def run(name: str) -> None:
         f"    step {best.seconds:.4g} s, bound {result.lower_bound_seconds:.4g} s, gap {result.gap:.1%}, MFU {mfu:.1%};"
     )
     print(f"    {result.searched}")
-    print(f"    {best.layout.describe([pool.name for pool in result.pools])}", flush=True)
+    print(f"    {best.describe([pool.name for pool in result.pools])}", flush=True)
 
 
 FAMILIES = (("H100", "NDR"), ("A100-80", "HDR"), ("A100-40", "HDR"), ("MI250X-GCD", "Slingshot-11"))

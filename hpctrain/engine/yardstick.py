@@ -22,7 +22,7 @@ from hpctrain.planner.space import Space, even_space
 
 YARDSTICK = "yardstick.json"
 TIMED = 5
-"""Plans of each family that are simulated: the closed form is within 3 % of the simulation."""
+"""Plans of each family that are simulated: the estimate is within 3 % of the simulation."""
 
 
 def keep_families(folder: Path, job: Job, described: Described) -> dict | None:

@@ -207,7 +207,7 @@ def search_plan(
 
 
 def _layout(result: SearchResult, number: int) -> str:
-    return result.plans[number].layout.describe([pool.name for pool in result.pools])
+    return result.plans[number].describe([pool.name for pool in result.pools])
 
 
 def format_search(summary: dict, result: SearchResult, cluster: Cluster, out: Path) -> str:

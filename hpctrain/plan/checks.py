@@ -106,15 +106,20 @@ def check_passes(plan: Plan) -> None:
             f"microbatches = {plan.microbatches:,} are more than {MOST_MICROBATCHES:,}; make them of more rows"
             " (plan.microbatch)"
         )
-    if plan.microbatches * sum(tile.row_chunks for tile in plan.tiles) <= MOST_PASSES:
-        return
-    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
-    passes = plan.microbatches * sum(row_chunks for tiles in pipelines for *_, row_chunks in tiles)
-    if passes > MOST_PASSES:
+    if (passes := num_passes(plan)) > MOST_PASSES:
         raise PlanError(
             f"the plan has {passes:,} passes a step (microbatches = {plan.microbatches:,}), and the most is"
             f" {MOST_PASSES:,}; make microbatches of more rows, or lower row_chunks"
         )
+
+
+def num_passes(plan: Plan) -> int:
+    """Return how many passes a step has, those of equal pipelines once, or how many at the most where these are few."""
+    passes = plan.microbatches * sum(tile.row_chunks for tile in plan.tiles)
+    if passes <= MOST_PASSES:
+        return passes
+    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
+    return plan.microbatches * sum(row_chunks for tiles in pipelines for *_, row_chunks in tiles)
 
 
 def _first(ranks: Sequence[int]) -> str:

@@ -68,13 +68,7 @@ def parse_plan(text: str, path: str) -> Plan:
             Interval(*t.rows),
             t.ranks,
             TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z, t.sequence_parallel),
-            t.family,
-            t.recompute,
-            t.zero,
-            t.state_share,
-            t.row_chunks,
-            t.extra_warmup,
-            t.offload,
+            **t.model_dump(exclude={"items", "rows", "ranks", "tensor", "sequence_parallel"}),
         )
         for t in table.tile
     )

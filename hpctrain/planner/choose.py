@@ -114,7 +114,7 @@ def choose_plan(job: Job, cluster: Cluster, where: str, setup_of: Callable[[Plan
     result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where, None, setup_of)
     result = with_fewest_microbatches(result)
     best = result.best
-    layout = best.layout.describe([pool.name for pool in result.pools])
+    layout = best.describe([pool.name for pool in result.pools])
     reasons = {
         "plan": (
             f"{layout}: predicted {best.seconds:.4g} s a step, the least of {result.searched['scored']:,} plans"

@@ -4,19 +4,16 @@ That is exact: since times grow with what is taken, no other cut into whole bloc
 Equal stages get equal parts.
 """
 
-import heapq
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
-from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
-from hpctrain.planner.stages import StageCosts, StageShape, StageVariant, StageVariants
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.planner.stages import StageShape, StageVariant, StageVariants
+from hpctrain.sharding.intervals import Interval
 
 MANY_ROWS = 64
 """More of each pipeline, or blocks of each stage, are not all given one by one."""
@@ -24,24 +21,19 @@ TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
 """Of halving the time by which rows are given at once."""
-LEAST_GAIN = 0.002
-"""Of the slowest stage: a plan of whole blocks is easier to read."""
-RECUT_ROUNDS = 20
-"""Of halving the time of the slowest stage."""
-EPSILON = 1e-9
-"""Of a time: sums are rounded."""
 
 
-def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
-    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be.
+def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1) -> list[int] | None:
+    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be; or how many
+    parts of blocks, each of which is cut into so many equal ones.
 
-    None where there are fewer blocks than stages, or the memory of all is too small.
+    None where there are fewer of them than stages, or the memory of all is too small.
     """
-    seconds = [lambda n, stage=stage: round(stage.seconds(n), TIE_DIGITS) for stage in stages]
+    seconds = [lambda n, stage=stage: round(stage.seconds(n / parts), TIE_DIGITS) for stage in stages]
     # The deepest of equal stages is given more first: it keeps the fewest activations.
-    deepest_first = cut_rows(num_blocks, [1] * len(stages), seconds[::-1])
-    blocks = deepest_first and deepest_first[::-1]
-    return blocks if blocks and all(map(StageVariants.variant, stages, blocks)) else None
+    deepest_first = cut_rows(num_blocks * parts, [1] * len(stages), seconds[::-1])
+    cuts = deepest_first and deepest_first[::-1]
+    return cuts if cuts and all(stage.variant(n / parts) for stage, n in zip(stages, cuts, strict=True)) else None
 
 
 def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
@@ -58,12 +50,11 @@ def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[in
     if left > MANY_ROWS * len(rows):
         rows = _most_at_once(rows, left, seconds)
         left = num_rows - sum(rows)
-    waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]
-    heapq.heapify(waiting)
+    with_one_more = [of(n + 1) for of, n in zip(seconds, rows, strict=True)]
     for _ in range(left):
-        _, i = waiting[0]
+        i = with_one_more.index(min(with_one_more))
         rows[i] += 1
-        heapq.heapreplace(waiting, (seconds[i](rows[i] + 1), i))
+        with_one_more[i] = seconds[i](rows[i] + 1)
     return rows
 
 
@@ -92,8 +83,7 @@ class Placed(NamedTuple):
     """A stage of a pipeline, with its cut."""
 
     stage: StageShape
-    blocks: float
-    """Not whole where a stage is cut inside of one: then what takes as long."""
+    blocks: int
     variant: StageVariant
 
     @property
@@ -103,57 +93,6 @@ class Placed(NamedTuple):
     @property
     def choice(self) -> StageChoice:
         return self.stage.choice
-
-    @property
-    def forward(self) -> float:
-        return self.variant.forward.at(self.blocks)
-
-    @property
-    def backward(self) -> float:
-        return self.variant.backward.at(self.blocks)
-
-    @property
-    def passes(self) -> PassSeconds:
-        backward = self.variant.split or (self.variant.backward,)
-        return PassSeconds(self.forward, *(part.at(self.blocks) for part in backward))
-
-    @property
-    def end_blocks(self) -> float:
-        """Return how many blocks take as long as the ends of the model that it has."""
-        both = self.variant.forward.plus(self.variant.backward)
-        return both.base / both.each
-
-    @property
-    def needed_bytes(self) -> float:
-        return self.variant.needed_bytes.at(self.blocks)
-
-
-def whole_cuts(stages: Sequence[Placed]) -> list[int]:
-    """Return the items where stages of whole blocks begin, and where the last one ends."""
-    *ends, last = itertools.accumulate(2 * round(placed.blocks) for placed in stages)
-    return [0, *(end + 1 for end in ends), last + 2]
-
-
-def dealt_cuts(stages: Sequence[Placed], virtual_stages: int) -> list[int]:
-    """Return the items where tiles begin, and where the last one ends, if each stage of whole blocks has several tiles.
-
-    The longest tile of a stage is as short as can be: one with an end of the model has fewer blocks, but one at least.
-    """
-    parts, others = [], virtual_stages - 1
-    for number, placed in enumerate(stages):
-        blocks, end = round(placed.blocks), placed.end_blocks
-
-        def lengths(own: int, blocks: int = blocks, end: float = end) -> tuple[float, float]:
-            """Return the longest tile, and less than nothing by the shortest, if `own` blocks are with the end."""
-            left = blocks - own
-            return max(own + end, -(-left // others)), -min(own + end, left // others)
-
-        own = min(range(1, blocks - others + 1), key=lengths)
-        rest = [part.size for part in cut_evenly(blocks - own, others)]
-        parts.append([*rest, own] if number == len(stages) - 1 else [own, *rest])
-    sizes = itertools.chain(*zip(*parts, strict=True))
-    *ends, last = itertools.accumulate(2 * size for size in sizes)
-    return [0, *(end + 1 for end in ends), last + 2]
 
 
 class SharedBlocks(NamedTuple):
@@ -179,25 +118,12 @@ class SearchLayout:
     stages: tuple[tuple[Placed, ...], ...]
     """Of each pipeline."""
     seconds: float
-    """Of a step, by the closed form."""
-    cuts: tuple[tuple[int, ...], ...] = ()
-    """Of each pipeline: the items where stages begin and the last one ends, where these are not whole blocks."""
-    whole: "SearchLayout | None" = None
-    """The same with whole blocks."""
+    """Of a step, by the estimate that ranks layouts."""
 
     def items(self, pipeline: int) -> list[Interval]:
-        """Return the items of each tile of a pipeline's first replicas: those of its stages, as often as these have
-        virtual stages."""
-        if self.shape.virtual_stages > 1:
-            cuts = dealt_cuts(self.stages[pipeline], self.shape.virtual_stages)
-        else:
-            cuts = self.cuts[pipeline] if self.cuts else whole_cuts(self.stages[pipeline])
-        return [Interval(*pair) for pair in itertools.pairwise(cuts)]
-
-    def items_of_stages(self, pipeline: int) -> list[list[Interval]]:
-        """Return the items of the tiles of each stage of a pipeline."""
-        items, count = self.items(pipeline), len(self.stages[pipeline])
-        return [items[number::count] for number in range(count)]
+        """Return the items of each stage of a pipeline."""
+        *ends, last = itertools.accumulate(2 * placed.blocks for placed in self.stages[pipeline])
+        return [Interval(*pair) for pair in itertools.pairwise((0, *(end + 1 for end in ends), last + 2))]
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -217,106 +143,9 @@ class SearchLayout:
             ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
             for row, choices in zip(shape.pipelines, shape.choices, strict=True)
         )
-        interleaved = f", {shape.virtual_stages} virtual stages" if shape.virtual_stages > 1 else ""
         microbatches = counted(shape.microbatches, "microbatch")
-        return f"{'; side by side with '.join(rows)}; {microbatches}{interleaved}, ZeRO {shape.zero}"
+        return f"{'; side by side with '.join(rows)}; {microbatches}, ZeRO {shape.zero}"
 
     @property
     def all_stages(self) -> list[Placed]:
         return [placed for stages in self.stages for placed in stages]
-
-
-# ---- cuts between attention and feed-forward part -------------------------------------------------------------------
-#
-# Each item has its own price, by kind: what a stage takes from one item to another is a difference of two sums. The
-# least time of the slowest stage is searched by halving: within a time, each stage takes as many items as it can, the
-# last one first. That is exact, since times grow with items.
-
-
-class PricedItems(NamedTuple):
-    """The seconds of a stage for any items, and how many of them fit."""
-
-    seconds: Sequence[float]
-    """For each item: of all items before it, had the stage these."""
-    most: int
-    """Items for which it has memory, by whole blocks."""
-
-    def first(self, stop: int, limit: float) -> int:
-        """Return the first item from which it can go up to another one in a time."""
-        places = range(max(0, stop - self.most), stop)
-        return places.start + bisect_left(places, True, key=lambda i: self.taken(i, stop) <= limit)
-
-    def taken(self, start: int, stop: int) -> float:
-        return self.seconds[stop] - self.seconds[start]
-
-
-def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
-    """Return a layout with better cuts, or the same one where there are none."""
-    if layout.shape.zero >= 2 and len(layout.stages) > 1:
-        return layout  # who exchanges in every pass has the same items
-    if any(placed.variant.offload in ("activations", "all") for placed in layout.all_stages):
-        return layout  # what is exposed of copies is no sum over items
-    microbatches, cuts, pipelines = layout.shape.microbatches, [], []
-    slowest, before = 0.0, 0.0
-    for stages in layout.stages:
-        old, last = whole_cuts(stages), len(stages) - 1
-        made = [
-            PricedItems(_sums(costs, placed), 2 * placed.variant.most + (i == 0) + (i == last))
-            for i, placed in enumerate(stages)
-        ]
-        had = _slowest(made, old)
-        new, least = _cut(made, old, had)
-        cuts.append(tuple(new))
-        taken = (stage.taken(*items) for stage, items in zip(made, itertools.pairwise(new), strict=True))
-        pipelines.append(tuple(_with_seconds(*pair) for pair in zip(stages, taken, strict=True)))
-        before, slowest = max(before, had), max(slowest, least)
-    if slowest > before * (1 - LEAST_GAIN):
-        return layout
-    seconds = layout.seconds - microbatches * (before - slowest)
-    return replace(layout, stages=tuple(pipelines), cuts=tuple(cuts), seconds=seconds, whole=layout)
-
-
-def _with_seconds(placed: Placed, seconds: float) -> Placed:
-    """Return a stage with as much of blocks as takes so long."""
-    both = placed.variant.forward.plus(placed.variant.backward)
-    return placed._replace(blocks=(seconds - both.base) / both.each)
-
-
-def _sums(costs: StageCosts, placed: Placed) -> list[float]:
-    kinds, how = costs.setup.first_equal, (placed.variant.recompute, placed.variant.row_chunks)
-    seconds = {kind: costs.piecewise(placed.stage, Interval(kind, kind + 1), *how).both for kind in set(kinds)}
-    return list(itertools.accumulate((seconds[kind] for kind in kinds), initial=0.0))
-
-
-def _cut(stages: Sequence[PricedItems], old: Sequence[int], slowest: float) -> tuple[list[int], float]:
-    """Return where stages begin, and the last one ends, and what the slowest takes: the `old` cuts, of which it takes
-    so long, where none are better."""
-    low, high = 0.0, slowest
-    for _ in range(RECUT_ROUNDS):
-        middle = (low + high) / 2
-        if _starts(stages, middle) is None:
-            low = middle
-        else:
-            high = middle
-    cuts = _starts(stages, high * (1 + EPSILON)) or list(old)
-    taken = _slowest(stages, cuts)
-    return (cuts, taken) if taken * (1 + EPSILON) < slowest else (list(old), slowest)
-
-
-def _slowest(stages: Sequence[PricedItems], cuts: Sequence[int]) -> float:
-    pairs = zip(stages, itertools.pairwise(cuts), strict=True)
-    return max(stage.taken(*items) if items[1] - items[0] <= stage.most else math.inf for stage, items in pairs)
-
-
-def _starts(stages: Sequence[PricedItems], limit: float) -> list[int] | None:
-    """Return where stages begin, and the last one ends, of which each takes all that it can in a time, the last one
-    first, as it keeps the fewest activations; None if items are left over."""
-    num_items = len(stages[0].seconds) - 1
-    cuts = [num_items]
-    for number in range(len(stages) - 1, 0, -1):
-        start = max(stages[number].first(cuts[0], limit), number + 1)  # those before it have an item each
-        if start >= cuts[0] - (cuts[0] == num_items):  # and with an end of the model a stage has a branch, too
-            return None
-        cuts.insert(0, start)
-    cuts.insert(0, 0)
-    return cuts if stages[0].taken(0, cuts[1]) <= limit and cuts[1] <= stages[0].most else None

@@ -26,7 +26,7 @@ def runner_up(result: SearchResult) -> str:
     if len(result.plans) < 2:
         return ""
     second, names = result.plans[1], [pool.name for pool in result.pools]
-    return f"{second.layout.describe(names)}: {_compare(second.seconds, result.best.seconds, 'slower', 'equally fast')}"
+    return f"{second.describe(names)}: {_compare(second.seconds, result.best.seconds, 'slower', 'equally fast')}"
 
 
 def _compare(seconds: float, best: float, more: str = "longer", equal: str = "as long") -> str:
@@ -37,27 +37,22 @@ def _compare(seconds: float, best: float, more: str = "longer", equal: str = "as
 
 def _bottleneck(result: SearchResult) -> str:
     best = result.best
-    shape, stages = best.layout.shape, best.layout.all_stages
-
-    def busy(placed: Placed) -> float:
-        return shape.microbatches * (placed.forward + placed.backward)
-
-    tiles = [tiles for pipeline in range(len(shape.pipelines)) for tiles in best.layout.items_of_stages(pipeline)]
-    inner = Interval(1, max(items.stop for of_stage in tiles for items in of_stage) - 1)
-
-    def name(number: int) -> str:
-        blocks = sum(items.intersect(inner).size for items in tiles[number]) / 2
-        return f"stage {number} ({counted(blocks, 'block')} on {result.pools[stages[number].pool].name})"
-
-    slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
-    text = (
-        f"{name(slowest)} is the bottleneck: it computes {busy(stages[slowest]):.4g} s of the step's"
-        f" {best.seconds:.4g} s, the most of all"
-    )
+    plan, costs = best.plan, best.predictor.costs.tiles
+    inner = Interval(1, plan.tiles[-1].items.stop - 1)
+    pool_of = {rank: pool.name for pool in result.pools for ranks in pool.nodes for rank in ranks}
+    stages = {(pool_of[tile.ranks[0]], tile.items): plan.virtual_stages(tile) for tile in plan.first_tiles}
+    busy = [plan.microbatches * sum(costs[tile].seconds for tile in tiles) for tiles in stages.values()]
+    names = [
+        f"stage {number} ({counted(sum(tile.items.intersect(inner).size for tile in tiles) / 2, 'block')} on {pool})"
+        for number, ((pool, _), tiles) in enumerate(stages.items())
+    ]
+    slowest, fastest = (busy.index(end(busy)) for end in (max, min))
     if len(stages) == 1:
-        return f"{name(0)} computes {busy(stages[0]):.4g} s of the step's {best.seconds:.4g} s; it waits for nobody"
-    fastest = min(range(len(stages)), key=lambda number: busy(stages[number]))
-    return f"{text}; {name(fastest)} computes the least, {busy(stages[fastest]):.4g} s"
+        return f"{names[0]} computes {busy[0]:.4g} s of the step's {best.seconds:.4g} s; it waits for nobody"
+    return (
+        f"{names[slowest]} is the bottleneck: it computes {busy[slowest]:.4g} s of the step's {best.seconds:.4g} s, the"
+        f" most of all; {names[fastest]} computes the least, {busy[fastest]:.4g} s"
+    )
 
 
 def _arrangement(result: SearchResult) -> str:
@@ -94,9 +89,13 @@ def _schedule(best: SimulatedPlan) -> str:
     if best.plain_seconds is None:
         return ""
     longer = f"a step would take {_compare(best.plain_seconds, best.seconds)}"
+    if best.virtual_stages > 1:
+        return f"ranks have {best.virtual_stages} virtual stages, so that bubbles are shorter: with one {longer}"
     if best.plan.schedule != "1f1b":
         return f"the schedule is {best.plan.schedule}; by 1F1B bubbles are longer, and {longer}"
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
+    if not first.extra_warmup:
+        return f"cuts are inside of blocks, so that stages take equally long: with whole blocks {longer}"
     return (
         f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are in flight (items {list(first.items)},"
         f" {first.family}), since messages would delay them: {longer}"

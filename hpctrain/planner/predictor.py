@@ -435,6 +435,12 @@ class Predictor:
             result[tile] = headroom if kept + headroom < self.plan.microbatches else math.inf
         return result
 
+    def free_items(self, tile: Tile) -> int:
+        """Return for how many more items a rank of one tile has memory, if these need as much as its own do."""
+        stage = self._memory[tile]
+        own = stage.memory.weights + stage.memory.gradients + stage.memory.moments + stage.memory.activations
+        return int((stage.available_bytes - stage.memory.total) * tile.items.size // own)
+
     @cached_property
     def _memory(self) -> dict[Tile, StageMemory]:
         known, result = {}, {}

@@ -1,4 +1,4 @@
-"""Cuts a shape, and estimates in closed form how long a step of it takes, by which shapes are ranked. Pure."""
+"""Cuts a shape, and estimates how long a step of it takes, by which shapes are ranked. Pure."""
 
 import itertools
 import math
@@ -7,17 +7,14 @@ from functools import lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
-from hpctrain.planner.buffers import message_bytes, waiting_share
-from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
 from hpctrain.planner.offload import offloaded_update_seconds
-from hpctrain.planner.predictor import MOST_BUCKETS
-from hpctrain.planner.setup import GRADIENT_BYTES
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
 from hpctrain.planner.stages import (
     BlockLine,
     Holders,
+    Passes,
     StageCosts,
     StageShape,
     StageVariant,
@@ -30,18 +27,29 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 
 MANY_ROWS = 8
 """So many rows at once show a device's speed."""
+ZERO_BUBBLE = 3
+"""How many times shorter bubbles are by ZB-H1, where all passes take as long."""
 
 
-def _exchange(now: Sequence[list[float]], members: Sequence[tuple[int, int]], seconds: float) -> None:
-    """Let some stages, of a pipeline and a place in it, exchange for so long when all are ready; `now` is by stage."""
-    if seconds:
-        end = max(now[p][i] for p, i in members) + seconds
-        for p, i in members:
-            now[p][i] = end
+def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
+    """Return about when each stage of a pipeline is done with all microbatches, by 1F1B.
+
+    The slowest stage does all of them, and waits for one of them in all the others, but for gradients of weights that
+    come after those which others wait for. A stage is done before those before it, which wait for its last gradient.
+    `messages` are the seconds of one to the next stage. Nothing hides them before the first microbatch is at the loss,
+    and after the last one. In between they delay nobody while a NIC passes those of both neighbours in time, since as
+    many microbatches are in flight as that takes.
+    """
+    slowest = max(passes, key=lambda each: each.both)
+    by_nic = max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
+    waits = sum(each.both - each.weight for each in passes) - (slowest.both - slowest.weight)
+    first = microbatches * max(slowest.both, by_nic) + waits + 2 * sum(messages)
+    drains = (each.backward - each.weight + to_next for each, to_next in zip(passes, messages, strict=False))
+    return list(itertools.accumulate(drains, lambda done, drain: done - drain, initial=first))
 
 
-GridRanks = tuple[TensorGrid, tuple[tuple[int, ...], ...]]
-"""The grid of a stage, and the ranks of each of its replicas."""
+def _sums(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return list(map(sum, zip(some, others, strict=True)))
 
 
 class Scorer:
@@ -66,7 +74,8 @@ class Scorer:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
             depth = sum(choice.stages for choice in each[1])
-            bubble = (depth - 1) / (1 if shape.microbatches % depth else self.space.most_virtual_stages)
+            shorter = ZERO_BUBBLE if shape.microbatches % depth else max(ZERO_BUBBLE, self.space.most_virtual_stages)
+            bubble = (depth - 1) / shorter
             longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
         return longest
 
@@ -84,12 +93,12 @@ class Scorer:
 
     def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
-        pipelines, passed = [], []
+        pipelines, done = [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self._variants(stage) for stage in stages]
             blocks = self._cut_blocks(stages, of_row, variants)
-            if blocks is None or min(blocks) < shape.virtual_stages:
+            if blocks is None:
                 return None
             placed = [
                 Placed(stage, count, variant)
@@ -98,16 +107,14 @@ class Scorer:
             ]
             messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
             pipelines.append(tuple(placed))
-            passes = [each.passes for each in placed]
-            if shape.virtual_stages > 1:
-                messages.append(self._message(placed[-1], placed[0]))
-                passed.append(done_interleaved(passes, messages, shape.microbatches, shape.virtual_stages))
-                continue
-            headroom = self._headroom(placed, [*messages, 0.0], shape.microbatches)
-            if min(headroom) < 0:
-                return None
-            passed.append(done_after(passes, messages, shape.microbatches, headroom))
-        return SearchLayout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
+            cuts: list[Sequence[float]] = [blocks]
+            if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
+                cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
+            every = [[of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts]
+            done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
+        after = self._seconds_after(shape, pipelines)
+        seconds = max(map(max, map(_sums, done, after))) + self.costs.agree_seconds
+        return SearchLayout(shape, tuple(rows), tuple(pipelines), seconds)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""
@@ -115,12 +122,11 @@ class Scorer:
         pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
         sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         others = [row for i, row in enumerate(shape.choices) if i != number]
-        v, last, result = shape.virtual_stages, len(pairs) - 1, []
+        last, result = len(pairs) - 1, []
         for i, (pool, choice) in enumerate(pairs):
-            each, depth = choice.rank_rows(rows), last - i
-            in_flight = depth if v == 1 else 2 * depth + (v - 1) * len(pairs)  # see `schedule.passes`
+            each = choice.rank_rows(rows)
             counts = [row_chunks] if row_chunks else [1]
-            if i == last and v == 1 and not row_chunks:
+            if i == last and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
             result.append(
                 StageShape(
@@ -128,13 +134,12 @@ class Scorer:
                     choice,
                     each,
                     ends=(i == 0, i == last),
-                    kept=min(in_flight + 1, v * shape.microbatches) / v,
+                    kept=min(last - i + 1, shape.microbatches),
                     zero=shape.zero,
                     holders=choice.replicas + sum(min(c.replicas for c in row) for row in others),
                     # With whose grids it shares no more than regions: roughly, for it may be with other items.
                     meets_mixed=any(other.grid != choice.grid for row in others for other in row),
                     microbatches=shape.microbatches,
-                    virtual_stages=v,
                     row_chunks=tuple(counts),
                     exchanging=Holders.of_stage(pool, choice, shape.zero, sharing if row_chunks else ()),
                 )
@@ -154,7 +159,7 @@ class Scorer:
                     needs = costs.needs(stage, recompute, row_chunks, offload)
                     most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
                     if most > fitting:
-                        yield costs.variant(stage, recompute, row_chunks, offload, (fitting, most), needs)
+                        yield costs.variant(stage, recompute, row_chunks, offload, most, needs)
                         fitting = most
                     if fitting >= num_blocks:
                         break  # nothing is gained by more row chunks
@@ -218,46 +223,19 @@ class Scorer:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: list[list[float]]) -> float:
-        """Return the seconds of a step in which stages have `passed` all microbatches after so long.
-
-        What the same stages hold they exchange one after the other, when all of them are ready.
-        """
-        costs, setup, gathers = self.costs, self.costs.setup, []
-        updated = [[0.0] * len(stages) for stages in pipelines]
+    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[Placed]]) -> list[list[float]]:
+        """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
+        other, and to update its own."""
+        costs, setup = self.costs, self.costs.setup
+        seconds = [[0.0] * len(stages) for stages in pipelines]
         for shared in self._shared_blocks(pipelines):
             holders = sum(each.choice.replicas for each in shared.placed)
+            exchange = self._exchange_seconds(shape.zero, shared) if holders > 1 else 0.0
             for (p, i), each, elements in zip(shared.members, shared.placed, shared.elements, strict=True):
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
-                seconds = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
-                updated[p][i] += seconds(setup, costs.pools[each.pool].device, own)
-            if holders > 1:
-                reduce, gather = self._exchange_seconds(shape.zero, shared)
-                _exchange(passed, shared.members, reduce)
-                gathers.append((shared.members, gather))
-        for members, gather in gathers:
-            _exchange(updated, members, gather)
-        return max(map(max, passed)) + costs.agree_seconds + max(map(max, updated))
-
-    def _headroom(self, stages: Sequence[Placed], messages: Sequence[float], microbatches: int) -> list[float]:
-        """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
-        activations that wait to be sent.
-
-        `messages` are the seconds of what each sends. See `Predictor.headroom`.
-        """
-        if self._is_roomy:
-            return [math.inf] * len(stages)
-        setup, result = self.costs.setup, []
-        for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
-            kept = min(depth + 1, microbatches)
-            share = waiting_share(placed.forward, seconds)
-            message = message_bytes(setup, placed.choice.grid, placed.stage.rows) if share else 0
-            waiting = math.ceil(share * (kept - 1)) * message
-            free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
-            each = placed.variant.kept_bytes.at(placed.blocks) + message
-            headroom = free // each if each else math.copysign(math.inf, free)
-            result.append(headroom if headroom < 0 or kept + headroom < microbatches else math.inf)
-        return result[::-1]
+                update = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
+                seconds[p][i] += exchange + update(setup, costs.pools[each.pool].device, own)
+        return seconds
 
     def _shared_blocks(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
@@ -270,75 +248,53 @@ class Scorer:
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> tuple[float, float]:
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> float:
         """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
         where they are overlapped in the next step's first forward pass.
 
-        Ranks of different grids meet in parts of what the finest has, one after the other. At least about a bucket's
-        exchange is exposed, with the first item, whose gradients are made last and whose weights are needed first.
-        While the last item computes, nothing is there to be summed, and nothing is left to be gathered.
+        Ranks of different grids meet in parts of what the finest has, one after the other. Where exchanges are
+        overlapped, that of an item at least is waited for: its gradients are made last, its weights needed first.
         """
         costs, setup, placed = self.costs, self.costs.setup, shared.placed
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
-        part, times, buckets = min(shared.elements), max(sizes) / min(sizes), 1
-        if setup.bucket_bytes:
-            items = shared.blocks + shared.is_first + shared.is_last
-            buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
+        part, times = min(shared.elements), max(sizes) / min(sizes)
+        items = shared.blocks + shared.is_first + shared.is_last
 
         def exchange(operation: str, element_bytes: int, meanwhile: str) -> float:
-            bucket = costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation)
-            seconds = bucket * buckets * times
+            seconds = times * costs.sharing_seconds(groups, int(part * element_bytes), operation)
             if not setup.bucket_bytes or not meanwhile:
                 return seconds
-            item, blocks = EMBEDDING if shared.is_first else BLOCK, shared.blocks - 1 + shared.is_last
-            of_first = (
-                costs.elements_of(each.choice.grid, item) / each.choice.grid.z / whole
-                for each, whole in zip(placed, shared.elements, strict=True)
-            )
-            lines = ((getattr(each.variant, meanwhile), each.variant.row_chunks) for each in placed)
-            hidden = min(line.each / row_chunks * blocks for line, row_chunks in lines)
-            return max(seconds * max(1 / buckets, *of_first), seconds - hidden)
+            of_block = (getattr(each.variant, meanwhile).each / each.variant.row_chunks for each in placed)
+            return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
 
-        reduce = gather = 0.0
+        result = 0.0
         if zero < 2:
-            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
+            result += exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
         if zero in (1, 2):
             is_early = len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1
-            gather = exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
-        return reduce, gather
+            result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
+        return result
 
     def _message(self, source: Placed, target: Placed) -> float:
-        """Return the seconds of a message between two stages: the mean of activations and of their gradients."""
+        """Return the seconds of a message between two stages, or back."""
         rows = min(placed.stage.rows * placed.choice.grid.z * placed.choice.replicas for placed in (source, target))
         return self._between(source.pool, source.choice, target.pool, target.choice, rows)
 
     def _message_between(self, source: int, choice: StageChoice, target: int, other: StageChoice, rows: int) -> float:
-        """Return the mean of the two messages between the last stage of a pool and the next one, or inside the pool,
-        for a microbatch of so many rows. As if their ranks were the first of their pools."""
-        sending = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
+        """Return about what a message takes from the last stage of a pool to the next one, or inside the pool, for a
+        microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
+        network, setup = self.costs.network, self.costs.setup
         first = choice.replicas if source == target else 0
+        sending = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
         receiving = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
-        one, two = (choice.grid, sending), (other.grid, receiving)
-        return (self._sent_seconds(one, two, rows) + self._sent_seconds(two, one, rows)) / 2
-
-    def _sent_seconds(self, source: GridRanks, target: GridRanks, rows: int) -> float:
-        """Return how long all replicas of a stage, who send at once, send so many rows to those of another one.
-
-        A NIC passes what all of its ranks send, or receive. The y of a receiver may gather it (`transfers.gathers`).
-        """
-        network, setup, grid = self.costs.network, self.costs.setup, target[0]
-        senders, receivers = (tuple(itertools.chain(*ranks)) for _, ranks in (source, target))
-        there, here, gather = senders[0], receivers[0], 0.0
-        row_bytes = setup.positions * (self._model.hidden_size // grid.x) * setup.item_bytes / grid.position_parts
-        num_bytes = rows / grid.z / len(target[1]) * row_bytes
-        is_cut = grid.sequence_parallel or source[0].sequence_parallel
-        if setup.stack.gathers_parts and grid.y > 1 and not is_cut and not network.is_near(there, here):
-            gather = network.group_seconds("all_gather", num_bytes, receivers[: grid.y], network.crowd(target[1][0]))
-            num_bytes /= grid.y
-        received = network.seconds(there, here, num_bytes, network.flows(here, receivers, there))
-        each = num_bytes * len(receivers) / len(senders)
-        return gather + max(received, network.seconds(there, here, each, network.flows(there, senders, here)))
+        senders, receivers = (tuple(itertools.chain(*slots)) for slots in (sending, receiving))
+        num_bytes = rows * setup.positions * self._model.hidden_size * setup.item_bytes
+        there, here = senders[0], receivers[0]
+        return max(
+            network.seconds(there, here, num_bytes / len(senders), network.flows(there, senders, here)),
+            network.seconds(there, here, num_bytes / len(receivers), network.flows(here, receivers, there)),
+        )
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
@@ -349,7 +305,7 @@ class Scorer:
         for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
             of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
-            for (placed, replicas), items in zip(itertools.cycle(of_stages), layout.items(number), strict=False):
+            for (placed, replicas), items in zip(of_stages, layout.items(number), strict=True):
                 for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
                     how = {
                         "recompute": placed.variant.recompute,

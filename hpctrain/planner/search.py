@@ -1,10 +1,10 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
 `planner/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement of
-pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
+pools and the number of microbatches in common. An estimate (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
 with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
-`planner/memory.py`. Those with long bubbles are then tried with several tiles a rank. The answer depends on the budget,
+`planner/memory.py`. Of each the changes of `planner/changes.py` are tried. The answer depends on the budget,
 not on the machine; a limit in seconds ends it earlier.
 """
 
@@ -23,24 +23,18 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
-from hpctrain.planner.closed_form import with_extra_warmup
-from hpctrain.planner.cut import SearchLayout, recut
+from hpctrain.planner.changes import Change, cuts_inside_blocks, more_in_flight, virtual_stages, zero_bubble
+from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.setup import Setup
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
+from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 
 SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
-RECUT = 60
-"""How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
-INTERLEAVED = 30
-"""How many layouts are scored with several virtual stages."""
-FEW_INTERLEAVED = 3
-"""So many interleaved ones are timed at most, where the number is limited."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -54,8 +48,8 @@ SCORING_SHARE = 0.6
 
 FEW = 5
 """So many are timed at least."""
-CLOSED_FORM_ERROR = 0.03
-"""By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
+ESTIMATE_ERROR = 0.03
+"""By more than this the estimate is rarely wrong: plans that are worse by it are not timed."""
 MIB = 2**20
 
 
@@ -70,7 +64,7 @@ class Limits:
 
 
 EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
-"""All are scored, and all simulated whose closed form is within 3 % of the best, up to 40."""
+"""All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,28 @@ class SimulatedPlan:
     """A plan that fits, and how long it takes."""
 
     layout: SearchLayout
-    plan: Plan
+    predictor: Predictor
     prediction: Prediction
     plain_seconds: float | None = None
-    """Of a step by 1F1B with no extra warm-up, if that is slower than the plan's own schedule."""
+    """Of a step without the last change of the plan (`planner/changes.py`), if there is one."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.predictor.plan
 
     @property
     def seconds(self) -> float:
         return self.prediction.step_seconds
+
+    @property
+    def virtual_stages(self) -> int:
+        """Return how many tiles a rank has."""
+        return len(self.plan.virtual_stages(self.plan.tiles[0]))
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, as `SearchLayout.describe`, and how many virtual stages there are."""
+        several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        return self.layout.describe(names) + several
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class SearchResult:
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
     least_by_arrangement: dict[Pipelines, float]
-    """By the closed form, for each arrangement of pools that fits."""
+    """By the estimate, for each arrangement of pools that fits."""
     least_by_microbatches: dict[int, float]
 
     @property
@@ -169,13 +177,15 @@ class Search:
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
         self._setup_of = setup_of or (lambda _: setup)
+        self._cuts = (cuts_inside_blocks,) if space.cut == BEST else ()
+        self._schedules = more_in_flight, zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
         self._shortage = ""
         """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
         self._least_seconds = math.inf
-        """Of all layouts, by the closed form."""
+        """Of all layouts, by the estimate."""
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -185,22 +195,14 @@ class Search:
     @_uncollected()
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
+        all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=_by_seconds)
-        if self._space.cut == BEST:
-            count = len(self.layouts) if limit is None else RECUT
-            self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
-            self.layouts.sort(key=_by_seconds)
-        plans, all_timed = self._time(self.layouts, [self._first] if self._first else [], FEW, limit)
+        plans, all_timed = self._time()
         if not plans and not self._shortage:
-            plans = list(filter(None, [self._time_one(self._nearest())]))
+            plans = list(filter(None, [self._simulate(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        several, left_out = self._interleave(plans[0].seconds)
-        most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
-        plans, all_better = self._time(several, plans, 0, most)
-        self.layouts = sorted([*self.layouts, *several], key=_by_seconds)
-        return plans, all_scored and all_timed and not left_out and all_better
+        return plans, all_scored and all_timed
 
     @_uncollected()
     def run(self) -> SearchResult:
@@ -222,88 +224,58 @@ class Search:
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
 
-    def _interleave(self, best_seconds: float) -> tuple[list[SearchLayout], int]:
-        """Return layouts with several virtual stages, the fastest first, and how many were not scored so that could be.
-
-        With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
-        2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages
-        keeps the activations of p + (p - 1) / v microbatches instead of p. So those are scored that would be the
-        fastest with the shortest bubbles they can have, and faster than `best_seconds`; without a limit all.
-        """
-
-        def least_seconds(layout: SearchLayout, virtual_stages: int) -> float:
-            bubbles = (sum(placed.forward + placed.backward for placed in stages[1:]) for stages in layout.stages)
-            return layout.seconds - min(bubbles) * (1 - 1 / virtual_stages)
-
-        most, num_blocks = self._space.most_virtual_stages, self._setup.model.num_layers
-        every = ((layout, interleaved_shapes(layout.shape, num_blocks, most)) for layout in self.layouts)
-        every = [(least_seconds(layout, shapes[-1].virtual_stages), shapes) for layout, shapes in every if shapes]
-        every.sort(key=lambda each: each[0])
-        is_limited, limit = self._limits.timed is not None, best_seconds * (1 + CLOSED_FORM_ERROR)
-        promising = [shapes for s, shapes in every[:INTERLEAVED] if s < limit] if is_limited else [s for _, s in every]
-        result = (self.scorer.score(shape) for shapes in promising for shape in shapes)
-        return sorted(filter(None, result), key=_by_seconds), len(every) - len(promising)
-
     def _least(self, key: Callable[[Shape], object]) -> dict:
-        """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
+        """Return the least seconds of all layouts by something of their shapes."""
         least: dict = {}
-        for layout in self.layouts:
+        for layout in sorted(self.layouts, key=_by_seconds):
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
     def _time_first(self, layout: SearchLayout) -> None:
         """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
         if self._first is None and len(self.layouts) <= TRIED:
-            self._first = self._time_one(layout)
+            self._first = self._simulate(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> bool:
-        """Score groups, the most promising first; return whether all were."""
-        groups, is_complete = self._score_one_each(), True
-        self._num_groups = len(groups)
-        for _, _, group, tried in sorted(groups):
-            for shape in itertools.islice(self._shapes(*group), tried, None):
+        """Score a plan that fits of each group, then the others, the most promising groups first; return whether all
+        were."""
+        looked: list[tuple[float, int, Iterator[Shape]]] = []
+        for group in self._groups():
+            if self.layouts and self._is_spent(LOOKING_SHARE):
+                break
+            seconds, shapes = math.inf, self._shapes(*group)
+            for shape in itertools.islice(shapes, TRIED):
+                seconds = self._score(shape)
+                if seconds < math.inf:
+                    break
+            looked.append((seconds, len(looked), shapes))
+        self._num_groups = len(looked)
+        for _, _, shapes in sorted(looked):
+            for shape in shapes:
                 if self.layouts and self._is_spent(1.0):
                     return False
                 self._score(shape)
-        return is_complete and len(groups) == len(self._counts) * len(self._arrangements)
+        return len(looked) == len(self._arrangements) * len(self._counts)
 
-    def _score_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
-        """Return for each group the seconds of a plan that fits, its place, itself, and how many were scored.
-
-        First all pools as one pipeline and all side by side, by each number of microbatches; then all arrangements,
-        those first that leave no pool unused and have numbers of microbatches by which a plan was fast.
-        """
-        result: list[tuple[float, int, tuple[Pipelines, int], int]] = []
-        known: set[tuple[Pipelines, int]] = set()
-
-        def look(group: tuple[Pipelines, int]) -> None:
-            if group in known or (self.layouts and self._is_spent(LOOKING_SHARE)):
-                return
-            seconds, tried = math.inf, 0
-            for shape in itertools.islice(self._shapes(*group), TRIED):
-                seconds, tried = self._score(shape), tried + 1
-                if seconds < math.inf:
-                    break
-            known.add(group)
-            result.append((seconds, len(result), group, tried))
-
+    def _groups(self) -> Iterator[tuple[Pipelines, int]]:
+        """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
+        first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
         pools = range(len(self._pools))
-        first = [p for p in (tuple((pool,) for pool in pools), (tuple(pools),)) if p in self._arrangements]
-        for group in itertools.product(first, self._counts):
-            look(group)
-        least = {m: min((s for s, _, g, _ in result if g[1] == m), default=math.inf) for m in self._counts}
-        rank = {m: number for number, m in enumerate(sorted(least, key=least.__getitem__))}
+        ends = tuple((pool,) for pool in pools), (tuple(pools),)
+        first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
+        yield from itertools.product(first, self._counts)
+        least = self._least(lambda shape: shape.microbatches)
+        counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
 
         def place(group: tuple[Pipelines, int]) -> int:
             num_unused = len(pools) - sum(map(len, group[0]))
-            return rank[group[1]] + UNUSED_PLACES * num_unused
+            return counts.index(group[1]) + UNUSED_PLACES * num_unused
 
-        for group in sorted(itertools.product(self._arrangements, self._counts), key=place):
-            look(group)
-        return result
+        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
+        yield from sorted(itertools.product(others, self._counts), key=place)
 
     def _nearest(self) -> SearchLayout:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
@@ -316,7 +288,8 @@ class Search:
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
         def shortage(layout: SearchLayout) -> float:
-            return max(each.needed_bytes - self._pools[each.pool].memory_bytes for each in layout.all_stages)
+            needed = ((each.pool, each.variant.needed_bytes.at(each.blocks)) for each in layout.all_stages)
+            return max(num_bytes - self._pools[pool].memory_bytes for pool, num_bytes in needed)
 
         if nearest := min(filter(None, layouts), key=shortage, default=None):
             return nearest
@@ -352,7 +325,7 @@ class Search:
         """
         if self._limits.scored is not None and self._space.cut == BEST:
             bound = self.scorer.least_seconds(shape)
-            if bound > self._least_seconds * (1 + CLOSED_FORM_ERROR):
+            if bound > self._least_seconds * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
                 return bound
         least, is_short = math.inf, False
@@ -375,13 +348,9 @@ class Search:
     def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
         return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
-    def _time_one(self, layout: SearchLayout) -> SimulatedPlan | None:
-        """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
-        return self._simulate(layout) or (self._simulate(layout.whole) if layout.whole else None)
-
     def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
-        """Return a layout with its time by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1; None
-        where it does not fit. Raises PlanError where it has more passes than a plan may have."""
+        """Return a layout with its time, changed as is the fastest and fits; None where it does not fit. Raises
+        PlanError where it has more passes than a plan may have."""
         plan = self.scorer.plan(layout)
         check_passes(plan)
         counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
@@ -389,11 +358,25 @@ class Search:
         if not prediction.fits:
             self._shortage = self._shortage or self._format_shortage(plan, prediction)
             return None
-        result = [SimulatedPlan(layout, plan, prediction)]
-        for other in with_extra_warmup(plan, predictor.costs, predictor.headroom), zero_bubble(plan):
-            if other and (prediction := self._predictor(other, predictor.setup, predictor).predict()).fits:
-                result.append(SimulatedPlan(layout, other, prediction, result[0].seconds))
-        return min(result, key=_by_seconds)
+        plain = SimulatedPlan(layout, predictor, prediction)
+        cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
+        if self._limits.timed is not None:
+            cuts = [min(cuts, key=_by_seconds)]
+        schedules = (each for cut in cuts for change in self._schedules for each in self._changed(cut, change))
+        return min((*cuts, *schedules), key=_by_seconds)
+
+    def _changed(self, base: SimulatedPlan, change: Change) -> Iterator[SimulatedPlan]:
+        """Yield what a change makes of a plan, if that fits and is faster: as much of the change as makes it faster
+        still, or all where the number of simulations is not limited."""
+        last = base.seconds
+        for plan in change(base.predictor):
+            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
+            prediction = predictor.predict()
+            if prediction.fits and prediction.step_seconds < base.seconds:
+                yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
+            if prediction.step_seconds >= last and self._limits.timed is not None:
+                return
+            last = prediction.step_seconds
 
     def _format_shortage(self, plan: Plan, prediction: Prediction) -> str:
         """Return the message that a plan does not fit in memory."""
@@ -408,41 +391,21 @@ class Search:
             f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
         )
 
-    def _time(
-        self, layouts: Sequence[SearchLayout], known: Sequence[SimulatedPlan], few: int, most: int | None
-    ) -> tuple[list[SimulatedPlan], bool]:
-        """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
+    def _time(self) -> tuple[list[SimulatedPlan], bool]:
+        """Return the plans that fit of the layouts, which are sorted, the fastest first, and whether all were timed.
 
-        `layouts` are in the order of what the closed form says. At least `few` plans are returned, and at most `most`
-        (None: all): in between those that are expected to be about as fast as the best.
+        At least a few are, and at most as many as the limits say: in between those that are expected to be about as
+        fast as the best.
         """
-        result, all_done = list(known), True
-        best = min((timed.seconds for timed in result), default=math.inf)
-        for number, layout in enumerate(layouts):
-            if any(timed.layout in (layout, layout.whole) for timed in known):
+        most, result, all_done = self._limits.timed, [self._first] if self._first else [], True
+        for number, layout in enumerate(self.layouts):
+            if self._first and layout is self._first.layout:
                 continue
-            is_slower = layout.seconds > best * (1 + CLOSED_FORM_ERROR)
-            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
+            best = min((timed.seconds for timed in result), default=math.inf)
+            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= FEW))
             if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
                 all_done = False
                 break
-            if plan := self._time_one(layout):
-                result.append(plan)
-                best = min(best, plan.seconds)
-        result.sort(key=_by_seconds)
-        timed = {each.layout for each in result}
-        wholes = (each.layout.whole for each in result[: 1 if most else None])
-        result += filter(None, [self._simulate(whole) for whole in wholes if whole and whole not in timed])
+            result += filter(None, [self._simulate(layout)])
         return sorted(result, key=_by_seconds), all_done
-
-
-def zero_bubble(plan: Plan) -> Plan | None:
-    """Return a plan by ZB-H1 in place of 1F1B; None where tiles are in no pipeline, or must do backward passes whole.
-
-    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
-    """
-    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
-    is_pipeline = any(map(plan.upstream, plan.tiles)) and all(
-        len(plan.virtual_stages(tile)) == 1 for tile in plan.tiles
-    )
-    return replace(plan, schedule="zb-h1") if splits and is_pipeline and plan.microbatches > 1 else None

@@ -6,7 +6,7 @@ A *shape* says everything but the cuts:
   pools: the families as one pipeline. Pools in no pipeline are unused;
 - for each of these pools a `StageChoice`. Tensor grids take their pool's places node by node, those of a stage side by
   side, stage after stage; what is left is unused;
-- the numbers of microbatches and of *virtual stages* of a rank (`interleaved_shapes`);
+- the number of microbatches;
 - a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
   through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
   row chunks (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
@@ -23,7 +23,7 @@ family alone needs no space of its own: `search` takes the families that it may 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.planner.pools import Pool
@@ -106,8 +106,6 @@ class Shape:
     """For each pool of each pipeline."""
     microbatches: int
     zero: int
-    virtual_stages: int = 1
-    """Of each rank."""
 
     def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the wanted ZeRO stages that this can have; 1 stands for all where they make no difference."""
@@ -162,19 +160,6 @@ def stage_counts(most: int, num_blocks: int) -> list[int]:
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
 
 
-def interleaved_shapes(shape: Shape, num_blocks: int, most: int) -> list[Shape]:
-    """Return a shape with several virtual stages: two, and as many as divide the blocks of a stage, up to `most`.
-
-    All pipelines must have two stages or more, and microbatches for whole rounds, one for each stage.
-    """
-    depths = [sum(choice.stages for choice in row) for row in shape.choices]
-    if any(depth == 1 or shape.microbatches % depth for depth in depths):
-        return []
-    of_stage = num_blocks // max(depths)
-    counts = {2, *divisors(of_stage)} if of_stage else ()
-    return [replace(shape, virtual_stages=count) for count in sorted(counts) if 1 < count <= min(most, of_stage)]
-
-
 def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:
     """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch."""
     for grid, slots in num_slots.items():
@@ -209,5 +194,5 @@ def even_choices(
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:
-    """Say an arrangement in words, such as `fast then slow, overlapped slower`."""
+    """Say an arrangement in words, such as `fast then slow, side by side with slower`."""
     return ", side by side with ".join(" then ".join(names[pool] for pool in row) for row in pipelines)

@@ -36,8 +36,7 @@ COMPARED_ROWS = 1, 8
 
 
 class Seconds(NamedTuple):
-    """Seconds of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and
-    after that."""
+    """Seconds of a forward and a backward pass."""
 
     forward: float
     backward: float
@@ -47,7 +46,17 @@ class Seconds(NamedTuple):
         return self.forward + self.backward
 
 
-WHOLE, SPLIT = ("forward", "backward"), ("backward_input", "backward_weight")
+class Passes(NamedTuple):
+    """Seconds of a stage for one microbatch."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    """Of `backward`, the gradients of weights, where these may come later."""
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
 
 
 class BlockLine(NamedTuple):
@@ -109,7 +118,6 @@ class StageShape(NamedTuple):
     meets_mixed: bool = False
     """Whether other pipelines have other grids, for which weights are packed."""
     microbatches: int = 1
-    virtual_stages: int = 1
     row_chunks: tuple[int, ...] = (1,)
     """In how many row chunks it may compute, from the fewest."""
     exchanging: Holders = ALONE
@@ -123,21 +131,17 @@ class StageVariant(NamedTuple):
     """In which it goes through its rows of a microbatch."""
     forward: BlockLine
     backward: BlockLine
-    beyond: int
-    """Blocks, for which fewer row chunks suffice."""
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: BlockLine
-    kept_bytes: BlockLine
-    """Of these, for each microbatch in flight."""
-    split: tuple[BlockLine, BlockLine] | None = None
-    """The parts of `backward`, one by one, where the gradient is sent between them."""
     offload: str = "none"
     """What it keeps in host memory."""
     update: BlockLine = NOTHING
     """What a microbatch's share of the update takes longer for that."""
+    weight: BlockLine = NOTHING
+    """Of `backward`, the gradients of weights, where these may come later."""
 
-    def seconds(self, blocks: int) -> float:
+    def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
         return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
 
@@ -154,14 +158,20 @@ class StageVariants:
     def _all(self) -> tuple[StageVariant, ...]:
         return self.variants + self.offloading()
 
-    def variant(self, blocks: int) -> StageVariant | None:
+    def variant(self, blocks: float) -> StageVariant | None:
         """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
         if self.variants and blocks <= self.variants[0].most:
             return self.variants[0]
-        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
+        fitting = [variant for variant in self._all if blocks <= variant.most]
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
-    def seconds(self, blocks: int) -> float:
+    def passes(self, blocks: float) -> Passes:
+        """Return the seconds of one microbatch, of a number of blocks that fits."""
+        variant = self.variant(blocks)
+        assert variant is not None
+        return Passes(variant.forward.at(blocks), variant.backward.at(blocks), variant.weight.at(blocks))
+
+    def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
         variant = self.variant(blocks)
         return variant.seconds(blocks) if variant else math.inf
@@ -171,8 +181,6 @@ class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
     on_device: BlockLine
-    kept: BlockLine
-    """Of these, the activations of each microbatch that is kept."""
     on_host: BlockLine
 
 
@@ -193,6 +201,7 @@ class StageCosts:
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
         self.seconds = lru_cache(None)(self._seconds)
+        self.weight_seconds = lru_cache(None)(self._weight_seconds)
         self.part_count = lru_cache(None)(self._best_count)
         self._site = lru_cache(None)(self._first_site)
         self._splits = lru_cache(None)(self._splits_backward)
@@ -241,13 +250,18 @@ class StageCosts:
         rows: int,
         recompute: str = "none",
         holders: Holders = ALONE,
-        names: tuple[str, str] = WHOLE,
         parts: int | None = None,
     ) -> Seconds:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
         site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
-        return Seconds(*(self.prices.price(name, site, layer, rows, recompute, parts).seconds for name in names))
+        what = site, layer, rows, recompute, parts
+        return Seconds(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
+
+    def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
+        """Return what of a backward pass makes gradients of weights."""
+        site = self._site(number, grid, ALONE)
+        return self.prices.price("backward_weight", site, layer, rows, recompute, self.part_count(number, grid)).seconds
 
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -278,32 +292,26 @@ class StageCosts:
         each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
         return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def _lines(self, stage: StageShape, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
-        """Return two lines of a stage, of what its layers take."""
-        block, *ends = map(seconds, (BLOCK, *self.layers(stage.ends, 0)))
-        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
-        return forward, backward
-
     def variant(
-        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
+        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int, needs: Needs
     ) -> StageVariant:
-        """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
-        pool, grid, rows, zero = stage.pool, stage.choice.grid, stage.rows, stage.zero
-        forward, backward = self._lines(stage, lambda layer: self.piecewise(stage, layer, recompute, row_chunks))
-        split, update = None, NOTHING
+        """Return a variant of a stage for up to so many blocks."""
+        layers = BLOCK, *self.layers(stage.ends, 0)
+        block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
+        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
+        update = weight = NOTHING
         if offload in ("optimizer", "all"):
-            longer = self._offloaded_update(stage, 1 / stage.holders if zero else 1.0)
+            longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if offload in ("activations", "all"):
-            moved = rows * layer_moved(self.setup, grid, BLOCK, recompute)
-            copies = moved / self.pools[pool].device.host_copy_bytes_per_second
+            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute)
+            copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.base, max(forward.each, copies))
             backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
-        elif not stage.ends[0] and row_chunks == 1 and self._splits(grid, recompute, zero):
-            split = self._lines(stage, lambda layer: self.seconds(pool, grid, layer, rows, recompute, ALONE, SPLIT))
-        return StageVariant(
-            recompute, row_chunks, forward, backward, *blocks, needs.on_device, needs.kept, split, offload, update
-        )
+        elif row_chunks == 1 and not stage.ends[0] and self._splits(stage.choice.grid, recompute, stage.zero):
+            each, *ends = (self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers)
+            weight = BlockLine(sum(ends), each)
+        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
@@ -358,7 +366,7 @@ class StageCosts:
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
         block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
-        messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.expected_messages
+        messages = 0 if all(ends) else 2 + setup.expected_messages
         buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         pair = self.elements_of(grid, BLOCK) + max(sizes)
@@ -369,7 +377,6 @@ class StageCosts:
             on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
         return Needs(
             on_device._replace(base=on_device.base + buffers),
-            kept,
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
 

@@ -13,7 +13,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.closed_form import with_extra_warmup
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.setup import Setup
 from hpctrain.sharding.grid import TensorGrid

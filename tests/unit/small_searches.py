@@ -13,8 +13,8 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.curves import describe_training
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
 from hpctrain.planner.setup import HPCTRAIN, Setup

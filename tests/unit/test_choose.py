@@ -1,8 +1,8 @@
 """Neither the plan among equally fast ones nor the dtype depends on the noise of one measurement of a machine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,9 +25,8 @@ class Timed:
     def plan(self) -> "Timed":
         return self
 
-    @property
-    def layout(self) -> SimpleNamespace:
-        return SimpleNamespace(describe=lambda names: f"{self.microbatches} microbatches")
+    def describe(self, _names: Sequence[str]) -> str:
+        return f"{self.microbatches} microbatches"
 
 
 def result_of(*plans: tuple[int, float]) -> SearchResult:

@@ -16,16 +16,16 @@ from hpctrain.plan.holders import check_zero
 from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_flight, one_f_one_b, passes, schedule_of
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.closed_form import PassSeconds, done_interleaved
-from hpctrain.planner.cut import Placed, dealt_cuts
+from hpctrain.planner.changes import dealt_cuts
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.score import done_after
 from hpctrain.planner.search import search
 from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.space import Space, StageChoice
-from hpctrain.planner.stages import BlockLine, StageShape, StageVariant
+from hpctrain.planner.space import Space
+from hpctrain.planner.stages import Passes
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -220,9 +220,9 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
-    passes = [PassSeconds(forward, back + weight)] * stages
-    done = done_interleaved(passes, [0.0] * stages, plan.microbatches, virtual_stages)
-    assert max(done) - plan.microbatches * sum(seconds) == pytest.approx(bubble(one_f_one_b)), "the closed form's, too"
+    whole = max(done_after([Passes(forward, back + weight)] * stages, [0.0] * (stages - 1), plan.microbatches))
+    estimated = (whole - plan.microbatches * sum(seconds)) / virtual_stages
+    assert estimated == pytest.approx(bubble(one_f_one_b)), "the estimate's, too"
     split = bubble(schedule_of) * virtual_stages / (stages - 1)
     assert split == pytest.approx(forward + back) or forward + back < split < sum(seconds)
 
@@ -241,33 +241,26 @@ def test_passes_of_equal_length_hide_those_of_weights():
 @pytest.mark.parametrize("shape", [(2, 2, 4, 1), (4, 2, 8, 1), (4, 3, 16, 1), (3, 4, 9, 1)])
 def test_messages_that_nothing_hides_are_counted(shape, message):
     """As long as a hundredth, a tenth, and a third of a forward pass of a tile."""
-    stages, virtual_stages, microbatches, _ = shape
+    stages, virtual_stages, *_ = shape
     plan = plan_of(shape)
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), 0.0)
     costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): message for a in plan.tiles for b in plan.tiles})
     steps = {tile: one_f_one_b(plan, tile) for tile in plan.first_tiles}
-    passes = [PassSeconds(1.0 * virtual_stages, 2.0 * virtual_stages)] * stages
     simulated, hidden = (
         simulate(plan, steps, each).step_seconds
         for each in (costs, replace(costs, messages=dict.fromkeys(costs.messages, 0.0)))
     )
-    done = max(done_interleaved(passes, [message] * stages, microbatches, virtual_stages))
+    there_and_back = 2 * (stages * virtual_stages - 1) * message
     assert simulated > hidden
-    assert done == pytest.approx(simulated, rel=0.05) and done > hidden
+    assert simulated == pytest.approx(hidden + there_and_back, rel=0.05), "before the first and after the last"
 
 
 # ---- searches --------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_dealt_as_evenly_as_ends_of_the_model_allow():
-    line = BlockLine(0.0, 1.0)
-
-    def stage(blocks: int, end: float) -> Placed:
-        variant = StageVariant("none", 1, BlockLine(end, 1.0), BlockLine(end, 1.0), 0, 99, line, line)
-        return Placed(StageShape(0, StageChoice(TensorGrid(), 2, 1), 1), blocks, variant)
-
     def dealt(blocks: int, virtual_stages: int, end: float) -> list[int]:
-        cuts = dealt_cuts([stage(blocks, 0.01), stage(blocks, end)], virtual_stages)
+        cuts = dealt_cuts([blocks, blocks], (0.01, end), virtual_stages)
         assert cuts[0] == 0 and cuts[-1] == 4 * blocks + 2
         return [b // 2 - a // 2 for a, b in itertools.pairwise((0, *(cut - 1 for cut in cuts[1:-1]), cuts[-1] - 2))]
 
@@ -297,8 +290,8 @@ def test_a_search_interleaves_where_that_shortens_the_bubble():
     by_1f1b = predict(setup_of(8, vocabulary=2), replace(plain.best.plan, schedule="1f1b"), SLOW)
     bubbles = [each.breakdown_seconds["bubble"] for each in (interleaved.best.prediction, by_1f1b)]
     assert bubbles[0] == pytest.approx(bubbles[1] / 2, rel=0.1)
-    assert interleaved.best.layout.seconds == pytest.approx(interleaved.best.seconds, rel=0.02)
-    assert "; 4 microbatches, 2 virtual stages, ZeRO 1" in interleaved.best.layout.describe(["a"])
+    assert "; 4 microbatches, ZeRO 1, 2 virtual stages" in interleaved.best.describe(["a"])
+    assert any("ranks have 2 virtual stages, so that bubbles are shorter" in reason for reason in reasons(interleaved))
     assert any("(2 blocks on a) is the bottleneck" in reason for reason in reasons(interleaved))
 
 

@@ -9,10 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpctrain.plan.checks import check_tiling
-from hpctrain.planner.cut import PricedItems, _cut, _slowest
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.changes import cuts_inside_blocks
 from hpctrain.planner.explain import reasons
+from hpctrain.planner.item_cuts import PricedItems, best_cuts, slowest_seconds
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import is_attention
 from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cluster_of, setup_of
 
 
@@ -35,11 +40,11 @@ def test_no_other_cut_makes_the_slowest_faster(case):
     num_items, inner = 2 * num_blocks + 2, len(stages) - 1
     every = [[0, *cut, num_items] for cut in itertools.combinations(range(2, num_items - 1), inner)]
     old = [0, *(2 * i + 3 for i in range(inner)), num_items]
-    assume(_slowest(stages, old) < math.inf)
-    cuts, slowest = _cut(stages, old, _slowest(stages, old))
-    assert slowest == _slowest(stages, cuts)
-    assert slowest <= min(_slowest(stages, cut) for cut in every) * (1 + 1e-6)
-    if _slowest(stages, old) <= slowest * (1 + 1e-9):
+    assume(slowest_seconds(stages, old) < math.inf)
+    cuts = best_cuts(stages, old)
+    slowest = slowest_seconds(stages, cuts)
+    assert slowest <= min(slowest_seconds(stages, cut) for cut in every) * (1 + 1e-6)
+    if slowest_seconds(stages, old) <= slowest * (1 + 1e-9):
         assert cuts == old, "as near to whole blocks as can be"
 
 
@@ -47,12 +52,16 @@ def test_few_blocks_on_more_devices_are_cut_inside():
     """Three equal devices, four blocks: of whole blocks one has two."""
     setup, cluster = setup_of(4), cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], **FAST_NETWORK)
     result = search(setup, 12, cluster, space=Space(microbatches=(12,)), limits=EVERYTHING)
-    cut = [timed for timed in result.plans if timed.layout.cuts]
-    whole = {id(timed.layout): timed.seconds for timed in result.plans if not timed.layout.cuts}
-    gains = [whole[id(timed.layout.whole)] / timed.seconds for timed in cut if id(timed.layout.whole) in whole]
-    assert gains and max(gains) > 1.05
-    assert result.best.seconds <= min(whole.values())
+    cut = [timed for timed in result.plans if not all(is_attention(t.items.start) for t in timed.plan.tiles[1:])]
     for timed in cut:
         check_tiling(timed.plan, setup.model.num_items)
+    tiles = [Tile(Interval(*items), Interval(0, 1), (i,), family="abc"[i]) for i, items in enumerate(WHOLE)]
+    whole = Predictor(setup, Plan(tuple(tiles), 12, 1), cluster)
+    (inside,) = cuts_inside_blocks(whole)
+    assert predict(setup, inside, cluster).step_seconds * 1.05 < whole.predict().step_seconds
     halves = replace(result, plans=(cut[0], *result.plans))
     assert re.search(r"stage \d \(\d?\.5 blocks on [abc]\)", " ".join(reasons(halves)))
+
+
+WHOLE = (0, 5), (5, 7), (7, 10)
+"""The items of the three devices: two blocks and the embedding, one, one and the head."""

@@ -23,7 +23,7 @@ from hpctrain.plan.schedule import (
 )
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.closed_form import with_extra_warmup
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.sharding.grid import TensorGrid

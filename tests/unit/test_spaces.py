@@ -16,7 +16,7 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.predictor import predict
-from hpctrain.planner.search import CLOSED_FORM_ERROR, EVERY_PLAN, Limits, Search, search
+from hpctrain.planner.search import ESTIMATE_ERROR, EVERY_PLAN, Limits, Search, search
 from hpctrain.planner.setup import HPCTRAIN, Setup
 from hpctrain.planner.space import Space, by_speed_space, even_space
 from hpctrain.sharding.intervals import Interval
@@ -126,9 +126,9 @@ def test_plans_of_a_ready_cluster_can_run_and_restricted_ones_are_not_faster(nam
         assert timed.prediction.fits
     for timed in even.plans:
         check_even(timed.plan, job.model.num_layers)
-    assert best.best.seconds <= by_speed.best.seconds * (1 + CLOSED_FORM_ERROR)
-    assert best.best.seconds <= even.best.seconds * (1 + CLOSED_FORM_ERROR)
-    assert by_speed.best.seconds <= even.best.seconds * (1 + CLOSED_FORM_ERROR)
+    assert best.best.seconds <= by_speed.best.seconds * (1 + ESTIMATE_ERROR)
+    assert best.best.seconds <= even.best.seconds * (1 + ESTIMATE_ERROR)
+    assert by_speed.best.seconds <= even.best.seconds * (1 + ESTIMATE_ERROR)
 
 
 def test_what_cannot_be_cut_evenly_is_refused_with_the_numbers():
@@ -234,7 +234,7 @@ def test_replicas_of_different_families_get_rows_by_speed_in_every_zero_stage(ze
     assert 1.5 < even.seconds / result.seconds < 3.92
     slower = search(setup, 48, cluster_of([("a", 1, 1), ("c", 1, 1)], nic=2e7), space=Space(zero=(zero,))).best
     assert slower.seconds > 1.01 * result.seconds
-    assert slower.layout.seconds == pytest.approx(slower.seconds, rel=0.05), "the closed form knows what they exchange"
+    assert slower.layout.seconds == pytest.approx(slower.seconds, rel=0.05), "the estimate knows what they exchange"
 
 
 def test_where_two_fabrics_are_joined_by_a_slow_one_the_pipeline_crosses_it():
