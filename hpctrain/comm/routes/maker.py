@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
-from hpctrain.comm.accelerators.kinds import KINDS, Ability
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
@@ -12,10 +12,8 @@ from hpctrain.comm.communicator import Backend
 from hpctrain.comm.instruments import Pace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
-from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
-from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Transport
 from hpctrain.comm.settings import Settings
 
@@ -31,14 +29,15 @@ def sub_communicator(mpi, parent, ranks: Sequence[int]):
 class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
-    def __init__(self, mpi, parent, settings: Settings, nccl=None):
-        """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
+    def __init__(self, mpi, parent, settings: Settings, groups: Any = None):
+        """`parent` is the communicator of all ranks. `groups` replaces torch's class of process groups, for tests."""
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
         self._topology, self._settings = settings.topology, settings
-        self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+        self._known_devices, self._rehearsal, self._groups = settings.devices, settings.rehearsal, groups
         self._natives: list[NativeCollectives] = []
         """Of the last group."""
+        self._has_pairs = False
 
     @property
     def _devices(self) -> Devices:
@@ -53,17 +52,19 @@ class RouteMaker:
         equivalent = self._topology.route(ranks).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
-    def backend(self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None) -> Backend | None:
+    def backend(
+        self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None, has_pairs: bool = False
+    ) -> Backend | None:
         """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
         alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
-        rehearsed group."""
+        rehearsed group. `has_pairs` is as for `NativeCollectives`."""
         if len(ranks) == 1:
             return None
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
             return RouteMaker(self.mpi, self._parent, as_hosts).backend(ranks, pace=pace)
         on_host = self._topology.ranks_on_host(self.rank)
-        self._natives = []
+        self._natives, self._has_pairs = [], has_pairs
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
@@ -119,8 +120,7 @@ class RouteMaker:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
-                make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                self._natives.append(connect_native(make, transport.comm, accelerator))
+                self._natives.append(connect_native(transport.comm, accelerator, self._has_pairs, self._groups))
                 return ByMemory(self._natives[-1], self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
