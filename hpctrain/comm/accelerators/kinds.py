@@ -78,6 +78,7 @@ CUDA = DeviceKind(
         # Threads of torch would end the process at an error, before hpctrain can say where.
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"),
     ),
 )
 ROCM = CUDA._replace(

@@ -31,7 +31,7 @@ CONNECT_SECONDS = 300.0
 GROUP_SECONDS = 86400.0
 """After which torch ends an operation, or the process: more than any patience of hpctrain, which says what is late."""
 ABORT_SECONDS = 3.0
-"""How long leaving a group in an error may take; one that takes longer is left as it is."""
+"""How long a rank waits for a group that it leaves in an error."""
 
 
 def group_class(kind: DeviceKind) -> Any:
@@ -139,26 +139,23 @@ class Connection:
     def abort(self) -> None:
         """Leave without the others, whatever is in flight: the group is aborted, not shut down.
 
-        Shutting down waits for what is in flight, and the interpreter would do it at its exit to what is left. One that
-        is not aborted in `ABORT_SECONDS`, or cannot be, is therefore never released.
+        Shutting down waits for what is in flight, and so does who releases it: for a thread of torch's, which may sleep
+        for a minute after an error. It is never released, at the interpreter's exit neither.
         """
         with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
-        ended = threading.Event()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
         def work() -> None:
             with suppress(Exception):  # the process is about to end, and says why elsewhere
                 self._launches.accelerator.use()
                 self.group.abort()
-                ended.set()
 
         thread = threading.Thread(target=work, name=f"{self.name} abort", daemon=True)
         thread.start()
         thread.join(ABORT_SECONDS)
-        if not ended.is_set():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def shutdown(self) -> None:
         """Give it back in order: all ranks call, and nothing is in flight."""
