@@ -242,7 +242,7 @@ class FakeGroup:
         self._comm = world.Create_group(group)
 
     def memory(self, tensor: torch.Tensor) -> np.ndarray:
-        return tensor.numpy()
+        return tensor.detach().numpy()
 
     def use(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Be told of an operation and of its tensors, before it is done."""

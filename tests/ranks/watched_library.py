@@ -29,7 +29,7 @@ class WatchedGroup(FakeGroup):
         MODULE.libraries -= 1
 
     def memory(self, tensor: torch.Tensor) -> np.ndarray:
-        return held(tensor).numpy()
+        return held(tensor).detach().numpy()
 
     def use(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         MODULE.touch(reads, writes, MODULE.current_stream(), f"NCCL's {name}")
