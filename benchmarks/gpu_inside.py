@@ -16,13 +16,15 @@ from pathlib import Path
 import click
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from benchmarks.gpu import PARTIAL_VARIABLE
 from benchmarks.plain_llama import PlainBlock, PlainLlama
 from hpctrain.cli import main
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.routes import nccl as library_of_collectives
-from hpctrain.comm.routes.native import Connection
+from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.routes.native import NativeCollectives
+from hpctrain.comm.routes.torch_groups import Connection, library_ability, make_group
 from hpctrain.config.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, load_job
@@ -393,16 +395,17 @@ class _OneRank:
 @command.command()
 def native():
     """The library of collectives with this rank alone: it starts, computes, and is left in order and in an error."""
-    library = library_of_collectives.load_nccl()
-    result: dict = {"works": library.ability.works, "reason": library.ability.reason}
-    if library.ability.works:
-        nccl, data = library.module, torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
-        expected, stream = data.clone(), torch.cuda.current_stream().cuda_stream if DEVICE.type == "cuda" else 0
-        for end in ("destroy", "abort"):
-            made = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-            connection = Connection("NCCL", made, CpuAccelerator().launches)
-            at, key = data.data_ptr(), (data.numel(), nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
-            connection.communicator.allReduce(at, at, *key, stream)
+    kind = KINDS["rocm" if torch.version.hip else "cuda"]
+    for name, value in kind.environment:
+        os.environ.setdefault(name, value)
+    ability = library_ability(kind)
+    result: dict = {"works": ability.works, "reason": ability.reason}
+    if ability.works:
+        data = torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
+        expected, options = data.clone(), distributed_c10d.AllreduceOptions()
+        for end in ("shutdown", "abort"):
+            connection = Connection(kind.library, make_group(kind, _OneRank()), CpuAccelerator().launches)
+            connection.group.allreduce([data], options).wait()
             synchronize()
             result["is_exact"] = torch.equal(data, expected)
             start = time.perf_counter()
@@ -410,19 +413,18 @@ def native():
             result[f"{end}_seconds"] = time.perf_counter() - start
             keep(result)
         if DEVICE.type == "cuda":
-            result["collectives"] = _native_collectives(nccl)
+            result["collectives"] = _native_collectives()
     print(json.dumps(result))
 
 
-def _native_collectives(nccl) -> dict[str, dict]:
+def _native_collectives() -> dict[str, dict]:
     """Return for each collective of a group of this rank alone whether it is exact, and its seconds for 64 MiB."""
-    from hpctrain.comm.accelerators.kinds import KINDS
     from hpctrain.comm.accelerators.torch_device import TorchAccelerator
     from hpctrain.sharding.intervals import Interval
 
     accelerator = TorchAccelerator(KINDS["rocm" if torch.version.hip else "cuda"], 0, "device")
     accelerator.bind()
-    group = library_of_collectives.NcclCollectives(nccl, _OneRank(), accelerator)
+    group = NativeCollectives(_OneRank(), accelerator)
     result = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         data = torch.arange((64 << 20) // dtype.itemsize, device=DEVICE).remainder(251).to(dtype)

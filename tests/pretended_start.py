@@ -14,25 +14,23 @@ import sys
 from mpi4py import MPI
 
 from hpctrain.comm.accelerators import detect, kinds, torch_device
-from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.routes import torch_groups
 from hpctrain.comm.routes.maker import RouteMaker
-from hpctrain.comm.routes.nccl import Nccl
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from tests.pretended_faults import FAULT_VARIABLE, REFUSED, TWO_SIZES, UNSEEN
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
-from tests.ranks.watched_nccl import WatchedNccl
+from tests.ranks.watched_library import WatchedGroup, WatchedLibrary
 from tests.started import COMPLAINED
 from tests.unit.fake_torch import GIB
 
 DRIVER_FILE = "/dev/null"
 
 
-class RefusingNccl(WatchedNccl):
+class RefusingLibrary(WatchedLibrary):
     """A library whose network is not there."""
 
-    def NcclCommunicator(self, size, key, rank):  # noqa: N802
+    def __call__(self, store, rank: int, size: int, options) -> WatchedGroup:
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
 
 
@@ -40,7 +38,7 @@ def replace_cuda() -> None:
     """Have every part of hpctrain that asks for CUDA find the pretended device. The host's products take their time:
     only small ones are measured."""
     fault, kind = os.environ.get(FAULT_VARIABLE), KIND
-    library = RefusingNccl(MPI) if fault == REFUSED else WatchedNccl(MPI)
+    library = RefusingLibrary(MPI) if fault == REFUSED else WatchedLibrary(MPI)
     backend = RouteMaker.backend
 
     def moving(routes, *args, **kwargs):
@@ -64,7 +62,7 @@ def replace_cuda() -> None:
     torch_device.TorchAccelerator = PretendedDevice
     torch_device.MEASURED_SIZE = device_timing.PRODUCT_SIZE = 64
     device_timing.SHAPES = device_timing.SHAPES[:4]
-    torch_groups.load_nccl = lambda: Nccl(library, Ability(True, "a library that is not there"))
+    torch_groups.group_class = lambda kind: library
     RouteMaker.backend = moving
     pin_by_copying()
 

@@ -40,6 +40,8 @@ T = TypeVar("T")
 # The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.detect.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
+PAIRED = ("x", "y")
+"""Groups that sum half precision, which ranks exchange each with each."""
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
 # The first to speak ends the others, who leave it the time: little where they cannot know whether there is one.
@@ -231,7 +233,7 @@ class World:
             return None, Instruments()
         instruments = self._instruments(name, ranks)
         with instruments.recorded("connect"):
-            return self._routes().backend(ranks, on_host, instruments.pace), instruments
+            return self._routes().backend(ranks, on_host, instruments.pace, name in PAIRED), instruments
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:

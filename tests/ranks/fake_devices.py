@@ -1,16 +1,18 @@
 """Devices that are not there: memory of the host, work that is done only when somebody looks, a library on MPI."""
 
-import ctypes
 import os
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import ReduceOp
 
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, ExportedMemory
 
@@ -161,9 +163,6 @@ class FakeAccelerator(Accelerator):
 
     free_memory = close_memory
 
-    def stream_address(self) -> int:
-        return id(self._stream)
-
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
@@ -196,156 +195,115 @@ def _notice() -> None:
     pass
 
 
-class FakeNccl:
-    """Replaces the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made.
+class FakeLibrary:
+    """Replaces torch's class of process groups: the same calls, done by MPI on host memory when they are made.
 
-    The real one's calls return at once, and the host continues to move messages, which other ranks may be waiting for
-    before they come to this call. These return when all is done, so they move the messages themselves.
+    The real ones return at once, and the host continues to move messages, which other ranks may be waiting for before
+    they come to this call. These return when all is done, so they move the messages themselves.
     """
 
-    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
-    NCCL_SUM, NCCL_MAX, NCCL_MIN = 0, 2, 3
-
-    def __init__(self, mpi):
-        self.mpi = mpi
+    def __init__(self, mpi, current: Callable[[], "FakeStream"]):
+        """`current` returns the stream that the thread uses."""
+        self.mpi, self.current = mpi, current
         self.calls: list[str] = []
-        self.grouped: list | None = None
-        self.dtypes = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 7: "f4", 8: "f8"}
         self._meanwhile: dict[int, tuple[FakeStream, list[Callable[[], None]]]] = {}
-        self._made = 0
+
+    def Options(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
+
+    def __call__(self, store, rank: int, size: int, options) -> "FakeGroup":
+        return FakeGroup(self, store, rank, size)
 
     def moves(self, stream: FakeStream, poll: Callable[[], None]) -> None:
         """Say what moves the messages of a group that uses a stream, which is kept, so that its address stays its."""
         self._meanwhile.setdefault(id(stream), (stream, []))[1].append(poll)
 
-    def get_unique_id(self):
-        self._made += 1
-        return (self.mpi.COMM_WORLD.rank, self._made)
-
-    def groupStart(self):  # noqa: N802
-        assert self.grouped is None
-        self.grouped = []
-
-    def groupEnd(self):  # noqa: N802
-        grouped, self.grouped = self.grouped, None
-        self.finish(grouped)
-
-    def finish(self, calls: list) -> None:
-        """Start all calls, and wait until they are done. Each is a stream and a generator that yields its request."""
-        started = [(stream, call, next(call)) for stream, call in calls]
+    def finish(self, name: str, requests: list) -> None:
+        """Wait until the requests of a call are done."""
+        self.calls.append(name)
+        stream = id(self.current())
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.mpi.Request.Testall([request for _, _, request in started]):
-            assert time.monotonic() < deadline, f"others do not come to {self.calls[-1]}, call {len(self.calls)}"
-            for stream, _, _ in started:
-                for poll in self._meanwhile.get(stream, (None, [os.sched_yield]))[1]:
-                    poll()
-        for _, call, _ in started:
-            next(call, None)
-        for stream in {stream for stream, _, _ in started} & self._meanwhile.keys():
+        while not self.mpi.Request.Testall(requests):
+            assert time.monotonic() < deadline, f"others do not come to {name}, call {len(self.calls)}"
+            for poll in self._meanwhile.get(stream, (None, [os.sched_yield]))[1]:
+                poll()
+        if stream in self._meanwhile:
             self._meanwhile[stream][0].add(_notice)  # the host finds that it is done only when it looks again
 
-    def NcclCommunicator(self, size, key, rank):  # noqa: N802
-        return FakeNcclCommunicator(self, size, key, rank)
 
+class FakeGroup:
+    """One process group of the fake library."""
 
-class FakeNcclCommunicator:
-    """One communicator of the fake library. Ranks synchronise at the one that made the key."""
-
-    def __init__(self, nccl: FakeNccl, size: int, key, rank: int):
-        self._nccl, self._mpi = nccl, nccl.mpi
-        world, (root, tag) = nccl.mpi.COMM_WORLD, key
-        if rank == 0:
-            placed = dict([(0, world.rank), *(world.recv(tag=tag) for _ in range(size - 1))])
-            for other in range(1, size):
-                world.send(placed, dest=placed[other], tag=tag)
-        else:
-            world.send((rank, world.rank), dest=root, tag=tag)
-            placed = world.recv(source=root, tag=tag)
-        group = world.group.Incl([placed[i] for i in range(size)])
+    def __init__(self, library: FakeLibrary, store, rank: int, size: int):
+        self._library, self._mpi, self._rank = library, library.mpi, rank
+        world = library.mpi.COMM_WORLD
+        store.set(f"rank {rank}", str(world.rank))
+        group = world.group.Incl([int(store.get(f"rank {i}")) for i in range(size)])
         self._comm = world.Create_group(group)
 
-    def _memory(self, address: int, count: int, number: int) -> np.ndarray:
-        dtype = np.dtype(self._nccl.dtypes[number])
-        if not count:
-            return np.empty(0, dtype)
-        return np.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address), dtype)
+    def memory(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.detach().numpy()
 
-    def _operation(self, op: int):
-        return {0: self._mpi.SUM, 2: self._mpi.MAX, 3: self._mpi.MIN}[op]
+    def use(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Be told of an operation and of its tensors, before it is done."""
 
-    def _call(self, name: str, stream: int, call):
-        self._nccl.calls.append(name)
-        if self._nccl.grouped is None:
-            self._nccl.finish([(stream, call)])
-        else:
-            self._nccl.grouped.append((stream, call))
+    def _operation(self, options):
+        (name,) = (each for each in ("SUM", "MAX", "MIN") if options.reduceOp == getattr(ReduceOp, each))
+        return getattr(self._mpi, name)
 
-    def allReduce(self, sent, received, count, number, op, stream):  # noqa: N802
-        assert sent == received
-        memory = self._memory(sent, count, number)
+    def allreduce(self, tensors, options) -> None:
+        (tensor,) = tensors
+        self.use("allreduce", [], tensors)
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, self.memory(tensor), self._operation(options))
+        self._library.finish("allreduce", [request])
 
-        def call():
-            yield self._comm.Iallreduce(self._mpi.IN_PLACE, memory, self._operation(op))
+    def _reduce_scatter_base(self, out, flat, options) -> None:
+        self.use("_reduce_scatter_base", [flat], [out])
+        before, total = self.memory(flat).copy(), np.empty_like(self.memory(out))
+        request = self._comm.Ireduce_scatter_block(before, total, self._operation(options))
+        self._library.finish("_reduce_scatter_base", [request])
+        self.memory(out)[:] = total
 
-        self._call("allReduce", stream, call())
+    def reduce_scatter(self, outs, lists, options) -> None:
+        (out,), (parts,) = outs, lists
+        self.use("reduce_scatter", parts, [out])
+        before = [self.memory(part).copy() for part in parts]
+        total = [np.empty_like(part) for part in before]
+        operation = self._operation(options)
+        given = enumerate(zip(before, total, strict=True))
+        requests = [self._comm.Ireduce(one, into, operation, root) for root, (one, into) in given]
+        self._library.finish("reduce_scatter", requests)
+        self.memory(out)[:] = total[self._rank]
 
-    def reduce(self, sent, received, count, number, op, root, stream):
-        given = self._memory(sent, count, number)
-        into = self._memory(received, count, number)
+    def _allgather_base(self, whole, own, options) -> None:
+        others = [part for i, part in enumerate(whole.split(own.numel())) if i != self._rank]
+        self.use("_allgather_base", [own], others)  # a part that is in its place stays as it is
+        before = self.memory(own).copy()
+        self._library.finish("_allgather_base", [self._comm.Iallgather(before, self.memory(whole))])
 
-        def call():
-            before, total = given.copy(), np.empty_like(given)
-            yield self._comm.Ireduce(before, total, self._operation(op), root)
-            if self._comm.rank == root:
-                into[:] = total
+    def allgather(self, lists, owns, options) -> None:
+        (parts,) = lists
+        self.use("allgather", owns, [part for i, part in enumerate(parts) if i != self._rank])
+        requests = [self._comm.Ibcast(self.memory(part), root) for root, part in enumerate(parts)]
+        self._library.finish("allgather", requests)
 
-        self._call("reduce", stream, call())
+    def broadcast(self, tensors, options) -> None:
+        is_root = self._rank == options.rootRank
+        self.use("broadcast", *((tensors, []) if is_root else ([], tensors)))
+        self._library.finish("broadcast", [self._comm.Ibcast(self.memory(tensors[0]), options.rootRank)])
 
-    def reduceScatter(self, sent, received, count, number, op, stream):  # noqa: N802
-        given = self._memory(sent, count * self._comm.size, number)
-        into = self._memory(received, count, number)
+    def alltoall(self, received, sent, options) -> None:
+        self.use("alltoall", sent, received)
+        requests = [self._comm.Irecv(self.memory(part), i) for i, part in enumerate(received) if part.numel()]
+        requests += [self._comm.Isend(self.memory(part), i) for i, part in enumerate(sent) if part.numel()]
+        self._library.finish("alltoall", requests)
 
-        def call():
-            before, total = given.copy(), np.empty(count, given.dtype)
-            yield self._comm.Ireduce_scatter_block(before, total, self._operation(op))
-            into[:] = total
+    def get_error(self) -> ErrorType:
+        """Nothing goes wrong by itself here."""
+        return ErrorType.SUCCESS
 
-        self._call("reduceScatter", stream, call())
-
-    def allGather(self, sent, received, count, number, stream):  # noqa: N802
-        given, into = self._memory(sent, count, number), self._memory(received, count * self._comm.size, number)
-
-        def call():
-            before = given.copy()
-            yield self._comm.Iallgather(before, into)
-
-        self._call("allGather", stream, call())
-
-    def broadcast(self, sent, received, count, number, root, stream):
-        assert sent == received
-
-        def call():
-            yield self._comm.Ibcast(self._memory(sent, count, number), root)
-
-        self._call("broadcast", stream, call())
-
-    def send(self, address, count, number, peer, stream):
-        def call():
-            yield self._comm.Isend(self._memory(address, count, number), peer)
-
-        self._call("send", stream, call())
-
-    def recv(self, address, count, number, peer, stream):
-        def call():
-            yield self._comm.Irecv(self._memory(address, count, number), peer)
-
-        self._call("recv", stream, call())
-
-    def destroy(self):
+    def shutdown(self) -> None:
         self._comm.Free()
 
-    def check_async_error(self):
-        """Nothing goes wrong by itself here."""
-
-    def abort(self):
+    def abort(self) -> None:
         """What is in flight stays so: MPI has no end of a communicator without the others."""

@@ -12,7 +12,7 @@ from hpctrain.comm.accelerators.detect import family_of
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.routes.cuda_aware import probe_direct
-from hpctrain.comm.routes.nccl import load_nccl
+from hpctrain.comm.routes.torch_groups import library_ability
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 
@@ -70,7 +70,8 @@ def test_staged_collectives_on_gpus(world, families):
 def test_native_collectives_on_gpus(world, families):
     if world.size > NUM_GPUS:
         pytest.skip(f"NCCL needs a GPU for each of the {world.size} ranks, and there are {NUM_GPUS}")
-    if not (result := load_nccl().ability).works:
+    kind = KINDS["rocm" if torch.version.hip else "cuda"]
+    if not (result := library_ability(kind)).works:
         pytest.skip(result.reason)
     check_sizes(world, OnGpu(world, families[: world.size], native=True))
 

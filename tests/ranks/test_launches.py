@@ -155,14 +155,14 @@ def test_sums_of_several_families_are_sound_where_a_job_asks_for_their_overlap(w
 def test_a_lane_shares_the_connections_of_its_group(world):
     """Blocking and overlapped operations are launched in the order in which they are asked for."""
     pretended = Pretended(world, "a" * world.size, native=True)
-    assert pretended.nccl is not None, "it has a library"
+    assert pretended.library is not None, "it has a library"
     group = pretended.group(range(world.size), overlapped=True)
-    connected = len(pretended.nccl.calls)
+    connected = len(pretended.library.calls)
     tensors = [pretended.later(torch.full((100,), float(world.rank + i))) for i in range(4)]
     started = [group.start_all_reduce(tensors[0]), group.start_all_reduce(tensors[1])]
     group.all_reduce(tensors[2])
     started.append(group.start_all_reduce(tensors[3]))
-    assert pretended.nccl.calls[connected:] == ["allReduce"] * 4, "all were launched before any was waited for"
+    assert pretended.library.calls[connected:] == ["allreduce"] * 4, "all were launched before any was waited for"
     for work in started:
         work.wait()
     pretended.device.synchronize()

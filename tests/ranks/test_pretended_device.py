@@ -35,7 +35,7 @@ from tests.ranks.small_runs import (
 )
 from tests.ranks.test_launches import PLANS, job_of, small
 from tests.ranks.test_staged import Pretended
-from tests.ranks.watched_nccl import WatchedNccl
+from tests.ranks.watched_library import WatchedLibrary
 
 ROUTES: list[dict] = [{"native": True}, {"exports": False}, {"direct": "a", "exports": False}]
 """By NCCL, with messages that devices copy from each other's memory; by pinned buffers; by MPI on device memory."""
@@ -57,7 +57,7 @@ def trained(world, families: str, job, route: dict) -> list[float]:
     if device:
         device.exports = route.get("exports", True)
         device.mixes = len(set(families)) > 1 and "bridge" in route and route["bridge"].works
-    pretended = Pretended(world, families, device=device, library=WatchedNccl(world.raw_mpi), **route)
+    pretended = Pretended(world, families, device=device, library=WatchedLibrary(world.raw_mpi), **route)
     result = losses(pretended, job, STEPS, pretended.device)
     pretended.close()
     return result
@@ -152,7 +152,7 @@ def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatc
     monkeypatch.setattr(device_timing, "PRODUCT_SIZE", 64)
     with watched():
         device = PretendedDevice() if world.rank == 0 else None
-        pretended = Pretended(world, "ac", device=device, library=WatchedNccl(world.raw_mpi))
+        pretended = Pretended(world, "ac", device=device, library=WatchedLibrary(world.raw_mpi))
         described = probe_cluster(pretended, pretended.device, 0.5)
         pretended.close()
     assert not every_complaint(world)
@@ -167,7 +167,7 @@ def test_devices_that_measure_other_dtypes_are_probed_together(world, monkeypatc
 def test_the_second_message_of_a_channel_waits_for_no_later_work(world, route):
     """A lane comes to it when the first has moved: its place in the stream is that of the call."""
     with watched() as device:
-        pretended = Pretended(world, "aa", device=PretendedDevice(), library=WatchedNccl(world.raw_mpi), **route)
+        pretended = Pretended(world, "aa", device=PretendedDevice(), library=WatchedLibrary(world.raw_mpi), **route)
         pretended.device.exports = route.get("exports", True)
         progress = Progress(threaded=False)  # nothing moves before somebody waits
         channel = make_channel(pretended.routes, progress, 1 - world.rank, 4000, 2, world.patience)

@@ -1,4 +1,4 @@
-"""Collectives through torch.distributed: its backend gloo stands for a maker's library, and a pretended device for his.
+"""Collectives of process groups: those of gloo stand for a maker's library, and a pretended device for his.
 
 Gloo's calls return when all ranks have come, and those of a library on a device at once: see `test_torch_device.py`.
 """
@@ -14,17 +14,20 @@ from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
 from hpctrain.comm.routes import torch_groups
-from hpctrain.comm.routes.native import Connection
-from hpctrain.comm.routes.torch_groups import TorchCollectives
+from hpctrain.comm.routes.native import NativeCollectives
+from hpctrain.comm.routes.torch_groups import Connection
 from hpctrain.config.errors import CommError
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.gloo_groups import GlooGroup
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank
 from tests.ranks.test_launches import PLANS, job_of
 from tests.ranks.test_staged import FAMILIES, Pretended, cases, check_collectives
 
-GLOO = DeviceKind("gloo", "nobody", "cpu", (), library="Gloo", backend="gloo", debug="GLOO_DEBUG=1")
+GLOO = DeviceKind(
+    "gloo", "nobody", "cpu", (), library="Gloo", groups="tests.ranks.gloo_groups.GlooGroup", debug="GLOO_DEBUG=1"
+)
 
 
 @contextmanager
@@ -48,15 +51,17 @@ def case_of(world, dtype: str, size: int = 100) -> dict:
 @contextmanager
 def called(names: list[tuple[str, torch.dtype]]):
     """List what process groups are asked for, and the dtypes."""
-    run = TorchCollectives._run
+    run = NativeCollectives._run
 
     def noting(self, call, *arguments, **options):
         first = arguments[0]
-        names.append((call, (first[0] if isinstance(first, list) else first).dtype))
+        while isinstance(first, list):
+            first = first[0]
+        names.append((call, first.dtype))
         assert self._accelerator._stream is self._accelerator.launches.stream, "all launches are on one stream"
         run(self, call, *arguments, **options)
 
-    with patch.object(TorchCollectives, "_run", noting):
+    with patch.object(NativeCollectives, "_run", noting):
         yield
 
 
@@ -84,15 +89,14 @@ def test_what_is_asked_of_a_process_group(world, dtype):
         del names[:]
         check_collectives(comm, case_of(world, dtype), pretended.later)
         comm.close()
-    summed = [asked for call, asked in names if call in ("allreduce", "_reduce_scatter_base")]
+    summed = [asked for call, asked in names if call in ("allreduce", "reduce_scatter", "_reduce_scatter_base")]
     own = {"fp32": torch.float32, "int64": torch.int64}
     assert set(summed) == ({own[dtype]} if dtype in own else set()), "others are summed by ourselves"
-    assert {call for call, _ in names} >= {"alltoall_base", "_allgather_base", "broadcast"}
+    assert {call for call, _ in names} >= {"alltoall", "_allgather_base", "allgather", "broadcast"}
 
 
 @pytest.mark.timeout(60)
 def test_half_precision_is_summed_in_fp32(world):
-    kept = len(distributed_c10d._world.pg_map)
     with of_kind():
         pretended = pretended_ranks(world)
         comm = pretended.group(range(world.size))
@@ -101,7 +105,7 @@ def test_half_precision_is_summed_in_fp32(world):
             comm.all_reduce(tensor)
             assert (tensor == torch.tensor(256.0 + (comm.size - 1)).bfloat16()).all()
         comm.close()
-    assert len(distributed_c10d._world.pg_map) == kept, "torch keeps nothing of it"
+    assert not distributed_c10d._world.pg_map, "torch keeps nothing of it"
 
 
 @pytest.mark.ranks(4)
@@ -131,7 +135,7 @@ def refused(world) -> str:
 
 @pytest.mark.timeout(60)
 def test_a_group_without_its_backend_is_refused_with_the_reason(world):
-    with of_kind(GLOO._replace(backend="xccl")):
+    with of_kind(GLOO._replace(groups="torch.distributed.ProcessGroupXCCL")):
         assert "Gloo refuses these" in (reason := refused(world)) and "XCCL" in reason and "GLOO_DEBUG=1" in reason
 
 
@@ -151,15 +155,15 @@ def test_a_rank_that_does_not_reach_the_store_is_an_error_on_all_ranks(world, fa
 
 @pytest.mark.timeout(90)
 def test_a_rank_that_makes_no_group_is_an_error_on_all_ranks(world):
-    real = distributed_c10d._new_process_group_helper
+    real = GlooGroup.__init__
 
-    def make(*arguments, **options):
+    def make(*arguments):
         if world.rank == 1:
             raise RuntimeError("no device is left")
-        return real(*arguments, **options)
+        real(*arguments)
 
     few = patch.object(torch_groups, "GROUP_SECONDS", 5.0)
-    with of_kind(), few, patch.object(distributed_c10d, "_new_process_group_helper", make):
+    with of_kind(), few, patch.object(GlooGroup, "__init__", make):
         assert "refuses these" in refused(world)
 
 
@@ -191,12 +195,14 @@ def test_an_error_that_torch_notices_by_itself_ends_the_wait(world):
         pretended = pretended_ranks(world)
         comm = pretended.group(range(world.size))
         (native,) = comm._backend.collectives._natives
-        assert isinstance(native.connection, Connection)
-        group = native.connection.communicator
-        group._get_error = lambda: ErrorType.SUCCESS
+        connection = native.connection
+        connection.look()
+        native.check()
+        connection.group.get_error = lambda: ErrorType.SUCCESS
+        native.connection = Connection("Gloo", connection.group, pretended.device.launches, GLOO.debug)
         native.connection.look()
         native.check()
-        group._get_error = lambda: ErrorType.REMOTE_ERROR
+        connection.group.get_error = lambda: ErrorType.REMOTE_ERROR
         native.connection.look()
         with pytest.raises(CommError, match="Gloo reports: REMOTE_ERROR; .*GLOO_DEBUG=1 shows which"):
             native.check()

@@ -25,8 +25,7 @@ from hpctrain.comm.routes.abilities import (
 )
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.routes.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
-from hpctrain.comm.routes.nccl import load_nccl
-from hpctrain.comm.routes.torch_groups import load_library
+from hpctrain.comm.routes.torch_groups import library_ability
 from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.config.errors import TopologyError
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
@@ -276,10 +275,12 @@ def test_the_launcher_is_left_out_of_the_probes_environment():
 def test_the_native_library_or_why_not(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
     for kind in KINDS.values():
-        assert load_library(kind).ability == (False, "HPCTRAIN_NATIVE=0")
+        assert library_ability(kind) == (False, "HPCTRAIN_NATIVE=0")
     monkeypatch.delenv("HPCTRAIN_NATIVE")
-    module, ability = load_nccl()
-    assert (module is not None) == ability.works and ability.reason
+    monkeypatch.delattr("torch.distributed.ProcessGroupNCCL", raising=False)
+    missing = f"torch {torch.__version__} has no torch.distributed.ProcessGroupNCCL (AttributeError)"
+    assert library_ability(KINDS["cuda"]) == (False, missing)
+    assert "ProcessGroupHCCL (ModuleNotFoundError)" in library_ability(KINDS["npu"]).reason
 
 
 def test_mpi_is_given_memory_of_devices_beside_a_library_between_families_alone_and_if_that_is_proven():

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from torch.autograd import DeviceType
 
 from benchmarks import gpu, gpu_inside
 from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, SectionError, Setting, is_done, run, run_section
-from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.routes import nccl as library_of_collectives
+from hpctrain.comm.routes import torch_groups
 
 MOST_SECONDS = 30 * 60
 
@@ -73,43 +73,34 @@ def test_every_section_says_what_a_machine_without_a_gpu_leaves_out():
     assert all(section.without_gpu for section in SECTIONS.values())
 
 
-class Library:
-    """Replaces `cupy.cuda.nccl`: the calls of a rank alone, which leave its data as they are."""
+class Groups:
+    """Replaces torch's class of process groups: the calls of a rank alone, which leave its data as they are."""
 
-    NCCL_FLOAT32, NCCL_SUM = 7, 0
+    Options = SimpleNamespace
+    calls: ClassVar[list[str]] = []
 
-    def __init__(self):
-        self.calls: list[str] = []
+    def __init__(self, store, rank: int, size: int, options):
+        assert (rank, size) == (0, 1)
 
-    def get_unique_id(self) -> bytes:
-        return b"key"
-
-    def NcclCommunicator(self, size: int, key: bytes, rank: int):  # noqa: N802
-        assert (size, key, rank) == (1, b"key", 0)
-        return self
-
-    def allReduce(self, sent: int, received: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
-        assert sent == received and (count, dtype, op, stream) == (1 << 24, 7, 0, 0)
+    def allreduce(self, tensors: list, options) -> SimpleNamespace:
+        assert [each.numel() for each in tensors] == [1 << 24]
         self.calls.append("sum")
-
-    def check_async_error(self) -> None:
-        pass
+        return SimpleNamespace(wait=lambda: None)
 
     def abort(self) -> None:
         self.calls.append("abort")
 
-    def destroy(self) -> None:
-        self.calls.append("destroy")
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
 
 
 def test_the_library_of_collectives_is_left_in_order_and_in_an_error(monkeypatch):
-    library = Library()
-    found = library_of_collectives.Nccl(library, Ability(True, "NCCL 2.27.3"))
-    monkeypatch.setattr(library_of_collectives, "load_nccl", lambda: found)
+    monkeypatch.setattr(torch_groups, "group_class", lambda kind: Groups)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     done = CliRunner().invoke(gpu_inside.command, ["native"], catch_exceptions=False)
     result = json.loads(done.output)
-    assert library.calls == ["sum", "destroy", "sum", "abort"]
-    assert result["is_exact"] and {"destroy_seconds", "abort_seconds"} < set(result)
+    assert Groups.calls == ["sum", "shutdown", "sum", "abort"]
+    assert result["is_exact"] and {"shutdown_seconds", "abort_seconds"} < set(result)
 
 
 def test_calls_of_a_driver_are_no_kernels(monkeypatch):

@@ -5,13 +5,13 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators import bind
@@ -24,6 +24,7 @@ from hpctrain.comm.accelerators.torch_device import (
     FRAGMENTATION_SHARE,
     LIBRARY_BYTES,
     TorchAccelerator,
+    check_cupy,
     register_memory,
 )
 from hpctrain.comm.communicator import Communicator, as_tensor
@@ -35,9 +36,8 @@ from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.routes import cuda_aware
 from hpctrain.comm.routes.abilities import FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.routes.native import Connection, connect_native
-from hpctrain.comm.routes.nccl import NcclCollectives
-from hpctrain.comm.routes.torch_groups import Library, TorchCollectives
+from hpctrain.comm.routes.native import connect_native
+from hpctrain.comm.routes.torch_groups import Connection
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
@@ -87,11 +87,9 @@ def test_context_library_and_fragmentation_are_reserved():
 
 def test_no_two_of_forty_routes_have_one_stream():
     made, _ = device()
-    addresses = set()
-    for _ in range(40):
-        with made.on(made.new_stream()):
-            addresses.add(made.stream_address())
-    assert len(addresses) == 40
+    streams = [made.new_stream() for _ in range(40)]
+    assert len({stream.cuda_stream for stream in streams}) == 40
+    assert made.launches.stream.cuda_stream not in {stream.cuda_stream for stream in streams}
 
 
 def test_a_new_thread_has_device_0_until_it_uses_its_own():
@@ -129,6 +127,19 @@ def test_mpi_is_given_device_memory_as_an_array_of_cupy_over_the_same_bytes():
     assert isinstance(view, np.ndarray) and view.ctypes.data == data.data_ptr()
     view[3] = 77
     assert data[3] == 77
+
+
+def test_a_cupy_of_another_rocm_than_torchs_is_refused():
+    def of(version: int, is_hip: bool) -> SimpleNamespace:
+        driver = SimpleNamespace(get_build_version=lambda: version)
+        return SimpleNamespace(driver=driver, runtime=SimpleNamespace(is_hip=is_hip))
+
+    check_cupy(of(7_00_51831, True), "7.2.53211-e1a6bc5663")
+    check_cupy(of(13000, False), None)
+    with pytest.raises(TopologyError, match="CuPy is built for ROCm 6, and torch .* for ROCm 7: install the CuPy of"):
+        check_cupy(of(6_04_43482, True), "7.2.53211-e1a6bc5663")
+    with pytest.raises(TopologyError, match="CuPy is built for CUDA, and torch .* for ROCm 7"):
+        check_cupy(of(13000, False), "7.0")
 
 
 def test_memory_that_is_exported_is_opened_and_given_back_by_its_address():
@@ -272,91 +283,93 @@ def test_who_computes_waits_for_his_own_stream_alone():
 
 
 class Noticing:
-    """A communicator of the library: an error comes by itself, and destroying waits for ever."""
+    """A group of the library: an error comes by itself, and shutting down waits for ever."""
 
-    def __init__(self, error: str | None = None, abort_seconds: float = 0.0):
+    def __init__(self, error: ErrorType = ErrorType.SUCCESS, abort_seconds: float = 0.0):
         self.error, self.abort_seconds = error, abort_seconds
-        self.aborted = self.destroyed = 0
+        self.aborted = self.shut_down = 0
         self.goes_on = threading.Event()
 
-    def check_async_error(self):
-        if self.error and not self.aborted:
-            raise RuntimeError(self.error)
+    def get_error(self) -> ErrorType:
+        return ErrorType.SUCCESS if self.aborted else self.error
 
     def abort(self):
         self.aborted += 1
         self.goes_on.wait(self.abort_seconds)
 
-    def destroy(self):
-        self.destroyed += 1
+    def shutdown(self):
+        self.shut_down += 1
 
 
 def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
-    communicator = Noticing("remote process exited or there was a network error")
-    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
+    group = Noticing(ErrorType.REMOTE_ERROR)
+    connection = Connection("NCCL", group, CpuAccelerator().launches)
     start = time.monotonic()
-    with pytest.raises(CommError, match="NCCL reports: remote process exited"):
+    with pytest.raises(CommError, match="NCCL reports: REMOTE_ERROR"):
         while time.monotonic() < start + 20:
             connection.check()
             time.sleep(0.01)
     assert time.monotonic() - start < 5
     connection.abort()
-    while not communicator.aborted and time.monotonic() < start + 20:  # by the thread that noticed it
+    while not group.aborted and time.monotonic() < start + 20:  # by the thread that noticed it
         time.sleep(0.01)
-    connection.destroy()
-    assert (communicator.aborted, communicator.destroyed) == (1, 0), "it is left once, and never destroyed"
+    connection.shutdown()
+    assert (group.aborted, group.shut_down) == (1, 0), "it is left once, and never shut down"
 
 
-def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.native.ABORT_SECONDS", 0.2)
-    communicator = Noticing(abort_seconds=60.0)
-    references = sys.getrefcount(communicator)
+def test_who_leaves_in_an_error_aborts_and_never_shuts_down(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.ABORT_SECONDS", 0.2)
+    group = Noticing(abort_seconds=60.0)
+    references = sys.getrefcount(group)
     start = time.monotonic()
-    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
+    connection = Connection("NCCL", group, CpuAccelerator().launches)
     connection.abort()
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
-    assert communicator.aborted == 1 and not communicator.destroyed
-    communicator.goes_on.set()
+    assert group.aborted == 1 and not group.shut_down
+    group.goes_on.set()
     for thread in [thread for thread in threading.enumerate() if thread.name == "NCCL abort"]:
         thread.join()
     del connection, thread
-    assert sys.getrefcount(communicator) > references, "nor released at the interpreter's exit"
+    assert sys.getrefcount(group) > references, "nor released at the interpreter's exit"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected"), KeyError(7)])
-@pytest.mark.parametrize("at_key", [False, True])
-def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(error, at_key):
-    """CuPy raises KeyError for numbers of errors that it does not know. Without a key all ranks leave, too."""
+class RefusingGroups:
+    """Torch's class of process groups, for a library that refuses the ranks."""
 
-    def refusing(*_):
-        raise error
+    Options = SimpleNamespace
 
-    def without_key(*_):
-        raise AssertionError("nobody connects without a key")
+    def __init__(self, *_):
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
 
-    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=lambda: b"1")
-    if at_key:
-        nccl = SimpleNamespace(NcclCommunicator=without_key, get_unique_id=refusing)
-    for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
-        setattr(nccl, f"NCCL_{name}", name)
-    comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypatch, has_store):
+    """Without a store all ranks leave, too."""
+
+    def without_network(*_, **__):
+        raise ConnectionError("no network")
+
+    if not has_store:
+        monkeypatch.setattr("hpctrain.comm.routes.torch_groups.dist.TCPStore", without_network)
+    comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
-        connect_native(partial(NcclCollectives, nccl), comm, FakeAccelerator())
-    assert f"{type(error).__name__}: {error}" in str(refused.value)
+        connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
+    words = "RuntimeError: NCCL_ERROR_INVALID_USAGE" if has_store else "ConnectionError: no network"
+    assert words in str(refused.value)
 
 
 def test_a_family_without_its_library_is_refused_unless_it_is_to_do_without(monkeypatch):
     made, _ = device()
-    missing = Library(TorchCollectives, Ability(False, "CuPy cannot be used (ImportError: no)"))
-    monkeypatch.setattr(bind, "load_library", lambda kind: missing)
+    missing = Ability(False, "torch has no ProcessGroupNCCL")
+    monkeypatch.setattr(bind, "library_ability", lambda kind: missing)
     with pytest.raises(
-        TopologyError, match=r"2 ranks of family 'h200' have no NCCL: CuPy cannot be used .*hpctrain\[c"
+        TopologyError, match="2 ranks of family 'h200' have no NCCL: torch has no ProcessGroupNCCL; install a torch"
     ):
         native_ability(made, 1, num_ranks=2)
-    assert native_ability(made, 1, num_ranks=1) == missing.ability, "a single rank has nobody to sum with"
+    assert native_ability(made, 1, num_ranks=1) == missing, "a single rank has nobody to sum with"
     assert not native_ability(made, 2, num_ranks=2).works, "sharing was asked for"
     monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
-    assert native_ability(made, 1, num_ranks=2) == missing.ability
+    assert native_ability(made, 1, num_ranks=2) == missing
 
 
 def test_shared_devices_and_parts_of_them_do_without_the_library():
@@ -492,21 +505,23 @@ def test_hosts_reserve_nothing_and_have_nothing_to_set():
     assert bind.DTYPES.keys() >= set(cpu.measured_dtypes)
 
 
-def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
+def test_a_connection_is_not_given_back_while_it_is_looked_at(monkeypatch):
     monkeypatch.setattr("hpctrain.comm.launches.LOOK_SECONDS", 0.001)
     looking, freed_under_look = threading.Event(), []
 
     class Slow(Noticing):
-        def check_async_error(self):
-            looking.set()
-            time.sleep(0.1)
-            freed_under_look.append(self.destroyed)
+        def get_error(self):
+            if threading.current_thread() is not threading.main_thread():
+                looking.set()
+                time.sleep(0.1)
+                freed_under_look.append(self.shut_down)
+            return ErrorType.SUCCESS
 
-    communicator = Slow()
-    connection = Connection("NCCL", communicator, CpuAccelerator().launches)
+    group = Slow()
+    connection = Connection("NCCL", group, CpuAccelerator().launches)
     assert looking.wait(20)
-    connection.destroy()
-    assert communicator.destroyed == 1
+    connection.shutdown()
+    assert group.shut_down == 1
     time.sleep(0.2)
     assert not any(freed_under_look), "a handle that is freed under a look is a segmentation fault"
 

@@ -1,43 +1,34 @@
-"""A maker's library through torch.distributed: which one is used, and that a host waits for no device with streams.
+"""A maker's library by torch's process groups: whether it is there, and that a host waits for no device with streams.
 
 Its sums are in `tests/ranks/test_torch_groups.py`.
 """
 
+import sys
 from types import SimpleNamespace
 
 import torch
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.bind import native_ability
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS, Ability
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.instruments import Instruments
 from hpctrain.comm.launches import DeviceLaunch
-from hpctrain.comm.routes.nccl import Nccl
-from hpctrain.comm.routes.torch_groups import TorchCollectives, load_library
+from hpctrain.comm.routes.native import NativeCollectives
+from hpctrain.comm.routes.torch_groups import library_ability
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.unit.test_torch_device import SOON, Looking, device
 
 
-def test_a_library_that_torch_has_no_backend_for_is_not_used_and_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.dist.is_backend_available", lambda name: name == "hccl")
-    reason = load_library(KINDS["xpu"]).ability.reason
-    assert reason.endswith("has no backend for oneCCL, which is called xccl")
+def test_a_library_that_torch_does_not_have_is_not_used_and_the_reason_says_so(monkeypatch):
+    reason = library_ability(KINDS["xpu"]).reason
+    assert reason.endswith("has no torch.distributed.ProcessGroupXCCL (AttributeError)")
+    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", SimpleNamespace(ProcessGroupHCCL=object))
     made = native_ability(device(KINDS["npu"]._replace(torch_type="privateuseone"))[0], 1)
-    assert made.works and made.reason.endswith("does HCCL by its backend hccl")
-
-
-def test_without_cupy_the_library_is_that_of_torch_and_both_reasons_are_given(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.dist.is_backend_available", lambda name: True)
-    broken = Nccl(None, Ability(False, "CuPy cannot be used"))
-    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.load_nccl", lambda: broken)
-    make, ability = load_library(CUDA)
-    assert make is TorchCollectives and ability.works
-    assert ability.reason.startswith("CuPy cannot be used; torch") and ability.reason.endswith("its backend nccl")
-    works = Nccl(object(), Ability(True, "NCCL 2.27.3"))
-    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.load_nccl", lambda: works)
-    make, ability = load_library(CUDA)
-    assert make is not TorchCollectives and ability == works.ability
+    assert made == (True, f"HCCL of torch {torch.__version__}")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert library_ability(CUDA) == (True, "NCCL 2.28.9")
 
 
 def test_without_cupy_no_route_has_the_stream_of_the_library():
@@ -66,8 +57,8 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
     accelerator, done = Looking(), []
     accelerator._stream.add(lambda: done.append("computed"))
     for name in ("first", "second"):
-        native = object.__new__(TorchCollectives)
-        native._group, native._module = GroupOnDevice(accelerator, done, name), distributed_c10d
+        native = object.__new__(NativeCollectives)
+        native._group = GroupOnDevice(accelerator, done, name)
         native.sums = [torch.float32]
         values = torch.zeros(3)
         launch = DeviceLaunch(accelerator.launches, native.all_reduce(values, "sum"), accelerator.queued(), [values])

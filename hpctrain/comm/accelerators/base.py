@@ -177,7 +177,7 @@ class Accelerator(ABC):
     def new_stream(self) -> Stream: ...
 
     def launch_stream(self) -> Stream:
-        """Return a stream that nobody shares: operations on it wait for other ranks."""
+        """Return a stream that nobody shares, and that goes first: operations on it wait for other ranks."""
         return self.new_stream()
 
     @abstractmethod
@@ -235,10 +235,6 @@ class Accelerator(ABC):
         self.wait_for(after)
         target.copy_(source)
         return self.queued()
-
-    @abstractmethod
-    def stream_address(self) -> int:
-        """Return the driver's handle of the stream that this thread uses now, for libraries; 0 without streams."""
 
     @abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:

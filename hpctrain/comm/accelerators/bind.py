@@ -16,8 +16,7 @@ from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, 
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind, driver_files
 from hpctrain.comm.routes.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
-from hpctrain.comm.routes.native import NATIVE_VARIABLE
-from hpctrain.comm.routes.torch_groups import load_library
+from hpctrain.comm.routes.torch_groups import NATIVE_VARIABLE, library_ability
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
@@ -93,12 +92,11 @@ def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -
         return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
     if re.search(MIG_PATTERN, accelerator.model.lower()):
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
-    ability = load_library(kind).ability
+    ability = library_ability(kind)
     if not ability.works and num_ranks > 1 and os.environ.get(NATIVE_VARIABLE) != "0":
-        package = "pip install 'hpctrain[cuda12]' (or cuda13, rocm)" if kind.uses_cupy else "install a torch with it"
         raise TopologyError(
-            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; {package},"
-            f" or set {NATIVE_VARIABLE}=0 to do without it, through MPI"
+            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; install a"
+            f" torch that is built with it, or set {NATIVE_VARIABLE}=0 to do without it, through MPI"
         )
     return ability
 

@@ -79,9 +79,6 @@ class CpuAccelerator(Accelerator):
         target.copy_(source)
         return DONE
 
-    def stream_address(self) -> int:
-        return 0
-
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 

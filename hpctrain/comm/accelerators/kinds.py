@@ -31,18 +31,18 @@ class DeviceKind(NamedTuple):
     """Those of them that prove a device for computing: `/dev/dri` and WSL's `/dev/dxg` are there for displays too."""
     visibility: tuple[str, ...] = ()
     """Variables by which a launcher or a user hides devices."""
-    stream_attribute: str = ""
-    """Which attribute of a stream is the driver's handle; empty where streams have none."""
     library: str = ""
     """The maker's library of collectives; empty where hpctrain uses none."""
-    backend: str = ""
-    """What torch.distributed calls the library."""
+    groups: str = ""
+    """The class of process groups by which torch uses the library."""
     not_summed: tuple[str, ...] = ()
-    """Dtypes that the backend does not sum: they are exchanged, and summed by ourselves."""
+    """Dtypes that the library does not sum: they are exchanged, and summed by ourselves."""
     debug: str = ""
     """The variable by which the library says more."""
+    network: str = ""
+    """The variable that names the network by which the library's ranks find each other."""
     uses_cupy: bool = False
-    """Whether CuPy is built for it, which then has the library of collectives, and views of device memory for MPI."""
+    """Whether CuPy is built for it, which then makes streams, and views of device memory for MPI."""
     plugin: str = ""
     """The package that adds it to torch; empty where torch has it."""
     build: str = ""
@@ -61,14 +61,25 @@ CUDA = DeviceKind(
     ("/dev/nvidiactl", "/dev/dxg"),
     device_files=("/dev/nvidiactl",),
     visibility=("CUDA_VISIBLE_DEVICES",),
-    stream_attribute="cuda_stream",
     library="NCCL",
-    backend="nccl",
+    groups="torch.distributed.ProcessGroupNCCL",
     debug="NCCL_DEBUG=INFO",
+    network="NCCL_SOCKET_IFNAME",
     uses_cupy=True,
-    # Of cuBLAS: without it, products on several streams may sum in another order from run to run. Of torch.distributed:
-    # its own thread would end the process at an error, before hpctrain can say where.
-    environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")),
+    environment=(
+        # Without it, products on several streams may sum in another order from run to run.
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        # Both let switches sum, in an order that changes from call to call.
+        ("NCCL_NVLS_ENABLE", "0"),
+        ("NCCL_COLLNET_ENABLE", "0"),
+        # Connections are made when a communicator is, where all ranks are at the same place: made at the first
+        # operation they would block the host inside a lane, where ranks may be at different places.
+        ("NCCL_RUNTIME_CONNECT", "0"),
+        # Threads of torch would end the process at an error, before hpctrain can say where.
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"),
+    ),
 )
 ROCM = CUDA._replace(
     name="rocm",
@@ -84,10 +95,10 @@ XPU = DeviceKind(
     "xpu",
     ("/dev/dri",),
     visibility=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
-    stream_attribute="sycl_queue",
     library="oneCCL",
-    backend="xccl",
+    groups="torch.distributed.ProcessGroupXCCL",
     debug="CCL_LOG_LEVEL=info",
+    network="CCL_KVS_IFACE",
     build="+xpu",
 )
 NPU = DeviceKind(
@@ -97,11 +108,11 @@ NPU = DeviceKind(
     ("/dev/davinci_manager",),
     device_files=("/dev/davinci_manager",),
     visibility=("ASCEND_RT_VISIBLE_DEVICES",),
-    stream_attribute="npu_stream",
     library="HCCL",
-    backend="hccl",
+    groups="torch_npu._C._distributed_c10d.ProcessGroupHCCL",
     not_summed=("float64", "uint8"),
     debug="ASCEND_GLOBAL_LOG_LEVEL=1",
+    network="HCCL_SOCKET_IFNAME",
     plugin="torch_npu",
     environment=(("HCCL_DETERMINISTIC", "true"),),  # the same order in every sum
 )

@@ -25,8 +25,8 @@ LIBRARY_BYTES = 1 << 30
 """For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
 FRAGMENTATION_SHARE = 0.04
 """Of a device's memory, that a caching allocator is taken to lose in blocks that do not fit what comes."""
-
-
+ROCM_MAJOR = 10_000_000
+"""By how much a version of ROCm, as CuPy has it in one number, grows with the first of its three."""
 EXACT_BYTES = 4 << 20
 """Host buffers from this size on are pinned as they are: of what is offloaded, twice the bytes could be too many."""
 
@@ -157,7 +157,7 @@ class TorchAccelerator(Accelerator):
         return [self._pooled_stream() for _ in range(SHARED_STREAMS)]
 
     def launch_stream(self) -> Stream:
-        return self._pooled_stream(priority=-1) if self.cupy is None else self.new_stream()
+        return self._pooled_stream(priority=-1)
 
     def on(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream) if self._kind.has_streams else nullcontext()
@@ -189,9 +189,6 @@ class TorchAccelerator(Accelerator):
         with self.on(stream):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
-
-    def stream_address(self) -> int:
-        return getattr(self._current(), self._kind.stream_attribute) if self._kind.stream_attribute else 0
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         is_rounded = num_bytes >= EXACT_BYTES and num_bytes.bit_count() > 1
@@ -275,12 +272,25 @@ class SingleStream:
 
 
 def import_cupy() -> Any:
-    """Return CuPy's module, or None where it is not there or broken."""
+    """Return CuPy's module, or None where it is not there or broken. Raises TopologyError for one of another maker or
+    another ROCm than torch is built for: a process has one such runtime."""
     try:
         import cupy  # pyright: ignore[reportMissingImports] - an extra
     except Exception:  # whatever a broken installation raises
         return None
+    check_cupy(cupy.cuda, torch.version.hip)
     return cupy
+
+
+def check_cupy(cuda: Any, hip: str | None) -> None:
+    """Compare what CuPy is built for with the ROCm that torch is built for, None: CUDA. Raises TopologyError."""
+    cupy_rocm = cuda.driver.get_build_version() // ROCM_MAJOR if cuda.runtime.is_hip else None
+    torch_rocm = int(hip.split(".")[0]) if hip else None
+    if cupy_rocm != torch_rocm:
+        one, other = (f"ROCm {major}" if major else "CUDA" for major in (cupy_rocm, torch_rocm))
+        raise TopologyError(
+            f"CuPy is built for {one}, and torch {torch.__version__} for {other}: install the CuPy of torch's, or none"
+        )
 
 
 def visible_devices(kind: DeviceKind) -> list[str]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
-from hpctrain.comm.accelerators.kinds import KINDS, Ability
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
@@ -13,10 +13,8 @@ from hpctrain.comm.instruments import Pace
 from hpctrain.comm.members import GroupMessages, MessageSpace
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.native import NativeCollectives, connect_native
-from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
-from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.routes.transport import DeviceTransport, HostTransport, Transport
 from hpctrain.comm.settings import Settings
 
@@ -24,13 +22,14 @@ from hpctrain.comm.settings import Settings
 class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
-    def __init__(self, space: MessageSpace, settings: Settings, nccl=None):
-        """`nccl` replaces CuPy's module, for tests."""
+    def __init__(self, space: MessageSpace, settings: Settings, groups: Any = None):
+        """`groups` replaces torch's class of process groups, for tests."""
         self.space, self.rank = space, space.rank
         self._topology, self._settings = settings.topology, settings
-        self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+        self._known_devices, self._rehearsal, self._groups = settings.devices, settings.rehearsal, groups
         self._parts: list[BackendPart] = []
         """Of the last group, in the order in which they were made."""
+        self._has_pairs = False
 
     @property
     def _devices(self) -> Devices:
@@ -42,17 +41,19 @@ class RouteMaker:
         equivalent = self._topology.route(ranks).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
-    def backend(self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None) -> Backend | None:
+    def backend(
+        self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None, has_pairs: bool = False
+    ) -> Backend | None:
         """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
         alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
-        rehearsed group."""
+        rehearsed group. `has_pairs` is as for `NativeCollectives`."""
         if len(ranks) == 1:
             return None
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
             return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
         on_host = self._topology.ranks_on_host(self.rank)
-        self._parts = []
+        self._parts, self._has_pairs = [], has_pairs
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
@@ -115,8 +116,7 @@ class RouteMaker:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
-                make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
-                native = connect_native(make, self.space.members(ranks), accelerator)
+                native = connect_native(self.space.members(ranks), accelerator, self._has_pairs, self._groups)
                 self._parts.append(native)
                 return ByMemory(native, self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")

@@ -1,167 +1,101 @@
-"""A maker's own collectives inside a family: what is the same for every library that does them."""
+"""Collectives inside a family by its maker's library: the calls of a process group, on the stream of all launches."""
 
-import ctypes
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp, distributed_c10d
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.launches import LaunchOrder
-from hpctrain.comm.members import on_all
+from hpctrain.comm.members import Members, on_all
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
+from hpctrain.comm.routes.torch_groups import CONNECT_SECONDS, NATIVE_VARIABLE, Connection, make_group
 from hpctrain.comm.steps import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
+SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
 # Bounds the memory for what is received before it is summed.
 SEGMENT_BYTES = 64 << 20
-# Set to 0: do without any library.
-NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
-CONNECTED_AT_ONCE = 64
-"""How many ranks of a group are connected each with each when it is made. A connection takes megabytes of a device, and
-larger groups sum fp32, over rings alone. One that needs more opens it at its first operation, which all come to."""
-CONNECT_SECONDS = 120.0
-"""How long the first messages of a new group may take before the library counts as refusing its ranks."""
-ABORT_SECONDS = 3.0
-"""How long leaving a communicator in an error may take; one that takes longer is left as it is."""
 
 
-class Connection:
-    """One communicator of the library, watched for errors that it notices by itself.
-
-    Without that a peer that is gone shows only when somebody's patience ends: the host waits for its device, and the
-    device for the peer. On an error the communicator is aborted, which ends what waits on the device.
-    """
-
-    def __init__(self, name: str, communicator: Any, launches: LaunchOrder, debug: str = ""):
-        """`launches` are those of the rank, which watch it; `debug` is the variable by which the library says more."""
-        self.name, self.communicator, self._launches = name, communicator, launches
-        self._hint = f". {debug} shows which" if debug else ""
-        self._error: str | None = None
-        self._is_open = True
-        self._lock = threading.Lock()
-        launches.watch(self)
-
-    def look(self) -> None:
-        """Take note of an error, and abort. For `LaunchOrder`."""
-        try:
-            with self._lock:  # nobody gives it back while it is looked at
-                if self._is_open:
-                    self.communicator.check_async_error()
-        except Exception as error:  # the library's own, which is not there to be imported everywhere
-            self._error = str(error)
-            self.abort()
-
-    def check(self) -> None:
-        """Raise CommError where the library has noticed an error since the start."""
-        if self._error is not None:
-            raise CommError(f"{self.name} reports: {self._error}; a rank or its network is gone{self._hint}")
-
-    def abort(self) -> None:
-        """Leave without the others, whatever is in flight: the communicator is aborted, not destroyed.
-
-        Destroying waits for what is in flight, and the interpreter would do it at its exit to what is left. One that is
-        not aborted in `ABORT_SECONDS`, or cannot be, is therefore never released.
-        """
-        with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-        ended = threading.Event()
-
-        def work() -> None:
-            with suppress(Exception):  # the process is about to end, and says why elsewhere
-                self._launches.accelerator.use()
-                self.communicator.abort()
-                ended.set()
-
-        thread = threading.Thread(target=work, name=f"{self.name} abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_SECONDS)
-        if not ended.is_set():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.communicator))
-
-    def destroy(self) -> None:
-        """Give it back in order: all ranks call, and nothing is in flight."""
-        with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-        self.communicator.destroy()
-
-
-class NativeCollectives(ABC):
+class NativeCollectives:
     """Collectives queued on the stream that the caller's thread uses when it takes the steps; they wait for nothing.
 
     Sums are the library's in the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. Others,
     such as half precision, which it would round at every addition, are exchanged and summed here, in order of rank and
     at least in fp32. Of several groups a device does one operation at a time (see `hpctrain.comm.launches`).
+
+    Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
+    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither.
     """
 
-    sums: Collection[torch.dtype]
+    def __init__(self, members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None):
+        """All `members` must call, with their devices bound.
 
-    def __init__(self, comm, accelerator: Accelerator):
-        """`comm` is the group's members. All ranks must call, with their devices bound."""
-        self.rank, self.size = comm.rank, comm.size
+        With `has_pairs` each rank is connected with each other at once, by which half precision is exchanged. That
+        takes megabytes of a device for each. Without it they connect at the first operation that needs it, which all
+        come to. `groups` replaces torch's class of process groups, for tests.
+        """
+        self.rank, self.size = members.rank, members.size
         self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
         self.name = self._kind.library
+        self.sums: Collection[torch.dtype] = [
+            dtype for dtype in SUMS if str(dtype).removeprefix("torch.") not in self._kind.not_summed
+        ]
         accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
-        made = self._open(comm)
-        self.connection = Connection(self.name, made, accelerator.launches, self._kind.debug)
+        self._group = make_group(self._kind, members, groups)
+        self.connection = Connection(self.name, self._group, accelerator.launches, self._kind.debug)
         try:
             with accelerator.on(accelerator.launches.stream):
-                self._connect()
+                self._connect(has_pairs)
         except Exception:
             self.abandon()
             raise
 
-    @abstractmethod
-    def _open(self, comm) -> Any:
-        """Return the group's new communicator, for `Connection`. Where one rank fails, all raise."""
-
-    # Each queues one operation. Tensors are flat; those of bytes are uint8.
-
-    @abstractmethod
-    def _sum(self, flat: torch.Tensor, op: str) -> None: ...
-
-    @abstractmethod
-    def _sum_even(self, flat: torch.Tensor, out: torch.Tensor, op: str) -> None:
-        """Reduce, and keep this rank's part of equal ones."""
-
-    def _sum_uneven(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
-        self._exchange(flat, cuts, out, op)
-
-    @abstractmethod
-    def _gather_even(self, data: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill bytes with equal parts, of which `own` is this rank's, where it is."""
-
-    @abstractmethod
-    def _broadcast(self, data: torch.Tensor, root: int) -> None: ...
-
-    @abstractmethod
-    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Exchange with all others; what this rank has for itself is left out."""
-
-    def _together(self) -> AbstractContextManager:
-        """Start all operations of a block together, where the library can."""
-        return nullcontext()
-
-    def _connect(self) -> None:
-        """Send one message between each pair: the first one opens a connection, which blocks the host."""
-        if self.size <= CONNECTED_AT_ONCE:
+    def _connect(self, has_pairs: bool) -> None:
+        """Sum and exchange a little: the first operation of each kind connects ranks, which blocks the host."""
+        self._sum(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
+        if has_pairs:
             sent = torch.zeros(self.size, dtype=torch.uint8, device=self._accelerator.device)
             self._swap(sent.split(1), torch.empty_like(sent).split(1))
         done, deadline = self._accelerator.queued(), time.monotonic() + CONNECT_SECONDS
         while not done.query():
             if time.monotonic() > deadline:
-                raise CommError(f"first messages were not there after {CONNECT_SECONDS:g} s")
+                raise CommError(
+                    f"first messages were not there after {CONNECT_SECONDS:g} s; {self._kind.network} names the network"
+                    " that joins the hosts"
+                )
             time.sleep(1e-4)
+
+    # Each queues one operation. Tensors are flat; those of bytes are uint8.
+
+    def _run(self, call: str, *arguments: Any, options: str, op: str = "", **values: int) -> None:
+        given = getattr(distributed_c10d, options)()
+        given.asyncOp = False
+        if op:
+            given.reduceOp = getattr(ReduceOp, op.upper())
+        for name, value in values.items():
+            setattr(given, name, value)
+        try:
+            work = getattr(self._group, call)(*arguments, given)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self.name} reports: {error}; a rank or its network may be gone") from error
+
+    def _sum(self, flat: torch.Tensor, op: str) -> None:
+        self._run("allreduce", [flat], options="AllreduceOptions", op=op)
+
+    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Exchange bytes with all others in one call; what this rank has for itself is left out."""
+        ours, theirs = (
+            [as_bytes(part if peer != self.rank else part[:0]) for peer, part in enumerate(parts)]
+            for parts in (sent, received)
+        )
+        self._run("alltoall", theirs, ours, options="AllToAllOptions")
 
     def barrier(self) -> Steps:
         """Wait for the devices of all ranks: it ends on each when all have come to it."""
@@ -176,28 +110,28 @@ class NativeCollectives(ABC):
         yield from self.all_gather(flat, cuts)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        """Uneven cuts are a reduction to each rank, started together by the group."""
         if flat.dtype not in self.sums:
             self._exchange(flat, cuts, out, op)
         elif _are_even(cuts):
-            self._sum_even(flat[: cuts[-1].stop], out, op)
+            self._run("_reduce_scatter_base", out, flat[: cuts[-1].stop], options="ReduceScatterOptions", op=op)
         else:
-            self._sum_uneven(flat, cuts, out, op)
+            parts = [flat[slice(*cut)] for cut in cuts]
+            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op)
         yield from ()
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        """Uneven cuts are a broadcast from each rank, started together."""
+        """Uneven cuts are a broadcast from each rank, started together by the group."""
         parts = [as_bytes(flat[slice(*cut)]) for cut in cuts]
         if _are_even(cuts):
-            self._gather_even(as_bytes(flat[: cuts[-1].stop]), parts[self.rank])
-            return
-        with self._together():
-            for root, part in enumerate(parts):
-                if part.numel():
-                    self._broadcast(part, root)
+            whole = as_bytes(flat[: cuts[-1].stop])
+            self._run("_allgather_base", whole, parts[self.rank], options="AllgatherOptions")
+        else:
+            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions")
         yield from ()
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        self._broadcast(as_bytes(flat), root)
+        self._run("broadcast", [as_bytes(flat)], options="BroadcastOptions", rootRank=root)
         yield from ()
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
@@ -232,36 +166,36 @@ class NativeCollectives(ABC):
         self._accelerator.synchronize()
         self._accelerator.launches.note_ended()
         self._accelerator.launches.forget(self.connection)
-        self.connection.destroy()
+        self.connection.shutdown()
 
 
 def connect_native(
-    make: Callable[[Any, Accelerator], NativeCollectives], comm, accelerator: Accelerator
+    members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None
 ) -> NativeCollectives:
-    """Return the library's collectives over the ranks of `comm`. All ranks must call, with their devices bound.
+    """Return the library's collectives over the members. All must call, with their devices bound.
 
     Raises CommError on all of them where the library refuses, with its words: without it a run would be many times
-    slower, which is for a person to decide.
+    slower, which is for a person to decide. For the others see `NativeCollectives`.
     """
     made: list[NativeCollectives] = []
 
     def connect() -> None:
         try:
-            made.append(make(comm, accelerator))
+            made.append(NativeCollectives(members, accelerator, has_pairs, groups))
         except Exception as error:
             if overflow := describe_overflow(error, accelerator):
                 raise torch.OutOfMemoryError(overflow) from error
             raise
 
     try:
-        on_all(comm, connect)
+        on_all(members, connect)
         return made[0]
     except CommError as error:
         for each in made:
             each.abandon()
         kind = KINDS[accelerator.kind]
         raise CommError(
-            f"{kind.library} refuses these {comm.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"
+            f"{kind.library} refuses these {members.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"
             " does without it, through MPI"
         ) from error.__cause__
 
