@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from functools import lru_cache
 
 import pytest
@@ -236,7 +237,7 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     assert [each["step_seconds"] for each in summary["top"]] == sorted(each["step_seconds"] for each in summary["top"])
     assert len(summary["top"]) == 3 and summary["top"][0]["layout"] == summary["layout"]
     assert any("microbatch" in reason for reason in summary["reasons"])
-    assert "slower" in summary["runner_up"]
+    assert re.search("slower|equally fast", summary["runner_up"])
     plan = load_plan(tmp_path / "p.toml")
     assert {tile.family for tile in plan.tiles} <= {"a", "c"} and len(plan.ranks) == 4
 
