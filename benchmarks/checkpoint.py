@@ -17,12 +17,12 @@ import torch
 from hpctrain.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from hpctrain.checkpoint.state import attempt, load
 from hpctrain.cli import main
-from hpctrain.comm.accelerators.bind import bind_accelerator
+from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.world import World
 from hpctrain.data.order import AnySequences
-from hpctrain.engine.phases import phases_of
 from hpctrain.engine.requests import Asked
-from hpctrain.engine.resolve import prepare_run
+from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.engine.step.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.jobs.arguments import COUNT, PATH, override_option
 from hpctrain.jobs.common import load_job_on, started_world

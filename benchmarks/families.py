@@ -8,8 +8,8 @@ from hpctrain.jobs.arguments import COUNT, json_option, override_option, print_r
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.observe.console import trust
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.search import EVERY_PLAN, Limits
-from hpctrain.planner.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
+from hpctrain.planner.search.search import EVERY_PLAN, Limits
+from hpctrain.planner.search.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
 
 SEARCHED = "searched"
 OWN_JOB = "mixed"

@@ -23,9 +23,9 @@ from benchmarks.plain_llama import PlainBlock, PlainLlama
 from hpctrain.cli import main
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.routes.native import NativeCollectives
-from hpctrain.comm.routes.torch_groups import Connection, library_ability, make_group
-from hpctrain.config.device_catalogue import ACCELERATORS, lookup_accelerator
+from hpctrain.comm.transports.native import NativeCollectives
+from hpctrain.comm.transports.torch_groups import Connection, library_ability, make_group
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, load_job
 from hpctrain.jobs.common import started_world, with_vocabulary
@@ -169,8 +169,8 @@ def of_device(profiled) -> list:
 
 
 def _trainer(world, reference: str, *overrides: str):
-    from hpctrain.comm.accelerators.bind import bind_accelerator
-    from hpctrain.engine.resolve import prepare_run
+    from hpctrain.comm.bind import bind_accelerator
+    from hpctrain.engine.start.resolve import prepare_run
     from hpctrain.engine.trainer import Trainer
 
     prepared = prepare_run(world, load_job(reference, ["plan.microbatch=2", *overrides]))
@@ -197,11 +197,11 @@ def fused(job: str):
 
     Without a GPU tokens/s are by processor time, so that other processes do not count.
     """
-    from hpctrain.comm.accelerators.bind import bind_accelerator
     from hpctrain.comm.accelerators.compiling import try_compile
+    from hpctrain.comm.bind import bind_accelerator
     from hpctrain.config.kernels import KernelChoice
-    from hpctrain.engine.resolve import prepare_run
-    from hpctrain.engine.resolve_kernels import try_attention
+    from hpctrain.engine.start.resolve import prepare_run
+    from hpctrain.engine.start.resolve_kernels import try_attention
     from hpctrain.engine.trainer import Trainer
 
     few = ["model.num_layers=4"] if DEVICE.type == "cuda" else []  # several of them are there at once

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.commands import call
 from benchmarks.overlap_variants import ALL_AND_FORWARD
-from hpctrain.config.cluster_file import dump_cluster, parse_cluster
-from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.jobs.common import generate_tokens
 
 RANKS = 8

@@ -76,9 +76,9 @@ def main(job, overrides, steps):
 
         from hpctrain.engine.run import Run
         from hpctrain.observe.console import Console
+        from hpctrain.observe.folder.spans import StepRecorder
         from hpctrain.observe.metrics import RunMetrics
         from hpctrain.observe.prediction_check import PredictionTracker
-        from hpctrain.observe.spans import StepRecorder
 
         stopwatch, ends = Stopwatch(), []
         stopwatch.watch("figures", RunMetrics, "record")

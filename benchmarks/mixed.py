@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.commands import call
-from hpctrain.config.cluster import Cluster, Nodes
-from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.clusters.cluster import Cluster, Nodes
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job
-from hpctrain.config.truth import Truth
 from hpctrain.jobs.common import generate_tokens, ready_miniature
 
 HYBRID = "ib-roce"

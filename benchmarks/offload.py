@@ -13,13 +13,13 @@ from pathlib import Path
 from benchmarks.probed import probed
 from benchmarks.recompute import rehearse_on
 from benchmarks.rehearsals import SHAPES
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.truth import PretendDevice
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import search
 from hpctrain.sharding.grid import TensorGrid
 
 WAYS = ("none", "optimizer", "activations", "all")

@@ -13,16 +13,16 @@ import click
 
 from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
-from hpctrain.engine.facts import with_values
-from hpctrain.engine.resolve import prepare_run
-from hpctrain.engine.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups
+from hpctrain.engine.start.facts import with_values
+from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.engine.start.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups
 from hpctrain.jobs.arguments import override_option, rehearse_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.engine.resolve import Prepared
+    from hpctrain.engine.start.resolve import Prepared
     from hpctrain.plan.tiling import Plan
 
 EXPOSED, NOTHING = "exposed", "nothing"
@@ -159,7 +159,7 @@ class LoggedOperation(Paced):
 
 def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int], steps: int) -> Measured:
     """Train a few steps from the start. All ranks must call."""
-    from hpctrain.engine.phases import phases_of
+    from hpctrain.engine.step.phases import phases_of
     from hpctrain.engine.trainer import Trainer
 
     job = with_values(prepared.job, "overlap", **switches)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.config.job import Job
-    from hpctrain.engine.resolve import Prepared
+    from hpctrain.engine.start.resolve import Prepared
 
 WARMUP = 2  # steps of each before those that count: the first allocates, the second finds it
 RESAMPLES, CONFIDENCE = 2000, 0.95
@@ -55,8 +55,8 @@ def measure_pairs(world: "World", prepared: "Prepared", jobs: Mapping[str, "Job"
     Both have their weights and groups at the same time, and go through the same batches. Who is first changes from
     pair to pair. All ranks must call.
     """
-    from hpctrain.comm.accelerators.bind import bind_accelerator
-    from hpctrain.engine.phases import phases_of
+    from hpctrain.comm.bind import bind_accelerator
+    from hpctrain.engine.step.phases import phases_of
     from hpctrain.engine.trainer import Trainer
 
     accelerator = bind_accelerator(world)

@@ -8,20 +8,20 @@ from statistics import mean
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.phases import phases_of
-from hpctrain.engine.resolve_overlap import resolve_overlap
+from hpctrain.engine.start.resolve_overlap import resolve_overlap
+from hpctrain.engine.step.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.search import Limits, search
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.space import Space
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import Limits, search
+from hpctrain.planner.search.space import Space
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 
 REPEATS = 1

@@ -18,14 +18,14 @@ from pathlib import Path
 from benchmarks.commands import call
 from benchmarks.families import OWN_JOB
 from benchmarks.plan_benchmark import Candidate, PlanBenchmark
-from hpctrain.config.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
 from hpctrain.config.errors import PlanError
 from hpctrain.jobs.common import load_described, load_job_on, ready_miniature, start_rehearsal, started_world
 from hpctrain.jobs.plan import search_plan
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.search import Limits
-from hpctrain.planner.space import BY_SPEED, EVEN, by_speed_space, even_space
+from hpctrain.planner.search.search import Limits
+from hpctrain.planner.search.space import BY_SPEED, EVEN, by_speed_space, even_space
 
 SEARCHED = "searched"
 TOP = 5

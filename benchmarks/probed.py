@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from hpctrain.config.cluster import Family, ProductSpeed
-from hpctrain.config.truth import PretendDevice
+from hpctrain.config.clusters.cluster import Family, ProductSpeed
+from hpctrain.config.clusters.truth import PretendDevice
 
 
 def probed(kind: str, device: PretendDevice, shapes: Iterable[tuple[int, int, int]]) -> Family:

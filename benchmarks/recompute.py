@@ -20,20 +20,20 @@ from benchmarks.probed import probed
 from benchmarks.rehearsals import SHAPES
 from benchmarks.search import Case
 from hpctrain.architectures.registry import presets
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.cluster_file import dump_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.job import Job, Model, load_job
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import SQUARES_PASSED, seen_share
-from hpctrain.planner.memory import layer_kept
-from hpctrain.planner.pools import pools_of
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import FLASH_2, HPCTRAIN, Setup
-from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.work import MatrixProduct, PassWork
+from hpctrain.planner.prediction.memory import layer_kept
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.cost import SQUARES_PASSED, seen_share
+from hpctrain.planner.prices.setup import FLASH_2, HPCTRAIN, Setup
+from hpctrain.planner.prices.work import MatrixProduct, PassWork
+from hpctrain.planner.search.pools import pools_of
+from hpctrain.planner.search.search import search
+from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK

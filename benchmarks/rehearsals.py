@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.commands import call
 from benchmarks.probed import probed
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.cluster_file import dump_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 
 SHAPES = [(m, k, n) for m in (64, 256, 1024) for k in (128, 256, 1024) for n in (128, 256, 1024)]
 LAYOUTS = (

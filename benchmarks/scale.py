@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.evidence.stacks import STACKS
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.extra_warmup import with_extra_warmup
-from hpctrain.planner.predictor import Predictor, predict
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import HPCTRAIN, Setup
+from hpctrain.planner.prediction.predictor import Predictor, predict
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
+from hpctrain.planner.search.extra_warmup import with_extra_warmup
+from hpctrain.planner.search.search import search
 from hpctrain.sharding.grid import TensorGrid
 
 BUCKET_BYTES = 4 << 20

@@ -18,16 +18,16 @@ import time
 from dataclasses import dataclass
 
 from hpctrain.architectures.registry import presets
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.predictor import Prediction, predict
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import HPCTRAIN_FUSED, Setup
-from hpctrain.planner.space import by_speed_space, even_space
+from hpctrain.planner.prediction.predictor import Prediction, predict
+from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
+from hpctrain.planner.search.search import search
+from hpctrain.planner.search.space import by_speed_space, even_space
 from hpctrain.sharding.grid import TensorGrid
 
 PER_NODE = 8

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from benchmarks.evidence.stacks import FSDP, MEGATRON_CORE
 from benchmarks.search import Case
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import HPCTRAIN_FUSED
+from hpctrain.planner.prices.setup import HPCTRAIN_FUSED
+from hpctrain.planner.search.search import search
 
 CASES = {
     "llama-8b on 64 H100": Case((("H100", "NDR", 8),), "llama-8b", 8192, 128, math.inf),

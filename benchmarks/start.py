@@ -48,8 +48,8 @@ def main() -> None:
     from hpctrain.comm.world import World
 
     World.start = staticmethod(timed("MPI", World.start))  # pyright: ignore[reportAttributeAccessIssue]
-    from hpctrain.engine import resolve
-    from hpctrain.engine.pipeline import Pipeline
+    from hpctrain.engine.start import resolve
+    from hpctrain.engine.step.pipeline import Pipeline
     from hpctrain.engine.trainer import Trainer
 
     resolve.RESOLVERS = tuple(timed(each.__name__.replace("_", " "), each) for each in resolve.RESOLVERS)

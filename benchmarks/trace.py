@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import click
 
-from hpctrain.engine.resolve import prepare_run
+from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.jobs.arguments import override_option
 from hpctrain.jobs.common import load_job_on, started_world
 
@@ -25,10 +25,10 @@ def main(job, overrides, steps):
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
 
-        from hpctrain.comm.accelerators.bind import bind_accelerator
-        from hpctrain.engine.phases import phases_of
+        from hpctrain.comm.bind import bind_accelerator
+        from hpctrain.engine.step.phases import phases_of
         from hpctrain.engine.trainer import Trainer
-        from hpctrain.observe.spans import StepRecorder
+        from hpctrain.observe.folder.spans import StepRecorder
 
         world.configure(topology=replace(world.topology, shares_memory=False))
         accelerator = bind_accelerator(world)

@@ -5,9 +5,9 @@ import statistics
 import click
 
 from hpctrain.cli import main
-from hpctrain.comm.accelerators.bind import bind_accelerator
-from hpctrain.engine.phases import phases_of
-from hpctrain.engine.resolve import prepare_run
+from hpctrain.comm.bind import bind_accelerator
+from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.engine.step.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.jobs.arguments import (
     COUNT,

@@ -262,7 +262,7 @@ def rehearsed(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
 
 def searched(cases: Sequence[dict], tell: Callable[[str], None]) -> dict:
     """Return the plan and the predictions of a search on each ready cluster, and on large ones."""
-    from hpctrain.config.cluster_file import ready_clusters
+    from hpctrain.config.clusters.cluster_file import ready_clusters
 
     records = {}
     with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as name:

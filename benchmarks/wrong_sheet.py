@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.commands import call
-from hpctrain.config.cluster_file import load_cluster, ready_clusters
+from hpctrain.config.clusters.cluster_file import load_cluster, ready_clusters
 
 SPEEDS = "sustained_flops_per_second"
 

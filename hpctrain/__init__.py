@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 PUBLIC = {
     "load_job": "hpctrain.config.job",
     "Job": "hpctrain.config.job",
-    "locate_cluster": "hpctrain.config.cluster_file",
-    "load_cluster": "hpctrain.config.cluster_file",
-    "Cluster": "hpctrain.config.cluster",
+    "locate_cluster": "hpctrain.config.clusters.cluster_file",
+    "load_cluster": "hpctrain.config.clusters.cluster_file",
+    "Cluster": "hpctrain.config.clusters.cluster",
     "HpctrainError": "hpctrain.config.errors",
     "Plan": "hpctrain.plan.tiling",
     "Tile": "hpctrain.plan.tiling",
@@ -22,11 +22,11 @@ PUBLIC = {
     "load_plan": "hpctrain.plan.file",
     "dump_plan": "hpctrain.plan.file",
     "draw_plan": "hpctrain.plan.draw",
-    "Limits": "hpctrain.planner.search",
-    "Space": "hpctrain.planner.space",
+    "Limits": "hpctrain.planner.search.search",
+    "Space": "hpctrain.planner.search.space",
     "search_best": "hpctrain.planner.choose",
-    "Setup": "hpctrain.planner.setup",
-    "predict": "hpctrain.planner.predictor",
+    "Setup": "hpctrain.planner.prices.setup",
+    "predict": "hpctrain.planner.prediction.predictor",
 }
 """Each public name and the module that defines it."""
 

@@ -6,7 +6,7 @@ import sys
 import click
 
 from hpctrain import __version__
-from hpctrain.comm.process import StopSignals, keep_output
+from hpctrain.comm.start.process import StopSignals, keep_output
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.terminal import use_plain_streams
 
@@ -69,7 +69,7 @@ def root():
 
 def main(command: click.Command = root) -> None:
     """Run a command line. Exit codes: 0, 2 for wrong usage, 80 to 88 by kind of error (hpctrain.config.errors)."""
-    from hpctrain.comm.launcher import promised_rank, record_exit
+    from hpctrain.comm.start.launcher import promised_rank, record_exit
 
     use_plain_streams()
     signals, speaks = None, True

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hpctrain.config.cluster import Cluster, Fabric, Family, Nic, Nodes
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Family, Nic, Nodes
 from hpctrain.rehearsal.fabric import PretendedNetwork
 
 CPU = Family(

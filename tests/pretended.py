@@ -1,6 +1,6 @@
 """Clusters for tests of rehearsals: a node of each of two families, one twice as fast as the other."""
 
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
 from tests import clusters
 
 NIC_BYTES_PER_SECOND = 5e7

@@ -14,10 +14,10 @@ import sys
 from mpi4py import MPI
 
 from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.collectives.streamed import StreamedCollectives
+from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.probe import device_timing
-from hpctrain.comm.routes import torch_groups
-from hpctrain.comm.routes.maker import RouteMaker
-from hpctrain.comm.routes.streamed import StreamedCollectives
+from hpctrain.comm.transports import torch_groups
 from tests.pretended_faults import FAULT_VARIABLE, REFUSED, TWO_SIZES, UNSEEN
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_library import WatchedGroup, WatchedLibrary

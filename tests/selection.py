@@ -11,7 +11,7 @@ LEFT_OUT = {
         GPU_SECTION: ("routes", "training", "fused", "prediction", "families", "checkpoints"),
     },
     # Each value of one with a value of the other; layer norms are in tests/ranks/test_all_at_once.py.
-    "unit/test_fused": {
+    "unit/model/test_fused": {
         "the_fused_loss_is_that_of_single_operations": ("plain-fp32", "capped-bf16"),
         "what_is_computed_again_has_the_same_bits_and_those_of_single_operations_are_near": ("gpt2",),
     },

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes
 from benchmarks.evidence.stacks import FITTED, STACKS, Software
-from hpctrain.config.device_catalogue import ACCELERATORS
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS
 from hpctrain.config.errors import PlanError, did_you_mean
-from hpctrain.planner.efficiency import EFFICIENCIES, Efficiency, efficiency_name
-from hpctrain.planner.predictor import Prediction
+from hpctrain.planner.prediction.predictor import Prediction
+from hpctrain.planner.prices.efficiency import EFFICIENCIES, Efficiency, efficiency_name
 
 SHARES = ("product_share", "memory_share")
 """What is fitted of a family."""

@@ -12,16 +12,16 @@ from functools import cached_property
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from benchmarks.evidence.stacks import ROWS_FIRST, STACKS, Software
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
-from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
-from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.efficiency import Efficiency, efficiency_of
-from hpctrain.planner.memory import StageMemory
-from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.prices import Sharing
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.memory import StageMemory
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
+from hpctrain.planner.prices.prices import Sharing
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -32,7 +32,8 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.config.device_catalogue`."""
+    """A run as a paper tells it. `accelerator` and `network` are names of
+    `hpctrain.config.clusters.device_catalogue`."""
 
     hidden: int
     layers: int

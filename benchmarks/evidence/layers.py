@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.curves import Curve
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.prices import PassCost
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.curves import Curve
+from hpctrain.planner.prices.prices import PassCost
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, layers
 

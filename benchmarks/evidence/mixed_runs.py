@@ -7,11 +7,11 @@ from typing import Self
 from benchmarks.evidence.described import DescribedRun, predictor_of
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from benchmarks.evidence.stacks import Software
-from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.efficiency import Efficiency
 
 
 @dataclass(frozen=True)

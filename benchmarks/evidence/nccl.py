@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork, GroupShape
 from hpctrain.comm.topology import Topology, places_of
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.links import PairLink
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.links import PairLink
 
 NVLINK_BYTES_PER_SECOND = 40e9
 """From which on a link inside a node is no PCIe: x16 of its fourth generation has 32e9."""

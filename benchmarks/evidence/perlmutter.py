@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from benchmarks.scale import cluster_of, nodes_of
 from hpctrain.architectures.registry import presets
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.setup import HPCTRAIN, Setup
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.parameters import check_grid
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from benchmarks.commands import call
 from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_to_hide
 from benchmarks.probed import probed
-from hpctrain.config.cluster import Cluster, Nodes
-from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
+from hpctrain.config.clusters.cluster import Cluster, Nodes
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
+from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.truth import Truth
 from hpctrain.observe.console import trust
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.setup import HPCTRAIN, Setup
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.miniature import miniature
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
 from benchmarks.evidence.published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
-from hpctrain.config.device_catalogue import ACCELERATORS
-from hpctrain.planner.cost import model_flops
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS
+from hpctrain.planner.prices.cost import model_flops
 
 MOST_FITTED = 20
 """Rows of a set that a fit looks at, evenly chosen: 749 say little more, and each set counts the same."""

@@ -14,8 +14,8 @@ from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes, load_layers
 from benchmarks.evidence.measured import load_measured
 from benchmarks.evidence.mixed_runs import MixedRun, NodeGroup
-from hpctrain.config.device_catalogue import ACCELERATORS, GIB
-from hpctrain.planner.predictor import Predictor
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, GIB
+from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.sharding.items import BLOCK
 
 FOLDER = Path(__file__).parent / "published"

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
 from hpctrain.architectures.description import Attention, Mlp
-from hpctrain.config.cluster import ITEM_BYTES, Cluster
-from hpctrain.planner.cost import heads_on
-from hpctrain.planner.memory import MASTER_BYTES, branch_kept
-from hpctrain.planner.setup import EAGER_PASSES, FLASH_2, FUSED_PASSES, GRADIENT_BYTES, BytePasses, Setup, Stack
+from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
+from hpctrain.planner.prediction.memory import MASTER_BYTES, branch_kept
+from hpctrain.planner.prices.cost import heads_on
+from hpctrain.planner.prices.setup import EAGER_PASSES, FLASH_2, FUSED_PASSES, GRADIENT_BYTES, BytePasses, Setup, Stack
 from hpctrain.sharding.grid import TensorGrid
 
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
@@ -225,8 +225,8 @@ FSDP = Software(
     dispatch_seconds=10e-6,
 )
 # The same with blocks compiled: what is between products is one kernel, which reads its operands and writes its results
-# once (as `hpctrain.planner.setup.FUSED_PASSES`); the sum of the residual stream is part of the next norm's. The loss
-# stays as it is.
+# once (as `hpctrain.planner.prices.setup.FUSED_PASSES`); the sum of the residual stream is part of the next norm's.
+# The loss stays as it is.
 FSDP_COMPILED = replace(
     FSDP,
     name="fsdp-compiled",

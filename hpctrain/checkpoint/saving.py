@@ -22,7 +22,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
 from hpctrain.config.job import Job
-from hpctrain.model.shard import Shard
+from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval

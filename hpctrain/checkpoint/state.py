@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from hpctrain.checkpoint.format import KINDS
 from hpctrain.checkpoint.index import Index
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_error
 from hpctrain.config.job import Job, Model
 from hpctrain.config.removed import ignore, without_removed
 from hpctrain.config.tables import explain
-from hpctrain.model.groups import StoredRegion
-from hpctrain.model.shard import Shard
+from hpctrain.model.storage.groups import StoredRegion
+from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import parse_plan
 from hpctrain.plan.holders import check_zero

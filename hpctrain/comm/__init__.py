@@ -1,16 +1,19 @@
-"""Ranks start, wait for each other and exchange bytes. This room knows bytes and tensors, and no model.
+"""Floor 1: ranks start, wait for each other and exchange bytes. This room knows bytes and tensors, and no model.
 
-In the order in which to read it:
+Read it in this order; a file imports only from its own line and those above it.
 
-    launcher, pmi, litter, process    a rank before MPI is there, and as a process
-    waiting, steps                    how a rank waits, and communication as steps
-    watchdog/                         the flight record, and who watches the ranks
-    instruments                       what follows each operation: flight record, trace, pretended pace
-    lanes, launches                   what goes on while a rank computes, on its host and on its device
-    accelerators/                     what a rank computes on
-    topology, network, settings       where ranks are, what messages take, what groups are made by
-    routes/, window, collectives/     bytes between two ranks, and collectives over them
-    communicator, channel             groups of ranks, and neighbours in a pipeline
-    world, solo                       all ranks of this start, or one of them alone
-    probe/, doctor/                   what is measured of them, and what is checked
+    start/         a rank before MPI is there: its launcher, its process, what dead ranks left behind
+    topology       which rank is where
+    waiting        how a rank waits without using a core
+    reduction      sums in the order of ranks
+    watchdog/      the flight record, and who watches the ranks
+    progress/      operations as steps, what records each of them, and what moves them while a rank computes
+    accelerators/  what a rank computes on
+    network        how long messages and collectives take
+    transports/    bytes between two ranks, and makers' libraries
+    collectives/   collectives over any transport
+    groups/        communicators, lanes and channels, and the route that each takes
+    world          all ranks of this start
+    bind           the devices of all ranks, and what each can do
+    probe/         measures devices and links
 """

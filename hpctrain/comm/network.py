@@ -18,9 +18,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES, Topology, candidates, places_of
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 from hpctrain.config.errors import LaunchError
-from hpctrain.config.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 
 KEPT = 1 << 16
 LEAST_SECONDS = 1e-12

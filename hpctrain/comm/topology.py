@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 
 MOST_DOUBLED_BYTES = 1 << 20
 """Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""

@@ -14,24 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from hpctrain.comm import pmi
 from hpctrain.comm.accelerators.detect import detect_device, use_device_early
-from hpctrain.comm.instruments import Instruments, Tracer
-from hpctrain.comm.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
-from hpctrain.comm.litter import remove_dead_segments
-from hpctrain.comm.members import GroupMessages, MessageSpace
-from hpctrain.comm.settings import Settings
+from hpctrain.comm.groups.settings import Settings
+from hpctrain.comm.progress.instruments import Instruments, Tracer
+from hpctrain.comm.start import pmi
+from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
+from hpctrain.comm.start.litter import remove_dead_segments
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
+from hpctrain.comm.transports.members import GroupMessages, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
 from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
-    from hpctrain.comm.channel import Channel
-    from hpctrain.comm.communicator import Backend, Communicator, Lane
-    from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.solo import Solo
+    from hpctrain.comm.groups.channel import Channel
+    from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
+    from hpctrain.comm.groups.solo import Solo
+    from hpctrain.comm.progress.lanes import Progress
     from hpctrain.comm.waiting import PendingNumbers
 
 
@@ -151,7 +151,9 @@ class World:
         its own, but where a library launches all operations in one order: those take memory of the device. A group that
         is for tensors of the host alone (`on_host`) connects no library of devices.
         """
-        from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been reported
+        from hpctrain.comm.groups.communicator import (
+            Communicator,  # torch: not before a mistake would have been reported
+        )
 
         lane = None
         backend, instruments = self._connect(ranks, name, on_host)
@@ -165,7 +167,7 @@ class World:
         return self._lane_over(ranks, *self._connect(ranks, name))
 
     def _lane_over(self, ranks: Sequence[int], backend: "Backend | None", instruments: Instruments) -> "Lane":
-        from hpctrain.comm.communicator import Lane
+        from hpctrain.comm.groups.communicator import Lane
 
         made = Lane(ranks, backend, self._moving(), self.patience, instruments)
         self._lanes.append(made)
@@ -173,7 +175,7 @@ class World:
 
     def pair(self, ranks: tuple[int, int], name: str = "pair") -> "Communicator":
         """Return a communicator of two ranks by the route of messages between stages. Both must call."""
-        from hpctrain.comm.communicator import Communicator
+        from hpctrain.comm.groups.communicator import Communicator
 
         instruments = self._instruments(name, ranks)
         with instruments.recorded("connect"):
@@ -185,7 +187,7 @@ class World:
 
         Of several to the same peer each has a `name` of its own.
         """
-        from hpctrain.comm.channel import make_channel
+        from hpctrain.comm.groups.channel import make_channel
 
         instruments = self._instruments("pipeline", sorted((self.rank, peer)), name)
         with instruments.recorded("connect"):
@@ -198,7 +200,7 @@ class World:
 
     def solo(self) -> "Solo":
         """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""
-        from hpctrain.comm.solo import Solo
+        from hpctrain.comm.groups.solo import Solo
 
         return Solo(self.rank, self.size, self.settings.rehearsal)
 
@@ -253,13 +255,13 @@ class World:
         return Instruments(self.oversight.recorder, name or "group", ranks, self.tracer, pace, which)
 
     def _routes(self):
-        from hpctrain.comm.routes.maker import RouteMaker
+        from hpctrain.comm.groups.maker import RouteMaker
 
         return RouteMaker(self.space, self.settings)
 
     def _moving(self) -> "Progress":
         """Return what moves this rank's lanes; it starts with the first."""
-        from hpctrain.comm.lanes import Progress
+        from hpctrain.comm.progress.lanes import Progress
 
         if self._progress is None:
             device = self.accelerator

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from hpctrain.config.cluster import Cluster, Family
+from hpctrain.config.clusters.cluster import Cluster, Family
 from hpctrain.config.tables import AUTO, Table
 
 

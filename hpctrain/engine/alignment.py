@@ -21,18 +21,18 @@ import numpy as np
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.bind import DTYPES
+from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.groups.solo import Solo
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.solo import Solo
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.facts import with_values
-from hpctrain.engine.resolve_kernels import resolve_kernels
+from hpctrain.engine.start.facts import with_values
+from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.operators.cases import Operator, Rounding, operators
 from hpctrain.model.operators.running import make_kernels
-from hpctrain.model.units import Weight
+from hpctrain.model.storage.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
 

@@ -14,9 +14,9 @@ from hpctrain.config.errors import CheckpointError, JobError
 from hpctrain.data.order import check_tokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
-from hpctrain.model.axes import ONE_RANK, Axes
+from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
-from hpctrain.model.store import Store
+from hpctrain.model.storage.store import Store
 from hpctrain.model.transformer import Block, Cache, Embedding, Head
 from hpctrain.plan.holders import whole_model
 from hpctrain.plan.tiling import Tile

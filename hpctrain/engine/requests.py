@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.comm.process import StopSignals
+from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.config.errors import InterruptionError
 

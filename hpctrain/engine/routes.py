@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.comm.accelerators.bind import bind_accelerator
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.routes.abilities import bridged, message_route
-from hpctrain.comm.routes.cuda_aware import DIRECT_VARIABLE, asked_direct
+from hpctrain.comm.bind import bind_accelerator
+from hpctrain.comm.transports.abilities import bridged, message_route
+from hpctrain.comm.transports.cuda_aware import DIRECT_VARIABLE, asked_direct
 from hpctrain.comm.world import World
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job
@@ -15,8 +15,8 @@ from hpctrain.plan.launch_order import Bridge, check_messages
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.engine.layout import Layout
+    from hpctrain.comm.groups.communicator import Communicator
+    from hpctrain.engine.step.layout import Layout
 
 
 def choose_bridge(world: World, job: Job, plan: Plan) -> dict[str, str]:

@@ -5,23 +5,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.instruments import UNTRACED
-from hpctrain.comm.launcher import end_of_batch_job
-from hpctrain.comm.process import StopSignals, take_losses
-from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.comm.progress.instruments import UNTRACED
+from hpctrain.comm.start.launcher import end_of_batch_job
+from hpctrain.comm.start.process import StopSignals, take_losses
+from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
-from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
-from hpctrain.engine.resolve import Prepared, prepare_run
-from hpctrain.engine.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve import Prepared, prepare_run
+from hpctrain.engine.start.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.observe.anomalies import Jump
+    from hpctrain.observe.folder.schema import SavedMetrics
+    from hpctrain.observe.folder.spans import Observer
     from hpctrain.observe.metrics import RunMetrics
-    from hpctrain.observe.schema import SavedMetrics
-    from hpctrain.observe.spans import Observer
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
@@ -55,8 +55,8 @@ class Run:
         """
         from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
-        from hpctrain.observe.lock import RunLock
-        from hpctrain.observe.run_folder import default_run_folder, note_failure
+        from hpctrain.observe.folder.lock import RunLock
+        from hpctrain.observe.folder.run_folder import default_run_folder, note_failure
 
         self.signals = signals or StopSignals()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
@@ -78,7 +78,7 @@ class Run:
         world.keep_records(self.path / FLIGHT)
 
         from hpctrain.observe.console import Console
-        from hpctrain.observe.run_folder import RunFolder
+        from hpctrain.observe.folder.run_folder import RunFolder
 
         self.console = Console(world.rank == 0, on_stderr, bar)
         self.folder = RunFolder(self.path, self.console.say)
@@ -92,7 +92,7 @@ class Run:
     def _choose_checkpoint(self, world: "World", job: Job) -> Sequence[str]:
         """Choose what all ranks continue from, whatever their view of the file system; return what is said of it."""
         from hpctrain.checkpoint.resume import choose_checkpoint
-        from hpctrain.observe.run_folder import refuse_missing_checkpoints
+        from hpctrain.observe.folder.run_folder import refuse_missing_checkpoints
 
         self.checkpoint, news = choose_checkpoint(world, self.path, job.checkpoint.resume)
         with world.all_or_none():
@@ -159,7 +159,7 @@ class Leg:
 
     def __init__(self, run: Run, world: "World", prepared: Prepared):
         """Make weights and who watches them, and say what is trained. Raises TrainingError where they do not fit."""
-        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.comm.bind import bind_accelerator
         from hpctrain.engine.trainer import Trainer
 
         self._run, self._world, self._prepared = run, world, prepared
@@ -182,9 +182,9 @@ class Leg:
         self._introduce()
 
     def _make_observers(self, accelerator) -> "list[Observer]":
+        from hpctrain.observe.folder.spans import Observed, Observer, StepRecorder
         from hpctrain.observe.prediction_check import PredictionTracker
         from hpctrain.observe.sample import StepSample
-        from hpctrain.observe.spans import Observed, Observer, StepRecorder
         from hpctrain.observe.trace import RunTrace
 
         self._recorder, described = StepRecorder(accelerator), self._described
@@ -237,7 +237,7 @@ class Leg:
         """Train to a step; return the metrics of the last one, and why it ended early, if it did."""
         from hpctrain.engine.saves import Saves
         from hpctrain.observe.anomalies import JumpWatch
-        from hpctrain.observe.run_folder import CORRUPTION
+        from hpctrain.observe.folder.run_folder import CORRUPTION
 
         run, trainer, prepared = self._run, self._trainer, self._prepared
         if trainer.steps_done >= until:
@@ -310,7 +310,7 @@ class Leg:
 
     def _note_findings(self, step: int, jumps: Sequence["Jump"]) -> None:
         """Say and note what was found in a step, and that output was lost; for rank 0."""
-        from hpctrain.observe.run_folder import JUMP, LOST
+        from hpctrain.observe.folder.run_folder import JUMP, LOST
 
         for jump in jumps:
             self._run.console.say(str(jump))
@@ -328,9 +328,9 @@ class Leg:
     def _note_overflow(self, needed_bytes: int) -> str:
         """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
         from hpctrain.comm.probe.machine import note_overflow
-        from hpctrain.config.cluster import MemoryOverflow
-        from hpctrain.planner.predictor import Predictor
-        from hpctrain.planner.setup import Setup
+        from hpctrain.config.clusters.cluster import MemoryOverflow
+        from hpctrain.planner.prediction.predictor import Predictor
+        from hpctrain.planner.prices.setup import Setup
 
         cluster, rank = self._described.cluster, self._world.rank
         stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory

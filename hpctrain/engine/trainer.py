@@ -15,17 +15,17 @@ from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, MemoryOverflowError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, Batch
-from hpctrain.engine import loss_scale
-from hpctrain.engine.layout import Layout, make_layout
-from hpctrain.engine.loss_scale import LossScale
-from hpctrain.engine.optimizer import Optimizer, learning_rate
-from hpctrain.engine.phases import phases_of
-from hpctrain.engine.pipeline import Pipeline
-from hpctrain.engine.replicas import Replicas, describe_odd
 from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
+from hpctrain.engine.step import loss_scale
+from hpctrain.engine.step.layout import Layout, make_layout
+from hpctrain.engine.step.loss_scale import LossScale
+from hpctrain.engine.step.optimizer import Optimizer, learning_rate
+from hpctrain.engine.step.phases import phases_of
+from hpctrain.engine.step.pipeline import Pipeline
+from hpctrain.engine.step.replicas import Replicas, describe_odd
 from hpctrain.model.stage import initialise
-from hpctrain.observe.schema import SavedMetrics
+from hpctrain.observe.folder.schema import SavedMetrics
 from hpctrain.plan.tiling import Plan
 
 LOOK_AT = (

@@ -10,7 +10,7 @@ import click
 
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
-from hpctrain.engine.phases import phases_of
+from hpctrain.engine.step.phases import phases_of
 from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, override_option, print_result
 from hpctrain.jobs.common import load_job_on, started_world, with_any_vocabulary
 
@@ -79,7 +79,7 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
         with world.all_or_none():
             parsed = with_any_vocabulary(parsed)
 
-        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.comm.bind import bind_accelerator
         from hpctrain.engine.alignment import align
 
         accelerator = bind_accelerator(world)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from hpctrain.config.cluster_file import load_cluster, ready_clusters
-from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.clusters.cluster_file import load_cluster, ready_clusters
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
 from hpctrain.jobs.arguments import json_option

@@ -15,13 +15,13 @@ import click
 
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
-from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
+from hpctrain.config.clusters.cluster_file import load_cluster, load_truth, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
 from hpctrain.config.removed import ignore, say_on_stderr
-from hpctrain.engine.facts import Described, with_values
-from hpctrain.engine.phases import phases_of
+from hpctrain.engine.start.facts import Described, with_values
+from hpctrain.engine.step.phases import phases_of
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan

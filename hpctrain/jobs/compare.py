@@ -74,7 +74,7 @@ def command(run_a, run_b, tolerance, mean, exact, as_json):
 
 def _losses(path: Path) -> dict[tuple[int, str], float]:
     """Return loss, validation loss and gradient norm by (step, name)."""
-    from hpctrain.observe.run_folder import read_metrics
+    from hpctrain.observe.folder.run_folder import read_metrics
 
     names = ("loss", "validation_loss", "grad_norm")
     result = {(m["step"], name): m[name] for m in read_metrics(path) for name in names if name in m}

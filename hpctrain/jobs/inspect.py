@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _locate(reference: str) -> Path:
     """Return the path of a file or folder, or of the ready-made job or cluster of that name. Raises JobError."""
-    from hpctrain.config.cluster_file import ready_clusters
+    from hpctrain.config.clusters.cluster_file import ready_clusters
     from hpctrain.config.job import ready_jobs
     from hpctrain.config.tables import did_you_mean, shorten
 
@@ -68,9 +68,9 @@ def _locate(reference: str) -> Path:
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
+    from hpctrain.observe.folder.run_folder import read_metrics
+    from hpctrain.observe.folder.schema import DRIFT, read_saved
     from hpctrain.observe.prediction_check import text
-    from hpctrain.observe.run_folder import read_metrics
-    from hpctrain.observe.schema import DRIFT, read_saved
 
     metrics = read_metrics(path)
     ending = _ending(path)
@@ -190,10 +190,10 @@ def _format_table(section: dict) -> str:
 
 
 def _cluster(path: Path) -> dict:
-    from hpctrain.config.cluster import assumed_figures
-    from hpctrain.config.cluster_defaults import describe_sources
-    from hpctrain.config.cluster_file import filled_figures, load_cluster
-    from hpctrain.config.links import slowest_links
+    from hpctrain.config.clusters.cluster import assumed_figures
+    from hpctrain.config.clusters.cluster_defaults import describe_sources
+    from hpctrain.config.clusters.cluster_file import filled_figures, load_cluster
+    from hpctrain.config.clusters.links import slowest_links
 
     cluster = load_cluster(path)
     summary = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_defaults import describe_sources
-from hpctrain.config.cluster_file import filled_figures, locate_cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.cluster_defaults import describe_sources
+from hpctrain.config.clusters.cluster_file import filled_figures, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
-from hpctrain.engine.facts import Described
-from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve_overlap import resolve_switches, setups_by_plan, topology_of
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     NONE_OR_MORE,
@@ -32,9 +32,9 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.explain import reasons, runner_up
-from hpctrain.planner.search import Limits, SearchResult
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.space import Space, by_speed_space, even_space
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import Limits, SearchResult
+from hpctrain.planner.search.space import Space, by_speed_space, even_space
 
 out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")
 

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import click
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
-from hpctrain.engine.facts import Described
-from hpctrain.engine.resolve_overlap import resolve_on
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve_overlap import resolve_on
 from hpctrain.jobs.arguments import PATH, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
-from hpctrain.planner.predictor import Prediction, predict
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Prediction, predict
+from hpctrain.planner.prices.setup import Setup
 
 
 @click.command("predict")

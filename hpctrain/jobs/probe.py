@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from hpctrain.config.bounds import MOST_SECONDS
-from hpctrain.config.cluster import Profile
-from hpctrain.config.cluster_file import (
+from hpctrain.config.clusters.cluster import Profile
+from hpctrain.config.clusters.cluster_file import (
     dump_cluster,
     load_cluster,
     locate_cluster,
@@ -18,17 +18,17 @@ from hpctrain.config.cluster_file import (
     ready_clusters,
     write_cluster_text,
 )
+from hpctrain.config.clusters.links import slowest_links
 from hpctrain.config.errors import JobError, TopologyError
 from hpctrain.config.job import Job
-from hpctrain.config.links import slowest_links
 from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
-from hpctrain.engine.facts import Described
-from hpctrain.engine.resolve import check_ranks_are_devices
-from hpctrain.engine.resolve_overlap import resolve_overlap
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve import check_ranks_are_devices
+from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world, with_vocabulary
-from hpctrain.planner.curves import is_profiled, model_seconds, profiles_of
+from hpctrain.planner.prices.curves import is_profiled, model_seconds, profiles_of
 
 MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
 
@@ -84,7 +84,7 @@ def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None
             if world.rank == 0:
                 check_writable(out, force)
 
-        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.comm.bind import bind_accelerator
         from hpctrain.comm.probe.survey import probe_cluster
 
         accelerator = bind_accelerator(world)
@@ -147,8 +147,8 @@ def probe_job(
         with world.all_or_none():
             parsed = with_vocabulary(parsed)
 
-        from hpctrain.comm.accelerators.bind import bind_accelerator
-        from hpctrain.engine.profiler import profile
+        from hpctrain.comm.bind import bind_accelerator
+        from hpctrain.engine.start.profiler import profile
         from hpctrain.planner.choose import with_dtypes
 
         accelerator = bind_accelerator(world)
@@ -207,7 +207,7 @@ def describe_this(world) -> Path:
 
     All ranks must call. Raises JobError where it cannot be kept.
     """
-    from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.comm.bind import bind_accelerator
     from hpctrain.comm.probe.machine import CACHE_VARIABLE, describe_machine
 
     machine = describe_machine(world, bind_accelerator(world))

@@ -8,15 +8,15 @@ from typing import Any
 import click
 
 from hpctrain.config.bounds import MOST_RANKS
-from hpctrain.config.cluster_file import load_cluster, locate_cluster
+from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster
+from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.launch import Launch
 from hpctrain.jobs.arguments import PATH, RANKS, override_option
 from hpctrain.jobs.common import check_runs, with_vocabulary
 from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.files import launch_files, write_files
 from hpctrain.launch.scripts import Start
-from hpctrain.observe.run_folder import default_run_folder
+from hpctrain.observe.folder.run_folder import default_run_folder
 from hpctrain.plan.uniform import resolve_plan
 
 

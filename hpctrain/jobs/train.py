@@ -5,8 +5,8 @@ import sys
 
 import click
 
-from hpctrain.comm.launcher import record_exit
-from hpctrain.comm.process import StopSignals
+from hpctrain.comm.start.launcher import record_exit
+from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import Run
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option

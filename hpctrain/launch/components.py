@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.errors import LaunchError
-from hpctrain.config.launch import Launch
 
 REQUESTED = ("partition", "account", "qos", "constraint", "reservation", "min_nodes")
 """Keys of `Launch` that are of a whole node: families that share nodes must agree in them."""

@@ -23,8 +23,8 @@ from pathlib import Path
 import hpctrain
 from hpctrain import __version__
 from hpctrain.config import errors
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.launch.components import Component

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.config.clusters.launch import BATCH_WORD
 from hpctrain.config.errors import JobError, LaunchError
-from hpctrain.config.launch import BATCH_WORD
 from hpctrain.launch.components import Component
 from hpctrain.launch.files import render
 

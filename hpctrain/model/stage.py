@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpctrain.comm.instruments import UNTRACED, Tracer
+from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.config.job import Model
-from hpctrain.model.axes import Axes
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.operators.attention import Documents
+from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.recompute import End, Pack, keep
-from hpctrain.model.store import Store
+from hpctrain.model.storage.store import Store
+from hpctrain.model.storage.units import Deferred
 from hpctrain.model.transformer import Block, Computing, Embedding, Head, LayerModule, make_layer
-from hpctrain.model.units import Deferred
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
 

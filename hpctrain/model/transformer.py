@@ -16,7 +16,6 @@ import torch
 from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import activate, capped
 from hpctrain.model.operators.attention import Documents, attend
@@ -26,8 +25,9 @@ from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels, OfInput
 from hpctrain.model.operators.scaled_products import FP8
+from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.recompute import Dropping, Pack, keep, keeping_inputs
-from hpctrain.model.store import Store
+from hpctrain.model.storage.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of, is_attention, name_layer

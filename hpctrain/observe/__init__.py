@@ -1,1 +1,16 @@
-"""Floor 3: what a run reports: its folder, its metrics, its progress."""
+"""Floor 3: what a run reports.
+
+Read it in this order; a file imports only from its own line and those above it.
+
+    folder/           the run folder: the schema of its files, its lock, its spans
+    overrun           how late a rehearsal was
+    metrics           a line for each step
+    sample            which ranks write spans
+    trace             spans as a trace of Chrome's format
+    exports           metrics for other programs
+    prediction_check  measured parts beside the predicted ones
+    anomalies         stragglers and jumps
+    console           what a person reads while it runs
+    live              all of these in one step
+    report/           a page about a run
+"""

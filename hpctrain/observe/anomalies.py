@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpctrain.observe.folder.schema import SavedMetrics
 from hpctrain.observe.metrics import median
-from hpctrain.observe.schema import SavedMetrics
 from hpctrain.plan.equal_tiles import tile_groups
 from hpctrain.plan.tiling import Plan
 

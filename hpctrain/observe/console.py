@@ -11,9 +11,9 @@ from rich.text import Text
 
 from hpctrain.config.job import Job, Model
 from hpctrain.config.terminal import drawing, printable
+from hpctrain.observe.folder.run_folder import RESOLVED
+from hpctrain.observe.folder.schema import SavedFigures, SavedMetrics, SavedSlowest
 from hpctrain.observe.overrun import QUOTED_OVERRUN, UNTRUSTED_OVERRUN
-from hpctrain.observe.run_folder import RESOLVED
-from hpctrain.observe.schema import SavedFigures, SavedMetrics, SavedSlowest
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import count_parameters
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.observe.anomalies import StragglerWatch
 from hpctrain.observe.exports import MetricsWriter
+from hpctrain.observe.folder.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
+from hpctrain.observe.folder.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.observe.metrics import FIGURES
-from hpctrain.observe.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
 from hpctrain.observe.sample import SAMPLED_STEP
-from hpctrain.observe.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.predictor import Prediction
+from hpctrain.planner.prediction.predictor import Prediction
 
 RANKS_SECONDS = 60.0
 """How old it may become: of a run that fails it is the last that is known of every rank."""

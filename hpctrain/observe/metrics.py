@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.observe.schema import SavedFigures, SavedMetrics, SavedSpread
-from hpctrain.observe.spans import Observed
-from hpctrain.planner.simulate import EXPOSED
+from hpctrain.observe.folder.schema import SavedFigures, SavedMetrics, SavedSpread
+from hpctrain.observe.folder.spans import Observed
+from hpctrain.planner.prediction.simulate import EXPOSED
 
 if TYPE_CHECKING:
     from hpctrain.comm.waiting import PendingNumbers

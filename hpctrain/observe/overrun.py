@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpctrain.config.errors import TrainingError
-from hpctrain.observe.spans import Observer
+from hpctrain.observe.folder.spans import Observer
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

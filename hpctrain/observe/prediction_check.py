@@ -5,11 +5,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from hpctrain.comm.probe.load import LoadWatch
-from hpctrain.observe.schema import DRIFT, SavedComparison
-from hpctrain.observe.spans import Observed, Observer
+from hpctrain.observe.folder.schema import DRIFT, SavedComparison
+from hpctrain.observe.folder.spans import Observed, Observer
 from hpctrain.plan.tiling import Plan, counted
-from hpctrain.planner.predictor import Prediction
-from hpctrain.planner.simulate import EXPOSED
+from hpctrain.planner.prediction.predictor import Prediction
+from hpctrain.planner.prediction.simulate import EXPOSED
 
 LARGE_SHARE = 0.1
 """Of a step: a difference that becomes a warning, unless the prediction itself promises less."""

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hpctrain.comm.watchdog.flight import parse_ranks
-from hpctrain.observe.schema import TIMELINE, TRAFFIC, SavedCollective, SavedGrid, SavedSend
-from hpctrain.observe.spans import EXPOSED, OVERLAPPED, Observed, Observer, Span, mean_by_axis, sums_by_axis
+from hpctrain.observe.folder.schema import TIMELINE, TRAFFIC, SavedCollective, SavedGrid, SavedSend
+from hpctrain.observe.folder.spans import EXPOSED, OVERLAPPED, Observed, Observer, Span, mean_by_axis, sums_by_axis
 from hpctrain.plan.equal_tiles import tile_groups
 from hpctrain.plan.schedule import Instruction
 from hpctrain.plan.tiling import Plan, Tile

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from hpctrain.observe.schema import TRACE_SUMMARY, SavedTraceSummary
-from hpctrain.observe.spans import OVERLAPPED, WAITED, Observed, Observer, Span, mean_by_axis, sums_by_axis
+from hpctrain.observe.folder.schema import TRACE_SUMMARY, SavedTraceSummary
+from hpctrain.observe.folder.spans import OVERLAPPED, WAITED, Observed, Observer, Span, mean_by_axis, sums_by_axis
 
 TRACE = "trace.json"
 COMPUTE = "compute"

@@ -1,0 +1,17 @@
+"""Floor 0: the tiling, as data.
+
+Read it in this order; a file imports only from its own line and those above it.
+
+    tiling        tiles and plans
+    file          a plan's file
+    draw          a plan as text
+    holders       which ranks hold a parameter
+    transfers     what goes from tile to tile
+    schedule      the instructions of each rank
+    equal_tiles   tiles that differ in their ranks alone
+    role          what one rank needs to know of a plan
+    checks        what a plan must fulfil
+    schedule_run  a schedule, run without ranks
+    launch_order  the order of operations on devices
+    uniform       even plans, by keys
+"""

@@ -4,20 +4,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import HpctrainError, PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES, choose_dtypes
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
-from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import EQUAL_SHARE, runner_up
-from hpctrain.planner.predictor import Prediction, predict
-from hpctrain.planner.search import Limits, SearchResult, search
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.space import Space, StageChoice
-from hpctrain.planner.stages import StageCosts, StageShape
+from hpctrain.planner.prediction.predictor import Prediction, predict
+from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import Limits, SearchResult, search
+from hpctrain.planner.search.space import Space, StageChoice
+from hpctrain.planner.search.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
 MIB = 2**20

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.plan.tiling import counted
-from hpctrain.planner.cut import Placed
-from hpctrain.planner.search import SearchResult, SimulatedPlan
-from hpctrain.planner.space import Shape, names_of
+from hpctrain.planner.search.cut import Placed
+from hpctrain.planner.search.search import SearchResult, SimulatedPlan
+from hpctrain.planner.search.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.comm.accelerators.base import DeviceMemory, Event
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.config.truth import PretendDevice
+from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.rehearsal.clock import Clock, DeviceQueue
 
 MEASURED_SIZE = 256

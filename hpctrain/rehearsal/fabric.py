@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.links import link_between, nic_of
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.links import link_between, nic_of
 
 
 class Path(NamedTuple):

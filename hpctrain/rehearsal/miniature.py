@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hpctrain.architectures.description import head_size_of, inner_of
-from hpctrain.config.cluster import ITEM_BYTES, MANY_ROWS, Cluster, Family, Figures
+from hpctrain.config.clusters.cluster import ITEM_BYTES, MANY_ROWS, Cluster, Family, Figures
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.tables import Table
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.cost import model_flops
-from hpctrain.planner.devices import SLOWEST_WITH_TILES, DeviceModel
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.cost import model_flops
+from hpctrain.planner.prices.devices import SLOWEST_WITH_TILES, DeviceModel
+from hpctrain.planner.prices.setup import Setup
 
 T = TypeVar("T", bound=Table)
 NETWORK = ("fabrics", "nodes", "links")

@@ -15,16 +15,16 @@ from contextlib import suppress
 
 import torch
 
-from hpctrain.comm.members import GroupMessages, Members
+from hpctrain.comm.progress.steps import Ready
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.steps import Ready
 from hpctrain.comm.topology import Topology, places_of
-from hpctrain.comm.window import SharedWindow, share_files
+from hpctrain.comm.transports.members import GroupMessages, Members
+from hpctrain.comm.transports.transport import HostTransport
+from hpctrain.comm.transports.window import SharedWindow, share_files
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
-from hpctrain.config.truth import Truth
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
 from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.folder import latest_checkpoint
-from hpctrain.observe.run_folder import read_events, read_metrics
+from hpctrain.observe.folder.run_folder import read_events, read_metrics
 from tests.started import BIN, ranks_of
 from tests.unit.report_page import Page, check_numbers
 from tests.warm_start import MODULE, SCRIPT
@@ -320,7 +320,7 @@ SLOW_DISK = """
 import sys, time
 from hpctrain.checkpoint import saving
 from hpctrain.cli import main
-from hpctrain.comm.launcher import promised_rank
+from hpctrain.comm.start.launcher import promised_rank
 
 write = saving.write_stream
 if promised_rank() == 1:

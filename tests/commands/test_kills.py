@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.litter import PREFIXES, SHARED_MEMORY
-from hpctrain.observe.run_folder import read_metrics
+from hpctrain.comm.start.litter import PREFIXES, SHARED_MEMORY
+from hpctrain.observe.folder.run_folder import read_metrics
 from tests.started import BIN, processes, ranks_of
 
 GONE_SECONDS = 40.0

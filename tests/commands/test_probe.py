@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from hpctrain.config.cluster_file import load_cluster
-from hpctrain.config.links import link_between, slowest_links
+from hpctrain.config.clusters.cluster_file import load_cluster
+from hpctrain.config.clusters.links import link_between, slowest_links
 from tests.commands.conftest import BIN, Finished
 
 PLACES = ({"HPCTRAIN_HOST": "alpha", "HPCTRAIN_FAMILY": "fast"}, {"HPCTRAIN_HOST": "beta", "HPCTRAIN_FAMILY": "slow"})
@@ -88,7 +88,7 @@ def test_where_it_cannot_be_written_is_reported_before_anything_is_measured(hpct
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
-    from hpctrain.config.cluster_file import write_cluster_text
+    from hpctrain.config.clusters.cluster_file import write_cluster_text
     from hpctrain.config.errors import JobError
 
     path = tmp_path / "cluster.toml"

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
-from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.plan.file import load_plan
 from tests.pretended import PAIR
 

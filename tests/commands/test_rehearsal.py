@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hpctrain.config.cluster_file import dump_cluster
-from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.config.clusters.cluster_file import dump_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from tests import clusters
 from tests.busy import OtherPrograms, unless_busy
 from tests.pretended import PAIR

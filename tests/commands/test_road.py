@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from hpctrain.config.cluster_file import load_cluster
+from hpctrain.config.clusters.cluster_file import load_cluster
 from tests.started import BIN
 
 ARGUMENTS = ("job.toml", "--sample", "0")

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpctrain.comm.launcher import promised_rank
+from hpctrain.comm.start.launcher import promised_rank
 from hpctrain.comm.waiting import Phase
 from hpctrain.comm.watchdog import watchdog as watching
 from hpctrain.comm.watchdog.recorder import Recorder

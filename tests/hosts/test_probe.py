@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from hpctrain.config.cluster_file import load_cluster
-from hpctrain.config.links import link_between
+from hpctrain.config.clusters.cluster_file import load_cluster
+from hpctrain.config.clusters.links import link_between
 from tests.busy import OtherPrograms, unless_busy
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.pmi import init_thread
+from hpctrain.comm.start.pmi import init_thread
 from hpctrain.comm.world import World
 from tests.compilers import need_compiler
 from tests.ranks.small_runs import write_tokens

@@ -13,18 +13,18 @@ from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.instruments import UNTRACED
-from hpctrain.comm.settings import Settings
+from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.settings import Settings
+from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job, Train, load_job
 from hpctrain.config.parallelism import PlanRequest
-from hpctrain.config.truth import Truth
 from hpctrain.data.order import Batch, open_datasets
-from hpctrain.engine.layout import Layout
+from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.trainer import Trainer
-from hpctrain.model.axes import Axis
+from hpctrain.model.parallel.axes import Axis
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.rehearsal.shaped import rehearse

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.comm.transports.transport import HostTransport
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.extra_warmup import with_extra_warmup
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters
 from tests.ranks.punctual import TOO_LATE, punctual_step

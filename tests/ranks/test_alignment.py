@@ -7,7 +7,7 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.config.errors import JobError
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import align
-from hpctrain.engine.profiler import profile, short_profile
+from hpctrain.engine.start.profiler import profile, short_profile
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.model.operators import attention, linear
 from hpctrain.model.operators.attention import ATTENTION_BACKENDS

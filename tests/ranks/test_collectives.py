@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hpctrain.comm.collectives.shared import SLOT_BYTES
-from hpctrain.comm.routes.transport import HostTransport
-from hpctrain.comm.settings import Settings
+from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.topology import Place, Topology, candidates
+from hpctrain.comm.transports.transport import HostTransport
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval
@@ -161,7 +161,7 @@ def test_collectives_agree_with_a_reference(world, case):
 
 @pytest.mark.timeout(60)
 def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monkeypatch):
-    from hpctrain.comm import window
+    from hpctrain.comm.transports import window
 
     comm = world.group(range(world.size))
     if world.rank == world.size - 1:  # one host of several, say

@@ -10,9 +10,9 @@ import torch
 from hpctrain.checkpoint.folder import complete_checkpoints
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.optimizer import Optimizer
-from hpctrain.engine.replicas import Replicas
 from hpctrain.engine.saves import Saves
+from hpctrain.engine.step.optimizer import Optimizer
+from hpctrain.engine.step.replicas import Replicas
 from hpctrain.engine.trainer import Trainer
 from tests.ranks.small_runs import make_job, make_trainer, whole
 from tests.ranks.test_saving import NoRequests

@@ -6,13 +6,13 @@ mpirun -n 4 python -m pytest --with-mpi -rs tests/ranks/test_devices.py
 import pytest
 import torch
 
-from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import family_of
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
-from hpctrain.comm.routes.cuda_aware import probe_direct
-from hpctrain.comm.routes.torch_groups import library_ability
+from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.transports.cuda_aware import probe_direct
+from hpctrain.comm.transports.torch_groups import library_ability
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 
@@ -87,7 +87,7 @@ def test_direct_collectives_on_gpus(world):
 
 @pytest.mark.timeout(300)
 def test_two_lanes_on_gpus(world):
-    from hpctrain.comm.communicator import Lane
+    from hpctrain.comm.groups.communicator import Lane
 
     pretended, ranks = OnGpu(world, "a" * world.size), list(range(world.size))
     lanes = [Lane(ranks, pretended.routes.backend(ranks), pretended.progress, world.patience) for _ in range(2)]

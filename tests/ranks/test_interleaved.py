@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-import hpctrain.engine.pipeline as pipeline
-from hpctrain.comm.routes.transport import HostTransport
+import hpctrain.engine.step.pipeline as pipeline
+from hpctrain.comm.transports.transport import HostTransport
+from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import Truth
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.search import search
-from hpctrain.planner.setup import HPCTRAIN, Setup
-from hpctrain.planner.space import Space
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
+from hpctrain.planner.search.search import search
+from hpctrain.planner.search.space import Space
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hpctrain.comm import communicator, launches, steps
+from hpctrain.comm.groups import communicator
+from hpctrain.comm.progress import launches, steps
 from hpctrain.data.order import open_datasets
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job, make_trainer
 from tests.ranks.test_staged import Pretended

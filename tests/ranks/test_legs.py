@@ -5,11 +5,11 @@ import json
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Job
-from hpctrain.engine.facts import Described
-from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.run import Run
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve import prepare_run
 from tests.ranks.small_runs import largest_relative_difference, make_job
 
 STEPS, FIRST_LEG = 6, 3

@@ -2,13 +2,13 @@
 
 import pytest
 
-from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.buffers import largest_message_bytes
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.buffers import largest_message_bytes
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER

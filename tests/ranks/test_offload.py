@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.punctual import MOST_STEPS, Measurement, punctual_step

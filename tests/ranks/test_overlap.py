@@ -8,13 +8,13 @@ import torch
 
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.architectures.description import inner_of
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.world import World
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.facts import Described
-from hpctrain.engine.resolve import Prepared
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve import Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan

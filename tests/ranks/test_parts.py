@@ -4,14 +4,14 @@ the same bytes."""
 import pytest
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.predictor import predict
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import by, bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world

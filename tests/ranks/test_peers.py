@@ -6,11 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.probe.link_timing import measure_messages, pair_classes
-from hpctrain.comm.routes import peer_memory
-from hpctrain.comm.routes.peer_memory import PEER_VARIABLE, SLOTS, PeerMemory
 from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.transports import peer_memory
+from hpctrain.comm.transports.peer_memory import PEER_VARIABLE, SLOTS, PeerMemory
 from tests.ranks.small_runs import losses, make_job
 from tests.ranks.test_staged import Pretended
 

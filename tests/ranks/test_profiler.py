@@ -5,13 +5,13 @@ import gc
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import TrainingError
-from hpctrain.config.truth import PretendDevice, Truth
-from hpctrain.engine.profiler import profile
-from hpctrain.engine.resolve_overlap import resolve_overlap
+from hpctrain.engine.start.profiler import profile
+from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.curves import PROFILED_ZEROS, describe_work, is_profiled, model_seconds
+from hpctrain.planner.prices.curves import PROFILED_ZEROS, describe_work, is_profiled, model_seconds
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from hpctrain.config.parallelism import Overlap
-from hpctrain.engine.layout import Layout
-from hpctrain.model.axes import Axis
+from hpctrain.engine.step.layout import Layout
+from hpctrain.model.parallel.axes import Axis
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.rehearsal.fabric import PretendedNetwork

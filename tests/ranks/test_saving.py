@@ -32,7 +32,7 @@ def fit(world, job, folder, said=None):
 
 class NoRequests(Requests):
     def __init__(self):
-        from hpctrain.comm.process import StopSignals
+        from hpctrain.comm.start.process import StopSignals
 
         super().__init__(StopSignals())
 

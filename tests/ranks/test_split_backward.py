@@ -8,10 +8,10 @@ from statistics import mean
 import hypothesis.strategies as st
 import pytest
 
-import hpctrain.engine.pipeline as pipeline
-from hpctrain.config.cluster_file import parse_cluster
+import hpctrain.engine.step.pipeline as pipeline
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule import Op, one_f_one_b, schedule_of

@@ -11,15 +11,15 @@ import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.channel import make_channel
-from hpctrain.comm.communicator import Backend, Communicator, Lane
-from hpctrain.comm.lanes import Progress
-from hpctrain.comm.routes import messages
-from hpctrain.comm.routes.abilities import UNPLANNED, Devices, FamilyAbilities
-from hpctrain.comm.routes.maker import RouteMaker
-from hpctrain.comm.routes.streamed import StreamedCollectives
-from hpctrain.comm.settings import Settings
+from hpctrain.comm.collectives.streamed import StreamedCollectives
+from hpctrain.comm.groups.channel import make_channel
+from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
+from hpctrain.comm.groups.maker import RouteMaker
+from hpctrain.comm.groups.settings import Settings
+from hpctrain.comm.progress.lanes import Progress
 from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.transports import messages
+from hpctrain.comm.transports.abilities import UNPLANNED, Devices, FamilyAbilities
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeLibrary

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.folder import latest_checkpoint
-from hpctrain.comm.routes.transport import HostTransport
+from hpctrain.comm.transports.transport import HostTransport
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan

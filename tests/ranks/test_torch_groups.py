@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
-from hpctrain.comm.routes import torch_groups
-from hpctrain.comm.routes.native import NativeCollectives
-from hpctrain.comm.routes.torch_groups import Connection
+from hpctrain.comm.transports import torch_groups
+from hpctrain.comm.transports.native import NativeCollectives
+from hpctrain.comm.transports.torch_groups import Connection
 from hpctrain.config.errors import CommError
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator

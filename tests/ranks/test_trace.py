@@ -8,13 +8,13 @@ from collections import defaultdict
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.instruments import UNTRACED
+from hpctrain.comm.progress.instruments import UNTRACED
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
-from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.observe.run_folder import RunFolder
-from hpctrain.observe.schema import TRACE_SUMMARY
-from hpctrain.observe.spans import Observed, StepRecorder
+from hpctrain.observe.folder.run_folder import RunFolder
+from hpctrain.observe.folder.schema import TRACE_SUMMARY
+from hpctrain.observe.folder.spans import Observed, StepRecorder
 from hpctrain.observe.trace import TRACE, RunTrace
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile

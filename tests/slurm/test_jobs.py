@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config.cluster_file import ready_clusters
+from hpctrain.config.clusters.cluster_file import ready_clusters
 from tests.slurm.work import Work, family
 
 MANY = 100
@@ -94,7 +94,7 @@ import os, random
 from mpi4py import rc
 rc.initialize = False
 from mpi4py import MPI
-from hpctrain.comm import pmi
+from hpctrain.comm.start import pmi
 used = [os.urandom(random.randrange(16, 9000)) for _ in range(20_000)]
 random.shuffle(used)
 used = used[::2]

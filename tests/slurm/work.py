@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.observe.run_folder import read_metrics
+from hpctrain.observe.folder.run_folder import read_metrics
 from tests import clusters
 from tests.slurm.site import SlurmSite
 from tests.started import BIN, SMALL_MODEL, Finished

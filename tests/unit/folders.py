@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.observe.folder.run_folder import RunFolder
+from hpctrain.observe.folder.schema import DRIFT, TIMELINE, TRAFFIC
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
 from hpctrain.observe.prediction_check import MeasuredStep, compare
-from hpctrain.observe.run_folder import RunFolder
 from hpctrain.observe.sample import shown_tiles
-from hpctrain.observe.schema import DRIFT, TIMELINE, TRAFFIC
-from hpctrain.planner.predictor import forecast
-from hpctrain.planner.setup import Setup
-from hpctrain.planner.simulate import EXPOSED
+from hpctrain.planner.prediction.predictor import forecast
+from hpctrain.planner.prediction.simulate import EXPOSED
+from hpctrain.planner.prices.setup import Setup
 from tests import clusters
 
 SLOWER = 1.25

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.communicator import ENDLESS, Backend, Communicator, Lane
-from hpctrain.comm.lanes import Progress
-from hpctrain.comm.solo import SilentCollectives, Solo
+from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.groups.solo import SilentCollectives, Solo
+from hpctrain.comm.progress.lanes import Progress
 from hpctrain.config.job import Job
-from hpctrain.engine.layout import make_layout
-from hpctrain.engine.optimizer import Optimizer
-from hpctrain.engine.pipeline import Pipeline
+from hpctrain.engine.step.layout import make_layout
+from hpctrain.engine.step.optimizer import Optimizer
+from hpctrain.engine.step.pipeline import Pipeline
 from hpctrain.model.stage import initialise
 from hpctrain.plan.tiling import Plan
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hpctrain.config.cluster import Cluster, Profile, RowTimes
-from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster import Cluster, Profile, RowTimes
+from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.curves import describe_training
-from hpctrain.planner.extra_warmup import with_extra_warmup
-from hpctrain.planner.predictor import Predictor
-from hpctrain.planner.search import Limits
-from hpctrain.planner.setup import HPCTRAIN, Setup
-from hpctrain.planner.simulate import simulate
-from hpctrain.planner.space import Space
-from hpctrain.planner.stages import row_chunk_counts
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prediction.simulate import simulate
+from hpctrain.planner.prices.curves import describe_training
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
+from hpctrain.planner.search.extra_warmup import with_extra_warmup
+from hpctrain.planner.search.search import Limits
+from hpctrain.planner.search.space import Space
+from hpctrain.planner.search.stages import row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -76,7 +76,7 @@ def cluster_of(
     return parse_cluster(text, "a test")
 
 
-# ---- every plan of the space, enumerated plainly from its definition in hpctrain/planner/space.py --------------------
+# ---- every plan of the space, enumerated plainly from its definition in hpctrain/planner/search/space.py ------------
 
 
 def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Stream
-from hpctrain.comm.launcher import asked_threads, host_memory_bytes
+from hpctrain.comm.start.launcher import asked_threads, host_memory_bytes
 
 # From glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 MALLOC_SETTINGS = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpctrain.comm.accelerators.kinds import KINDS, may_be_there, torch_module
-from hpctrain.comm.launcher import number_in
+from hpctrain.comm.start.launcher import number_in
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 
 # Set for a rank: the kind of device to use, and the name of its family.

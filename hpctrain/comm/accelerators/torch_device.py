@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
-from hpctrain.comm.launcher import asked_threads, machine_name
+from hpctrain.comm.start.launcher import asked_threads, machine_name
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hpctrain.comm.progress.steps import Ready, Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order, window_of
-from hpctrain.comm.routes.transport import Transport
-from hpctrain.comm.steps import Ready, Steps, until_all
 from hpctrain.comm.topology import SEGMENT_BYTES
+from hpctrain.comm.transports.transport import Transport
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # A broadcast of less goes down a tree whole; of more it is scattered and gathered, which uses every rank's network.

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.progress.steps import Ready, Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order
-from hpctrain.comm.steps import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 

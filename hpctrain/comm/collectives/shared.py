@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import torch
 
-from hpctrain.comm import window as windows
-from hpctrain.comm.members import Members
+from hpctrain.comm.progress.steps import Pending, Steps
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
-from hpctrain.comm.steps import Pending, Steps
-from hpctrain.comm.window import SharedWindow
+from hpctrain.comm.transports import window as windows
+from hpctrain.comm.transports.members import Members
+from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # A rank alternates between two slots: who writes the third chunk knows that all have read the first, since all have

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.bind import DTYPES
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.groups.communicator import Communicator
 
 Shape = tuple[int, int, int]
 # [m, k, n] of products [m, k] @ [k, n], from small ones, which show what starting one costs, to what keeps a large

@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.probe.device_timing import Schedule
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World

@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE, probe_cluster
-from hpctrain.comm.routes.abilities import device_route, message_route
-from hpctrain.comm.routes.peer_memory import PEER_VARIABLE
+from hpctrain.comm.transports.abilities import device_route, message_route
+from hpctrain.comm.transports.peer_memory import PEER_VARIABLE
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster, MemoryOverflow, Profile
-from hpctrain.config.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
+from hpctrain.config.clusters.cluster import Cluster, MemoryOverflow, Profile
+from hpctrain.config.clusters.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
 from hpctrain.config.errors import HpctrainError, JobError, TopologyError
 from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.config.tables import read_text

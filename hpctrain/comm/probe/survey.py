@@ -12,7 +12,17 @@ from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messa
 from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
-from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, ProductSpeed, Time, check_name
+from hpctrain.config.clusters.cluster import (
+    Cluster,
+    Fabric,
+    Family,
+    LinkClass,
+    Nic,
+    Nodes,
+    ProductSpeed,
+    Time,
+    check_name,
+)
 from hpctrain.config.errors import TopologyError
 
 # The name of the fabric that a rank's host is on. MPI does not know it; without it all hosts are taken to be on one.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.comm.launcher import record_exit
+from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.topology import Place
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog import flight

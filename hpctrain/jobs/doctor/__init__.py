@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.comm.launcher import promised_rank
+from hpctrain.comm.start.launcher import promised_rank
 from hpctrain.config.errors import HpctrainError
 from hpctrain.jobs.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
 from hpctrain.jobs.doctor.rank_checks import check_ranks

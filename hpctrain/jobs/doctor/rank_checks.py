@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.comm.launcher import asked_threads, promised_size
+from hpctrain.comm.start.launcher import asked_threads, promised_size
 from hpctrain.config.errors import HpctrainError, LaunchError
 from hpctrain.jobs.doctor.machine_checks import Finding, error_finding
 from hpctrain.jobs.doctor.software import compare_software, describe_environments, grouped
@@ -36,7 +36,7 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     drivers = check_drivers(world.topology.places, world.gather_objects(own))
     yield [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), *drivers], {}
 
-    from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
+    from hpctrain.comm.bind import DTYPES, bind_accelerator
 
     try:
         accelerator = bind_accelerator(world)
@@ -152,7 +152,7 @@ def check_cores(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def _routes(world: "World") -> list[dict[str, str]]:
-    from hpctrain.comm.routes.abilities import describe_routes
+    from hpctrain.comm.transports.abilities import describe_routes
 
     devices = world.settings.devices
     described = describe_routes(world.topology, devices.families, devices.bridge) if devices else None

@@ -14,11 +14,11 @@ import torch
 
 from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.config.job import Model
-from hpctrain.model.axes import ONE_RANK, Axes
 from hpctrain.model.operators import activation, attention, embedding, linear, loss, rotary
 from hpctrain.model.operators import norm as norms
 from hpctrain.model.operators.running import Kernels
-from hpctrain.model.units import Weight
+from hpctrain.model.parallel.axes import ONE_RANK, Axes
+from hpctrain.model.storage.units import Weight
 
 MOST_IDS = 8192
 """Of the vocabulary: what is wrong with a product or a sum shows with so many columns, and float64 takes its time."""

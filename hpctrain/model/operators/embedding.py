@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from hpctrain.model.axes import Axis
-from hpctrain.model.positions import gathered, start_scatter
-from hpctrain.model.units import Weight
+from hpctrain.model.parallel.axes import Axis
+from hpctrain.model.parallel.positions import gathered, start_scatter
+from hpctrain.model.storage.units import Weight
 
 
 def local_ids(ids: torch.Tensor, first_id: int, table: Weight) -> tuple[torch.Tensor, torch.Tensor]:

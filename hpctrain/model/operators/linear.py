@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from hpctrain.model.axes import Axis, Following, PendingWork
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
-from hpctrain.model.positions import Gathering, cut_parts, start_scatter
-from hpctrain.model.units import Weight
+from hpctrain.model.parallel.axes import Axis, Following, PendingWork
+from hpctrain.model.parallel.positions import Gathering, cut_parts, start_scatter
+from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
 
 _LIBRARY = torch.library.Library("hpctrain", "DEF")

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.axes import Axes
 from hpctrain.model.operators.activation import reference_cap
 from hpctrain.model.operators.linear import add_product
 from hpctrain.model.operators.running import Kernels
-from hpctrain.model.positions import gathered, start_scatter
-from hpctrain.model.units import Weight
+from hpctrain.model.parallel.axes import Axes
+from hpctrain.model.parallel.positions import gathered, start_scatter
+from hpctrain.model.storage.units import Weight
 
 
 def _values(logits_NV: torch.Tensor, num_ids: int, cap: float | None) -> torch.Tensor:

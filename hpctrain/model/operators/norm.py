@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.architectures.description import Norm
-from hpctrain.model.axes import Axis
 from hpctrain.model.operators.running import OfInput, Run, add_part
-from hpctrain.model.units import Weight
+from hpctrain.model.parallel.axes import Axis
+from hpctrain.model.storage.units import Weight
 
 
 class RmsNorm:

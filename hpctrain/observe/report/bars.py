@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from hpctrain.observe.folder.run_folder import CLUSTER
+from hpctrain.observe.folder.schema import RANKS, TRAFFIC
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     LANE,
@@ -19,10 +21,8 @@ from hpctrain.observe.report.svg import (
     show_seconds,
     text_width,
 )
-from hpctrain.observe.run_folder import CLUSTER
-from hpctrain.observe.schema import RANKS, TRAFFIC
 from hpctrain.plan.equal_tiles import TileGroup
-from hpctrain.planner.simulate import EXPOSED
+from hpctrain.planner.prediction.simulate import EXPOSED
 
 PARTS = {
     "compute": ("p0", "computing"),

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from hpctrain.comm.watchdog.flight import parse_ranks
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.links import link_between
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.links import link_between
+from hpctrain.observe.folder.schema import TRAFFIC
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import Panel, Svg, show_traffic
-from hpctrain.observe.schema import TRAFFIC
 
 MOST_CELLS = 40
 TIMES = {"all_reduce": 2, "barrier": 0}

@@ -11,19 +11,19 @@ from markupsafe import Markup
 
 from hpctrain.comm.watchdog.diagnosis import Diagnosis, post_mortem
 from hpctrain.comm.watchdog.flight import FOLDER
-from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import load_cluster
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError, JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import is_file, is_folder
-from hpctrain.observe import schema
+from hpctrain.observe.folder import schema
+from hpctrain.observe.folder.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START
 from hpctrain.observe.report.svg import number
-from hpctrain.observe.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START
 from hpctrain.plan.equal_tiles import TileGroup, tile_groups
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.predictor import Forecast, forecast
-from hpctrain.planner.setup import Setup
+from hpctrain.planner.prediction.predictor import Forecast, forecast
+from hpctrain.planner.prices.setup import Setup
 
 
 @dataclass(frozen=True)

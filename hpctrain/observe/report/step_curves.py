@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from hpctrain.observe.folder.run_folder import START, STRAGGLER
+from hpctrain.observe.folder.schema import DRIFT, EVENTS, METRICS
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     Panel,
@@ -17,8 +19,6 @@ from hpctrain.observe.report.svg import (
     show_whole,
     text_width,
 )
-from hpctrain.observe.run_folder import START, STRAGGLER
-from hpctrain.observe.schema import DRIFT, EVENTS, METRICS
 
 LEFT, HEIGHT = 58, 176
 MOST_POINTS = 600

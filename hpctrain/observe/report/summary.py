@@ -6,10 +6,10 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from hpctrain.observe.console import describe_model, describe_slowest, trust
+from hpctrain.observe.folder.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
+from hpctrain.observe.folder.schema import DRIFT, EVENTS, METRICS
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
-from hpctrain.observe.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
-from hpctrain.observe.schema import DRIFT, EVENTS, METRICS
 
 MOST_EVENTS = 60
 """Of one run; the first and the last are shown."""

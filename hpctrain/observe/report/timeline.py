@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from hpctrain.observe.folder.schema import TIMELINE
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import LANE, LANES_LEFT, MOST_LINES, Panel, PixelScale, Svg, number, show_seconds
-from hpctrain.observe.schema import TIMELINE
 from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Tile
 

@@ -1,0 +1,228 @@
+"""Ranks take their devices, and learn what those of all families can do."""
+
+import itertools
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
+from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind, driver_files
+from hpctrain.comm.topology import Topology
+from hpctrain.comm.transports.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring, probe_direct
+from hpctrain.comm.transports.torch_groups import NATIVE_VARIABLE, library_ability
+from hpctrain.comm.world import World
+from hpctrain.config.errors import TopologyError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
+SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
+ALONE = Ability(False, "a single rank sends no messages")
+"""Not probed: that starts torch and the device once more, which takes seconds."""
+
+
+def bind_accelerator(world: World) -> Accelerator:
+    """Take this rank's device, and use it from now on, in groups made from now on too. All ranks must call.
+
+    A second call returns the same. Ranks take devices as `choose_devices` says. Raises TopologyError on all of them
+    where there are too few, where a rank would compute on its host without having been told to, and where a maker's
+    library of collectives is not there.
+    """
+    if world.accelerator is not None:
+        return world.accelerator
+    kind = world.place.kind
+    with world.all_or_none():
+        visible = _visible_devices(kind) if kind != "cpu" else _no_devices()
+    everywhere = _of_all(world, tuple(visible))
+    accelerator: Accelerator = CpuAccelerator(world.place.family)
+    sharing = os.environ.get(SHARE_VARIABLE) == "1"
+    sharers = 1
+    with world.all_or_none():
+        if kind != "cpu":
+            taken = choose_devices(world.topology, everywhere, sharing)
+            index, identity = taken[world.rank]
+            sharers = sum(other == identity for _, other in taken.values())
+            accelerator = _device(KINDS[kind], index, world.place.family, sharers)
+        accelerator.bind()
+    threads_per_core = _threads_per_core(world)
+    if isinstance(accelerator, CpuAccelerator):
+        accelerator.threads_per_core = threads_per_core
+    devices = learn_devices(world, accelerator, sharers) if world.topology.has_devices else None
+    world.configure(accelerator=accelerator, devices=devices)
+    return accelerator
+
+
+def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devices:
+    """Detect what each family's devices can do. All ranks must call, with their devices bound.
+
+    `sharers` is how many ranks use this rank's device. The first rank of each host with devices probes MPI, in a child
+    process, which takes seconds; then ranks that can be given device memory prove it by messages between them.
+    """
+    places, rank = world.topology.places, world.rank
+    native, direct = ON_HOST, None
+    with world.all_or_none():
+        if accelerator.kind != "cpu":
+            native = native_ability(accelerator, sharers, len(world.topology.ranks_of(accelerator.family)))
+    own_host = [r for r, place in enumerate(places) if place.host == places[rank].host and place.kind != "cpu"]
+    if own_host and rank == own_host[0]:
+        index = accelerator.device.index or 0
+        direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
+    families = combine(world.topology, _of_all(world, (native, direct)))
+    if asked_direct() is None:
+        families = confirm_direct(world, accelerator, families)
+    return Devices(accelerator, families, bridge=asked_direct() or UNPLANNED)
+
+
+def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:
+    """Say whether this rank can use its maker's library of collectives, and why not where it cannot.
+
+    Raises TopologyError where its family has several ranks, which could use it if it were installed.
+    """
+    kind = KINDS.get(accelerator.kind)
+    if kind is None or not kind.library:
+        return Ability(False, f"no library of collectives is used on {accelerator.kind}")
+    if sharers > 1:
+        return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
+    if re.search(MIG_PATTERN, accelerator.model.lower()):
+        return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
+    ability = library_ability(kind)
+    if not ability.works and num_ranks > 1 and os.environ.get(NATIVE_VARIABLE) != "0":
+        raise TopologyError(
+            f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; install a"
+            f" torch that is built with it, or set {NATIVE_VARIABLE}=0 to do without it, through MPI"
+        )
+    return ability
+
+
+def confirm_direct(
+    world: World, accelerator: Accelerator, families: Mapping[str, FamilyAbilities]
+) -> dict[str, FamilyAbilities]:
+    """Return the abilities, where a family is `direct` only if messages between processes show it. All ranks must call.
+
+    A message of a rank to itself, which a child process has tried, goes by another road than one between ranks. Of two
+    families between whose first ranks messages fail, one is not `direct`: the one that has no messages of its own to
+    show, or else the later one.
+    """
+    result = dict(families)
+    members = {name: world.topology.ranks_of(name) for name in families}
+
+    def exchanged(ranks: Sequence[int]) -> Ability:
+        own = None
+        if world.rank in ranks:
+            own = exchange_in_ring(world.messages(ranks), accelerator)
+        return all_of([each for each in _of_all(world, own) if each is not None])
+
+    for name, family in families.items():
+        if family.direct.works and len(members[name]) > 1:
+            result[name] = replace(family, direct=exchanged(members[name]))
+    for one, other in itertools.combinations(families, 2):
+        if result[one].direct.works and result[other].direct.works:
+            across = exchanged([members[one][0], members[other][0]])
+            if not across.works:
+                name = one if len(members[one]) == 1 else other
+                reason = f"messages between {one} and {other}: {across.reason}"
+                result[name] = replace(result[name], direct=Ability(False, reason))
+    return result
+
+
+def _visible_devices(name: str) -> list[str]:
+    kind = KINDS.get(name)
+    if kind is None:
+        known = ", ".join(KINDS)
+        raise TopologyError(f"{DEVICE_VARIABLE}={name}: no such kind of device; set it to cpu, {known} or auto")
+    from hpctrain.comm.accelerators.torch_device import visible_devices
+
+    if not (visible := visible_devices(kind)):
+        raise _unseen(f"{DEVICE_VARIABLE}={name}", kind)
+    return visible
+
+
+def _no_devices() -> list[str]:
+    """Return the devices of a rank on its host: none. Raises TopologyError where the host has some that torch does not
+    see, unless this rank was told to compute on its host."""
+    there = driver_files()
+    if there and os.environ.get(DEVICE_VARIABLE) != "cpu":
+        kind, path = there[0]
+        raise _unseen(f"host {socket.gethostname()} has {path} of {kind.maker}'s driver", kind)
+    return []
+
+
+def _unseen(what: str, kind: DeviceKind) -> TopologyError:
+    built = [f"{title} {v}" for title, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
+    hidden = [f"{name}='{os.environ[name]}'" for name in kind.visibility if name in os.environ]
+    return TopologyError(
+        f"{what}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'}, sees no such device"
+        f"{' with ' + ' and '.join(hidden) if hidden else ''}; install torch for the devices of this host, ask the"
+        f" batch system for some (--gres=gpu:N){', unset ' + ' or '.join(kind.visibility) if hidden else ''}, or set"
+        f" {DEVICE_VARIABLE}=cpu to compute on processors"
+    )
+
+
+def _device(kind: DeviceKind, index: int, family: str, sharers: int) -> Accelerator:
+    from hpctrain.comm.accelerators.torch_device import TorchAccelerator
+
+    result = TorchAccelerator(kind, index, family, sharers)
+    named = re.fullmatch(rf"{re.escape(family_of(result.model))}(-\d+)?", family)  # as `split_families` names it
+    if FAMILY_VARIABLE not in os.environ and not named:
+        raise TopologyError(
+            f"this rank was taken for one of family '{family}', but its device {index} is a {result.model}: the host"
+            f" has devices of several kinds; set {FAMILY_VARIABLE} for each rank"
+        )
+    return result
+
+
+def choose_devices(
+    topology: Topology, visible: Sequence[tuple[str, ...]], sharing: bool = False
+) -> dict[int, tuple[int, str]]:
+    """Return by rank, of those with devices, the index of its device and its name. Pure.
+
+    `visible` has by rank the names of what it sees; no two devices of any hosts share a name. Ranks choose in their
+    order, each the first it sees that is not taken, whatever MPI says of their hosts. If they are `sharing`, those that
+    see the same take it in turn. Raises TopologyError where a rank sees none that is not taken.
+    """
+    result: dict[int, tuple[int, str]] = {}
+    taken: set[str] = set()
+    turns: Counter[tuple[str, ...]] = Counter()
+    for rank, place in enumerate(topology.places):
+        if place.kind == "cpu":
+            continue
+        names = visible[rank]
+        index = next((index for index, name in enumerate(names) if name not in taken), None)
+        if sharing:
+            index = turns[names] % len(names)
+            turns[names] += 1
+        if index is None:
+            peers = [other for other in visible if not set(names).isdisjoint(other)]
+            num_devices = len(set[str]().union(*peers))
+            raise TopologyError(
+                f"host {place.host_name} has {len(peers)} ranks for {num_devices} visible devices: all {len(names)}"
+                f" that rank {rank} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}),"
+                f" show them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or"
+                f" set {SHARE_VARIABLE}=1 for a test"
+            )
+        result[rank] = index, names[index]
+        taken.add(names[index])
+    return result
+
+
+def _of_all(world: World, value) -> list:
+    return world.broadcast_object(world.gather_objects(value))
+
+
+def _threads_per_core(world: World) -> float:
+    """Return how many computing threads of this host's CPU ranks share a core. All ranks must call."""
+    own = world.place.kind == "cpu", torch.get_num_threads(), os.sched_getaffinity(0)
+    here = [
+        result
+        for place, result in zip(world.topology.places, _of_all(world, own), strict=True)
+        if place.host_name == world.place.host_name and result[0]
+    ]
+    cores = set().union(*(cores for _, _, cores in here))
+    return max(1.0, sum(threads for _, threads, _ in here) / max(1, len(cores)))

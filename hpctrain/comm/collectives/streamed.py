@@ -1,0 +1,135 @@
+"""Collectives on tensors of devices: on another stream than the caller's, after what was queued there."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event
+from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.progress.launches import Asked, Composite, DeviceLaunch
+from hpctrain.comm.progress.steps import Pending, Ready, Steps
+from hpctrain.comm.transports.native import NativeCollectives
+from hpctrain.comm.transports.transport import DeviceTransport
+from hpctrain.sharding.intervals import Interval
+
+
+class StreamedCollectives:
+    """Runs collectives on a stream that is not the caller's.
+
+    They begin on the device after what the caller had queued when it asked, whichever thread takes their steps.
+
+    | the library does        | what is returned        | stream             | it has ended when                |
+    |-------------------------|-------------------------|--------------------|----------------------------------|
+    | all of it               | a `DeviceLaunch`        | that of `launches` | the caller's stream waits for it |
+    | parts, between messages | steps, in a `Composite` | that of `launches` | the device has done it           |
+    | nothing of it           | steps                   | one of its own     | the device has done it           |
+
+    Where messages are of device memory, and other groups have a library, steps are a `Composite` too: none of its
+    operations begins before they have arrived.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        accelerator: Accelerator,
+        transport: DeviceTransport,
+        natives: Sequence[NativeCollectives] = (),
+    ):
+        """`natives` are those of the vendor's library that `inner` uses: they report a failed peer."""
+        self._natives = natives
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self._inner, self._accelerator, self._transport = inner, accelerator, transport
+        self.is_launched = isinstance(inner, ByMemory)
+        """Whether the library does all of what is asked for tensors of the device."""
+        self.stream = accelerator.launches.stream if natives else accelerator.new_stream()
+        """Where the device does them."""
+
+    # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
+
+    def barrier(self) -> Steps:
+        """Wait for hosts: what is queued on devices may still be in flight."""
+        return self._run(self._inner.barrier(), None, ())
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Asked:
+        return self._asked(self._inner.all_reduce(flat, op), flat)
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Asked:
+        return self._asked(self._inner.reduce_scatter(flat, cuts, out, op), flat, out)
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Asked:
+        return self._asked(self._inner.all_gather(flat, cuts), flat)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Asked:
+        return self._asked(self._inner.broadcast(flat, root), flat)
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Asked:
+        return self._asked(self._inner.all_to_all(sent, received), *sent, *received)
+
+    def _asked(self, steps: Steps, *tensors: torch.Tensor) -> Asked:
+        if not self._accelerator.is_on_device(tensors[0]):
+            return self._run(steps, None, tensors)
+        queued, order = self._accelerator.queued(), self._accelerator.launches
+        if self.is_launched:
+            return DeviceLaunch(order, steps, queued, tensors)
+        steps = self._run(steps, queued, tensors)
+        is_alone = self._natives or (self._transport.is_direct and order.has_library)
+        return Composite(order, steps) if is_alone else steps
+
+    def _run(self, steps: Steps, queued: Event | None, kept: Sequence[torch.Tensor]) -> Steps:
+        """Keep the tensors until the device is done with them: the stream that they are of would get their memory."""
+        if queued is not None:
+            self.stream.wait_event(queued)
+        while True:
+            with self._accelerator.on(self.stream):
+                pending = next(steps, None)
+            if pending is None:
+                break
+            yield Pending(partial(self._look, pending.ready), pending.awaited)
+        if queued is not None:
+            done = self.stream.record_event()
+            if not done.query():
+                yield Pending(partial(self._look, done.query), "the device")
+        del kept
+
+    def _look(self, ready: Ready) -> bool:
+        """Move messages too, whatever it is that is waited for: other ranks may be waiting for them.
+
+        Raises CommError where a library has noticed that the others are gone.
+        """
+        self._transport.poll()
+        for native in self._natives:
+            native.check()
+        return ready()
+
+
+class ByMemory:
+    """Takes tensors in memory of the device by one route, and those of the host by another.
+
+    For groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
+    """
+
+    def __init__(self, device: Collectives, host: Collectives, accelerator: Accelerator):
+        self.name, self.rank, self.size = device.name, device.rank, device.size
+        self._device, self._host, self._accelerator = device, host, accelerator
+
+    def _for(self, tensor: torch.Tensor) -> Collectives:
+        return self._device if self._accelerator.is_on_device(tensor) else self._host
+
+    def barrier(self) -> Steps:
+        return self._host.barrier()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        return self._for(flat).all_reduce(flat, op)
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        return self._for(flat).reduce_scatter(flat, cuts, out, op)
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        return self._for(flat).all_gather(flat, cuts)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        return self._for(flat).broadcast(flat, root)
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        return self._for(sent[0]).all_to_all(sent, received)

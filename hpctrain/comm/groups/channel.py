@@ -1,0 +1,165 @@
+"""Channels: what neighbouring stages of a pipeline send each other, copied when it is sent."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+
+from hpctrain.comm.groups.communicator import Lane, Started
+from hpctrain.comm.groups.maker import RouteMaker
+from hpctrain.comm.progress.instruments import Instruments
+from hpctrain.comm.progress.lanes import Progress
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.transports.members import Members
+from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.waiting import Patience, wait_until
+from hpctrain.config.errors import CommError
+
+
+class Channel(ABC):
+    """A two-way channel between this rank and a peer. What is sent is copied, and may be changed at once."""
+
+    route: str
+    reason: str
+
+    def __init__(self, instruments: Instruments):
+        self._instruments = instruments
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor and return; waits only if as many messages are in flight as the channel is deep."""
+        reading = self._instruments.start("send", tensor.nbytes)
+        self._send(tensor)
+        reading.end()
+        reading.end_wait()
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the next message, which must have its size."""
+        # Overlapped for the trace: what the sender did until it sent is no communication.
+        reading = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
+        self._receive(tensor)
+        reading.end()
+        reading.end_wait()
+
+    def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
+
+        `receive` must be called with what was expected, in that order. Messages that wait in slots need it not.
+        """
+
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _receive(self, tensor: torch.Tensor) -> None: ...
+
+    def abandon(self) -> None:  # noqa: B027
+        """Leave without the other end: `close` will wait for nobody."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it uses. Both ends must call; a second call does nothing."""
+
+
+class SharedChannel(Channel):
+    """A two-way channel between two ranks of one host: per direction a ring of slots in the sender's memory.
+
+    A send copies and returns; it waits only if `depth` messages are in flight. The receiver needs nothing from the
+    sender while it computes.
+    """
+
+    route, reason = "shared memory", "of one host"
+
+    def __init__(self, members: Members, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
+        super().__init__(instruments)
+        self._slot_bytes = -(-num_bytes // 64) * 64
+        self._depth, self._patience = depth, patience
+        self._window = SharedWindow(members, self._slot_bytes * depth)
+        self._me, self._peer = members.rank, 1 - members.rank
+        self._sent = self._received = 0
+
+    def _await(self, index: int, value: int, what: str) -> None:
+        counter = self._window.counters[self._peer]
+        if counter[index] < value:
+            wait_until(lambda: counter[index] >= value, lambda: what, self._patience)
+        self._window.fence()
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        window, data = self._window, as_bytes(tensor)
+        if data.numel() > self._slot_bytes:
+            raise CommError(f"a message of {data.numel()} bytes on a channel made for {self._slot_bytes}")
+        self._await(1, self._sent - self._depth + 1, "the receiver to take an earlier message")
+        start = self._sent % self._depth * self._slot_bytes
+        window.bytes[self._me][start : start + data.numel()].copy_(data)
+        self._sent += 1
+        window.publish(0, self._sent)
+
+    def _receive(self, tensor: torch.Tensor) -> None:
+        window, data = self._window, as_bytes(tensor)
+        self._await(0, self._received + 1, "a message from the other end of a channel")
+        start = self._received % self._depth * self._slot_bytes
+        data.copy_(window.bytes[self._peer][start : start + data.numel()])
+        self._received += 1
+        window.publish(1, self._received)
+
+    def close(self) -> None:
+        self._window.close()
+
+
+class LaneChannel(Channel):
+    """A two-way channel by messages, over a lane per direction; they move while the rank computes."""
+
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool, instruments: Instruments):
+        """`posts_early` says whether receives are posted when they are expected."""
+        super().__init__(instruments)
+        self.route, self.reason = outgoing.route, outgoing.reason
+        self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
+        self._posts_early = posts_early
+        self._peer = 1 - outgoing.rank
+        self._in_flight: deque[Started] = deque()
+        self._expected: deque[tuple[torch.Tensor, Started]] = deque()
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        if len(self._in_flight) >= self._depth:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self._outgoing.send(tensor.clone(), self._peer))
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Let a message move when those that were expected before it are there, where receives are posted early."""
+        if self._posts_early:
+            self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
+
+    def _receive(self, tensor: torch.Tensor) -> None:
+        if not self._expected:
+            self._incoming.receive(tensor, self._peer).wait()
+            return
+        expected, work = self._expected.popleft()
+        assert expected is tensor, "messages are received in the order in which they were expected"
+        work.wait()
+
+    def abandon(self) -> None:
+        self._outgoing.abandon()
+
+    def close(self) -> None:
+        for work in self._in_flight if self._outgoing.is_open else ():
+            work.wait()
+        self._outgoing.close()  # and with it the incoming one's: they have the same backend
+
+
+def make_channel(
+    routes: RouteMaker,
+    progress: Progress,
+    peer: int,
+    num_bytes: int,
+    depth: int,
+    patience: Patience,
+    instruments: Instruments | None = None,
+) -> Channel:
+    """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
+    ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
+    if routes.shares_memory(ranks):
+        return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
+    backend = routes.message_backend(ranks, instruments.pace)
+    # The channel records messages; the trace also shows those that go out while the rank computes.
+    outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())
+    incoming = Lane(ranks, backend, progress, patience, Instruments(pace=instruments.pace))
+    return LaneChannel(outgoing, incoming, depth, backend.transport.polls_freely, instruments)

@@ -1,0 +1,396 @@
+"""Communicators: collectives on torch tensors over a set of ranks, by the route that fits where the ranks are.
+
+Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape
+and any dtype that torch trains with. Arrays of CuPy and NumPy are taken like tensors, and changed in place. Half
+precision is summed in fp32 and rounded once. Results are the same bits on every rank and in every run. A `Communicator`
+blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's library does an operation on a device, to wait
+for it means that the device waits: the host continues, and must not look at the result before the device is there.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.collectives.shared import SharedCollectives
+from hpctrain.comm.progress.instruments import Instruments
+from hpctrain.comm.progress.lanes import ENDED, Ended, Progress, Work
+from hpctrain.comm.progress.launches import Asked, Composite, DeviceLaunch
+from hpctrain.comm.progress.steps import Ready, Steps, complete, until_all
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.transports.transport import Transport
+from hpctrain.comm.waiting import Patience, Phase, wait_until
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Event
+    from hpctrain.comm.collectives.streamed import StreamedCollectives
+    from hpctrain.comm.transports.native import NativeCollectives
+
+Started = Work | DeviceLaunch | Ended
+
+
+class ArrayLike(Protocol):
+    """An array of another library that shares its memory by DLPack, such as CuPy's and NumPy's."""
+
+    def __dlpack__(self, *args: Any, **keywords: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+
+Buffer = torch.Tensor | ArrayLike
+
+
+def as_tensor(buffer: Buffer) -> torch.Tensor:
+    """Return a tensor over the memory of a buffer, which is not copied. Raises CommError for what shares none."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    if not hasattr(buffer, "__dlpack__"):
+        raise CommError(f"a {type(buffer).__name__} is no tensor and no array that shares its memory (DLPack)")
+    try:
+        return torch.from_dlpack(buffer)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise CommError(f"a {type(buffer).__name__} cannot be used in place: {error}") from None
+
+
+OPERATIONS = ("sum", "max", "min")
+# Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
+KEPT_CUTS = 64
+ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
+
+
+class BackendPart(Protocol):
+    """Something of which a process, a device or MPI has a limited number."""
+
+    def close(self) -> None:
+        """Give it back. All ranks must call."""
+        ...
+
+
+@dataclass
+class Backend:
+    """The means by which a group communicates: its collectives, its messages, and why these."""
+
+    collectives: "Collectives | StreamedCollectives"
+    transport: Transport
+    reason: str
+    ranks_on_host: int
+    parts: "Sequence[BackendPart]" = ()
+    """What was made for it, in this order."""
+    natives: "Sequence[NativeCollectives]" = ()
+    """Those of them that are of a maker's library."""
+    is_open: bool = True
+
+    @property
+    def is_launched(self) -> bool:
+        """Say whether operations on tensors of devices are launched at once, in the order in which they are asked."""
+        return getattr(self.collectives, "is_launched", False)
+
+    def abandon(self) -> None:
+        """Leave without the others: end what waits for them on devices. `close` will do nothing."""
+        if self.is_open:
+            self.is_open = False
+            for native in self.natives:
+                native.abandon()
+
+    def close(self) -> None:
+        """Free all parts. All ranks must call; a second call does nothing."""
+        if self.is_open:
+            self.is_open = False
+            for part in reversed(self.parts):
+                part.close()
+
+
+Result = TypeVar("Result")
+
+
+class Operations(ABC, Generic[Result]):
+    """The operations of a group, on its ranks by position; what they return is up to who carries them out."""
+
+    def __init__(self, ranks: Sequence[int], backend: Backend | None, instruments: Instruments | None):
+        """`backend` is None for a group of one."""
+        self._instruments = instruments or Instruments()
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = backend.collectives.rank if backend else 0
+        self.route = backend.collectives.name if backend else "alone"
+        self.reason = backend.reason if backend else "a single rank"
+        self._backend = backend
+        self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
+
+    @abstractmethod
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Result: ...
+
+    @property
+    def bytes_sent(self) -> Sequence[int]:
+        """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
+        return self._backend.transport.bytes_sent if self._backend else (0,)
+
+    @property
+    def _collectives(self) -> "Collectives | StreamedCollectives":
+        assert self._backend is not None
+        return self._backend.collectives
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            raise CommError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        return tensor.view(-1)
+
+    def _cuts(self, flat: torch.Tensor, cuts: Sequence[Interval] | None) -> Sequence[Interval]:
+        if cuts is None:
+            return self._even_cuts(flat.numel())
+        if len(cuts) != self.size or cuts[-1].stop > flat.numel():
+            raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
+        return cuts
+
+    def all_reduce(self, tensor: Buffer, op: str = "sum") -> Result:
+        """Reduce in place over all ranks; `op` is sum, max or min."""
+        if op not in OPERATIONS:
+            raise CommError(f"no reduction '{op}'; there are {', '.join(OPERATIONS)}")
+        tensor = as_tensor(tensor)
+        if self.size == 1 or not tensor.numel():
+            return self._execute("all_reduce", tensor, iter(()))
+        return self._execute("all_reduce", tensor, self._collectives.all_reduce(self._flat(tensor), op))
+
+    def reduce_scatter(
+        self, tensor: Buffer, out: Buffer, cuts: Sequence[Interval] | None = None, op: str = "sum"
+    ) -> Result:
+        """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
+        tensor = as_tensor(tensor)
+        flat, into = self._flat(tensor), self._flat(as_tensor(out))
+        cuts = self._cuts(flat, cuts)
+        if into.numel() != cuts[self.rank].size:
+            raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
+        if self.size == 1:
+            return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
+        return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
+
+    def all_gather(self, tensor: Buffer, cuts: Sequence[Interval] | None = None) -> Result:
+        """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`."""
+        tensor = as_tensor(tensor)
+        if self.size == 1 or not tensor.numel():
+            return self._execute("all_gather", tensor, iter(()))
+        flat = self._flat(tensor)
+        return self._execute("all_gather", tensor, self._collectives.all_gather(flat, self._cuts(flat, cuts)))
+
+    def broadcast(self, tensor: Buffer, root: int = 0) -> Result:
+        """Overwrite the tensor with that of `root` (a position in the group)."""
+        tensor = as_tensor(tensor)
+        if self.size == 1 or not tensor.numel():
+            return self._execute("broadcast", tensor, iter(()))
+        return self._execute("broadcast", tensor, self._collectives.broadcast(self._flat(tensor), root))
+
+    def all_to_all(self, sent: Sequence[Buffer], received: Sequence[Buffer]) -> Result:
+        """Make rank i's `sent[j]` rank j's `received[i]`; any sizes, one dtype, a tensor for every rank."""
+        ours, theirs = ([self._flat(as_tensor(each)) for each in buffers] for buffers in (sent, received))
+        if self.size == 1:
+            return self._execute("all_to_all", ours[0], _copying(theirs, ours))
+        return self._execute("all_to_all", ours[0], self._collectives.all_to_all(ours, theirs))
+
+    def barrier(self) -> Result:
+        steps = iter(()) if self.size == 1 else self._collectives.barrier()
+        return self._execute("barrier", torch.empty(0), steps)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
+
+    def send(self, tensor: Buffer, peer: int) -> Result:
+        """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
+        self._check_peer(peer)
+        tensor = as_tensor(tensor)
+        return self._execute("send", tensor, self._message(self._transport.send, tensor, peer), peer)
+
+    def receive(self, tensor: Buffer, peer: int) -> Result:
+        """Fill the tensor with the next message of the rank at position `peer`."""
+        self._check_peer(peer)
+        tensor = as_tensor(tensor)
+        return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer), peer)
+
+    @property
+    def _transport(self) -> Transport:
+        if self._backend is None:
+            raise CommError("a group of a single rank has nobody to send to")
+        return self._backend.transport
+
+    def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
+        """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
+        data = as_bytes(self._flat(tensor))
+        return self._moved(move, data, peer, self._transport.queued(data))
+
+    def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
+        yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether others are waited for, and not left."""
+        return self._backend is not None and self._backend.is_open
+
+    def abandon(self) -> None:
+        """Leave without the others: `close` will do nothing. For error paths."""
+        if self._backend:
+            self._backend.abandon()
+
+    def close(self) -> None:
+        """Free what it uses. All ranks must call; a second call does nothing."""
+        if self._backend:
+            self._backend.close()
+
+
+class Communicator(Operations[torch.Tensor]):
+    """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost.
+
+    What is *started* is overlapped where the group has a lane, and blocks where it has none: the same bits, and the
+    same code for who calls.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None = None,
+        patience: Patience = ENDLESS,
+        instruments: Instruments | None = None,
+        lane: "Lane | None" = None,
+    ):
+        """`lane` is over the same ranks in the same order; it is closed by who made it."""
+        super().__init__(ranks, backend, instruments)
+        self._patience, self._lane = patience, lane
+
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> torch.Tensor:
+        reading = self._instruments.start(operation, tensor.nbytes, peer)
+        if isinstance(asked, DeviceLaunch):
+            asked.start(self._patience, reading)
+            asked.wait()
+        else:
+            complete(reading.steps(_settled(asked)), operation, self._patience)
+            reading.end()
+            reading.end_wait()
+        return tensor
+
+    @property
+    def bytes_sent(self) -> Sequence[int]:
+        """The bytes sent to each rank by position; what was started is counted with the rest."""
+        own = super().bytes_sent
+        if self._lane is None or self._lane.uses(self._backend):
+            return own
+        return [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Say whether what is started continues while the rank computes."""
+        return self._lane is not None
+
+    def await_ready(self, ready: Ready, awaited: str) -> None:
+        """Wait with this group's patience for something of this rank's own, such as its device. Raises CommError."""
+        wait_until(ready, lambda: awaited, self._patience)
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Started:
+        """Sum in place over all ranks; leave the tensor alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.all_reduce(tensor)
+        self.all_reduce(tensor)
+        return ENDED
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> Started:
+        """Start a `reduce_scatter` of sums; leave both tensors alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.reduce_scatter(tensor, out, cuts)
+        self.reduce_scatter(tensor, out, cuts)
+        return ENDED
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Started:
+        """Start an `all_gather`; leave the tensor alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.all_gather(tensor, cuts)
+        self.all_gather(tensor, cuts)
+        return ENDED
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
+
+        All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
+        """
+        backend, shared = self._backend, self._shared(device)
+        if backend and shared and numel:
+            memory = shared.allocate(numel * dtype.itemsize, backend.ranks_on_host)
+            if memory is not None:
+                return memory.view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return zeros [numel] that are one memory for all ranks; None where the group has no such memory.
+
+        Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
+        """
+        backend, shared = self._backend, self._shared(device)
+        if backend and shared and numel:
+            memory = shared.allocate_common(numel * dtype.itemsize, backend.ranks_on_host)
+            return None if memory is None else memory.view(dtype)
+        return None
+
+    def _shared(self, device: torch.device) -> SharedCollectives | None:
+        collectives = self._backend and self._backend.collectives
+        return collectives if isinstance(collectives, SharedCollectives) and device.type == "cpu" else None
+
+
+class Lane(Operations[Started]):
+    """Operations that continue while the rank computes, one after the other; each returns a `Work` at once.
+
+    Tensors must be left alone until their work is done.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None,
+        progress: Progress,
+        patience: Patience,
+        instruments: Instruments | None = None,
+    ):
+        super().__init__(ranks, backend, instruments)
+        self._progress, self._patience = progress, patience
+        self._queue: deque[Work] = progress.add_lane()
+
+    def uses(self, backend: Backend | None) -> bool:
+        """Say whether this lane communicates by a backend that its group has too."""
+        return self._backend is not None and self._backend is backend
+
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Started:
+        reading = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
+        if isinstance(asked, DeviceLaunch):
+            asked.start(self._patience, reading)
+            return asked
+        work = Work(self._progress, reading.steps(_settled(asked)), self._patience, reading)
+        self._progress.submit(self._queue, work)
+        if isinstance(asked, Composite):
+            asked.order.start_composite(work)
+            if asked.order.blocks:
+                work.wait()
+        return work
+
+    def settle(self) -> None:
+        """Wait for what is in flight, unless it was abandoned. All ranks must call."""
+        for work in tuple(self._queue) if self.is_open else ():
+            work.wait()
+
+
+def _settled(asked: Steps | Composite) -> Steps:
+    """Return the steps of what was asked, of which parts may be launched now."""
+    if isinstance(asked, Composite):
+        asked.order.settle()
+        return asked.steps
+    return asked
+
+
+def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+    yield from ()

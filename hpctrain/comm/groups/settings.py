@@ -1,0 +1,64 @@
+"""The settings by which groups of ranks are made: places, network, devices, tracer, rehearsal."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.progress.instruments import UNTRACED, Pace, Tracer
+from hpctrain.comm.topology import Topology, candidates
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.transports.abilities import Devices
+    from hpctrain.comm.transports.members import GroupMessages
+    from hpctrain.comm.transports.transport import Transport
+
+KEPT_CHOICES = 256
+
+
+class Rehearsal(Protocol):
+    """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
+
+    def pace(self) -> Pace:
+        """Return the pace of a new group."""
+        ...
+
+    def transport(self, messages: "GroupMessages", pace: Pace | None) -> "Transport":
+        """Return what sends these messages, as late as on the pretended network. All of them must call."""
+        ...
+
+    def close(self) -> None:
+        """Free what is shared. All ranks must call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides how a group communicates. Frozen: `World.configure` replaces it as a whole."""
+
+    topology: Topology
+    network: ClusterNetwork | None = None
+    """The cluster that the ranks are; None until it is known. It chooses algorithms, which can change a bit of the
+    result, so it is the same on all ranks."""
+    accelerator: "Accelerator | None" = None
+    devices: "Devices | None" = None
+    """The devices of all ranks. None: groups are for tensors of the host."""
+    tracer: Tracer = UNTRACED
+    rehearsal: Rehearsal | None = None
+
+    def algorithm_by_bytes(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[int], str]:
+        """Return what names the algorithm of a group's all-reduce by its bytes; `by_domains` as in `candidates`.
+
+        It names the same one on all ranks of the group.
+        """
+        ranks, network = tuple(ranks), self.network
+
+        @lru_cache(KEPT_CHOICES)
+        def choose(num_bytes: int) -> str:
+            if network is None:
+                return candidates("all_reduce", num_bytes, len(ranks), by_domains)[0]
+            return network.algorithm("all_reduce", num_bytes, ranks, by_domains)
+
+        return choose

@@ -1,0 +1,1 @@
+"""Before MPI starts: launchers, their variables, what dead ranks left behind."""

@@ -1,0 +1,205 @@
+"""Collectives inside a family by its maker's library: the calls of a process group, on the stream of all launches."""
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, distributed_c10d
+
+from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
+from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.progress.steps import Steps
+from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
+from hpctrain.comm.transports.members import Members, on_all
+from hpctrain.comm.transports.torch_groups import CONNECT_SECONDS, NATIVE_VARIABLE, Connection, make_group
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
+# Bounds the memory for what is received before it is summed.
+SEGMENT_BYTES = 64 << 20
+
+
+class NativeCollectives:
+    """Collectives queued on the stream that the caller's thread uses when it takes the steps; they wait for nothing.
+
+    Sums are the library's in the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. Others,
+    such as half precision, which it would round at every addition, are exchanged and summed here, in order of rank and
+    at least in fp32. Of several groups a device does one operation at a time (see `hpctrain.comm.progress.launches`).
+
+    Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
+    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither.
+    """
+
+    def __init__(self, members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None):
+        """All `members` must call, with their devices bound.
+
+        With `has_pairs` each rank is connected with each other at once, by which half precision is exchanged. That
+        takes megabytes of a device for each. Without it they connect at the first operation that needs it, which all
+        come to. `groups` replaces torch's class of process groups, for tests.
+        """
+        self.rank, self.size = members.rank, members.size
+        self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
+        self.name = self._kind.library
+        self.sums: Collection[torch.dtype] = [
+            dtype for dtype in SUMS if str(dtype).removeprefix("torch.") not in self._kind.not_summed
+        ]
+        accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
+        self._group = make_group(self._kind, members, groups)
+        self.connection = Connection(self.name, self._group, accelerator.launches, self._kind.debug)
+        try:
+            with accelerator.on(accelerator.launches.stream):
+                self._connect(has_pairs)
+        except Exception:
+            self.abandon()
+            raise
+
+    def _connect(self, has_pairs: bool) -> None:
+        """Sum and exchange a little: the first operation of each kind connects ranks, which blocks the host."""
+        self._sum(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
+        if has_pairs:
+            sent = torch.zeros(self.size, dtype=torch.uint8, device=self._accelerator.device)
+            self._swap(sent.split(1), torch.empty_like(sent).split(1))
+        done, deadline = self._accelerator.queued(), time.monotonic() + CONNECT_SECONDS
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"first messages were not there after {CONNECT_SECONDS:g} s; {self._kind.network} names the network"
+                    " that joins the hosts"
+                )
+            time.sleep(1e-4)
+
+    # Each queues one operation. Tensors are flat; those of bytes are uint8.
+
+    def _run(self, call: str, *arguments: Any, options: str, op: str = "", **values: int) -> None:
+        given = getattr(distributed_c10d, options)()
+        given.asyncOp = False
+        if op:
+            given.reduceOp = getattr(ReduceOp, op.upper())
+        for name, value in values.items():
+            setattr(given, name, value)
+        try:
+            work = getattr(self._group, call)(*arguments, given)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self.name} reports: {error}; a rank or its network may be gone") from error
+
+    def _sum(self, flat: torch.Tensor, op: str) -> None:
+        self._run("allreduce", [flat], options="AllreduceOptions", op=op)
+
+    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Exchange bytes with all others in one call; what this rank has for itself is left out."""
+        ours, theirs = (
+            [as_bytes(part if peer != self.rank else part[:0]) for peer, part in enumerate(parts)]
+            for parts in (sent, received)
+        )
+        self._run("alltoall", theirs, ours, options="AllToAllOptions")
+
+    def barrier(self) -> Steps:
+        """Wait for the devices of all ranks: it ends on each when all have come to it."""
+        yield from self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        if flat.dtype in self.sums:
+            self._sum(flat, op)
+            return
+        cuts = cut_evenly(flat.numel(), self.size)
+        self._exchange(flat, cuts, flat[slice(*cuts[self.rank])], op)
+        yield from self.all_gather(flat, cuts)
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        """Uneven cuts are a reduction to each rank, started together by the group."""
+        if flat.dtype not in self.sums:
+            self._exchange(flat, cuts, out, op)
+        elif _are_even(cuts):
+            self._run("_reduce_scatter_base", out, flat[: cuts[-1].stop], options="ReduceScatterOptions", op=op)
+        else:
+            parts = [flat[slice(*cut)] for cut in cuts]
+            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op)
+        yield from ()
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        """Uneven cuts are a broadcast from each rank, started together by the group."""
+        parts = [as_bytes(flat[slice(*cut)]) for cut in cuts]
+        if _are_even(cuts):
+            whole = as_bytes(flat[: cuts[-1].stop])
+            self._run("_allgather_base", whole, parts[self.rank], options="AllgatherOptions")
+        else:
+            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions")
+        yield from ()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        self._run("broadcast", [as_bytes(flat)], options="BroadcastOptions", rootRank=root)
+        yield from ()
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        received[self.rank].copy_(sent[self.rank])
+        self._swap(sent, received)
+        yield from ()
+
+    def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
+        """Reduce-scatter by sending each rank its part as it is, half the bytes of partial sums in fp32."""
+        step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
+        buffer = flat.new_empty(self.size, min(step, cuts[self.rank].size))
+        for start in range(0, max(cut.size for cut in cuts), step):
+            parts = [window_of(cut, start, step) for cut in cuts]
+            own = parts[self.rank]
+            seen = [part[: own.size] for part in buffer]
+            seen[self.rank] = flat[slice(*own)]
+            self._swap([flat[slice(*section)] for section in parts], seen)
+            if own.size:
+                reduce_in_order(seen, out[start : start + own.size], op)
+
+    def check(self) -> None:
+        """Raise CommError where the library has noticed that a peer or a network is gone."""
+        self.connection.check()
+
+    def abandon(self) -> None:
+        """Leave without the others; what is in flight is aborted, since waiting for it could be for ever."""
+        self._accelerator.launches.forget(self.connection)
+        self.connection.abort()
+
+    def close(self) -> None:
+        """All ranks must call."""
+        self._accelerator.synchronize()
+        self._accelerator.launches.note_ended()
+        self._accelerator.launches.forget(self.connection)
+        self.connection.shutdown()
+
+
+def connect_native(
+    members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None
+) -> NativeCollectives:
+    """Return the library's collectives over the members. All must call, with their devices bound.
+
+    Raises CommError on all of them where the library refuses, with its words: without it a run would be many times
+    slower, which is for a person to decide. For the others see `NativeCollectives`.
+    """
+    made: list[NativeCollectives] = []
+
+    def connect() -> None:
+        try:
+            made.append(NativeCollectives(members, accelerator, has_pairs, groups))
+        except Exception as error:
+            if overflow := describe_overflow(error, accelerator):
+                raise torch.OutOfMemoryError(overflow) from error
+            raise
+
+    try:
+        on_all(members, connect)
+        return made[0]
+    except CommError as error:
+        for each in made:
+            each.abandon()
+        kind = KINDS[accelerator.kind]
+        raise CommError(
+            f"{kind.library} refuses these {members.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"
+            " does without it, through MPI"
+        ) from error.__cause__
+
+
+def _are_even(cuts: Sequence[Interval]) -> bool:
+    size = cuts[0].size
+    return size > 0 and all(cut == (i * size, (i + 1) * size) for i, cut in enumerate(cuts))

@@ -1,0 +1,131 @@
+"""Messages between two devices of one host, which copy them from each other's memory: no MPI, and no kernel.
+
+The sender copies a part of a message into a slot on its own device, and counts it in memory of the host that both ranks
+see. The receiver copies the slot to where it belongs, over NVLink, xGMI or PCIe, and counts that. A copy waits for no
+other rank on a device. A send of NCCL does; a copy takes no place in the order of launches
+(`hpctrain.comm.progress.launches`).
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event
+from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.progress.steps import Ready
+from hpctrain.comm.transports.members import Members
+from hpctrain.comm.transports.messages import Message, MessagePart, MessageStage
+from hpctrain.comm.transports.window import SharedWindow
+
+# Of each direction: enough that copies in and out overlap, and little of a device.
+SLOTS, SLOT_BYTES = 4, 8 << 20
+FILLED, EMPTIED = 0, 1
+"""Counters of a rank: slots of its own that it has filled, and of the other rank that it has emptied."""
+# Set to 0: devices never copy from each other's memory.
+PEER_VARIABLE = "HPCTRAIN_PEER"
+PROVEN_BYTES = 4096
+
+
+class PeerMemory:
+    """The slots of two ranks' devices, and how many were filled and emptied. Made by `connect_peers`."""
+
+    def __init__(self, members: Members, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
+        """Both ranks must call."""
+        self.accelerator = accelerator
+        self._window = window = SharedWindow(members, 0)
+        self._members, self._memory = members, (own, other)
+        self.slot_bytes = own.numel() // SLOTS
+        self.own, self.other = own.split(self.slot_bytes), other.split(self.slot_bytes)
+        self._me, self._peer = window.counters[window.rank], window.counters[1 - window.rank]
+        self.sent = self.received = 0
+        """How many slots this rank began to fill, and to empty."""
+
+    def has_free_slot(self) -> bool:
+        return self.sent - self._peer[EMPTIED] < SLOTS
+
+    def has_arrived(self) -> bool:
+        """Say whether the other rank has filled a slot that this one did not begin to empty."""
+        if self.received >= self._peer[FILLED]:
+            return False
+        self._window.fence()
+        return True
+
+    def _note(self, counter: int) -> None:
+        """Count a slot that the device has filled or emptied."""
+        self._window.publish(counter, self._me[counter] + 1)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Ready:
+        return self.accelerator.copy(target, source).query
+
+    def send(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
+        """Return a message whose parts fill slots of this rank's device, once what was `queued` before is done."""
+
+        def fill(part: MessagePart) -> Ready:
+            slot = self.own[self.sent % SLOTS]
+            self.sent += 1
+            return self._copy(slot[: part.data.numel()], part.data)
+
+        stage = MessageStage(fill, lambda: self.has_free_slot() and queued.query())
+        return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(FILLED))
+
+    def receive(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
+        """Return a message whose parts empty slots of the other rank's device, as `send` fills them."""
+
+        def empty(part: MessagePart) -> Ready:
+            slot = self.other[self.received % SLOTS]
+            self.received += 1
+            return self._copy(part.data, slot[: part.data.numel()])
+
+        stage = MessageStage(empty, lambda: self.has_arrived() and queued.query())
+        return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
+
+    def close(self) -> None:
+        """Both ranks must call."""
+        own, other = self._memory
+        self.accelerator.synchronize()
+        self.accelerator.close_memory(other)
+        self._me = self._peer = []
+        self._window.close()
+        self._members.barrier()  # nobody has the other's memory open any more
+        self.accelerator.free_memory(own)
+
+
+def connect_peers(members: Members, accelerator: Accelerator) -> PeerMemory | Ability:
+    """Return slots through which two ranks' devices copy, or why they cannot, the same on both.
+
+    Both must call, with their devices bound. That they can is proven by bytes that each reads from the other.
+    """
+    exported, other, refusal, handle = None, None, None, b""
+    try:
+        if os.environ.get(PEER_VARIABLE) == "0":
+            refusal = f"{PEER_VARIABLE}=0"
+        elif (exported := accelerator.export_memory(SLOTS * SLOT_BYTES)) is None:
+            refusal = f"memory of {accelerator.kind} is not opened by other processes"
+        else:
+            handle = exported.handle
+            exported.memory[:PROVEN_BYTES].copy_(_pattern(members.rank))
+            accelerator.synchronize()
+    except Exception as error:  # CuPy's errors of drivers
+        refusal = f"{type(error).__name__}: {error}"
+    gathered = members.allgather((refusal, handle))
+    if all(theirs is None for theirs, _ in gathered):
+        try:
+            other = accelerator.import_memory(gathered[1 - members.rank][1], SLOTS * SLOT_BYTES)
+            if not torch.equal(other[:PROVEN_BYTES].cpu(), _pattern(1 - members.rank)):
+                refusal = "the other device's bytes arrived changed"
+        except Exception as error:
+            refusal = f"{type(error).__name__}: {error}"
+    refusals = [text for text in members.allgather(refusal) if text is not None]
+    if exported is not None and other is not None and not refusals:
+        return PeerMemory(members, accelerator, exported.memory, other)
+    if other is not None:
+        accelerator.close_memory(other)
+    members.barrier()
+    if exported is not None:
+        accelerator.free_memory(exported.memory)
+    return Ability(False, f"the devices do not copy from each other's memory: {refusals[0]}")
+
+
+def _pattern(rank: int) -> torch.Tensor:
+    return ((torch.arange(PROVEN_BYTES) + 91 * rank) % 253).to(torch.uint8)

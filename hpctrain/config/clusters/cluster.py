@@ -1,0 +1,450 @@
+"""The cluster: which devices there are, on which nodes, and what is between them. Frozen data and pure functions.
+
+A probe measures it, or a person types it from data sheets. `hpctrain.config.clusters.cluster_file` reads and writes it.
+Every figure says where it is from. Devices are numbered as ranks are, node by node.
+
+How a rehearsal's pretend devices really behave is not known here: see `hpctrain.config.clusters.truth`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from hpctrain.config.bounds import (
+    MOST_MEMORY_BYTES,
+    MOST_NUMBER,
+    Count,
+    Latency,
+    Rank,
+    RankCount,
+    Rate,
+    Seconds,
+    SequenceCount,
+    Slowdown,
+)
+from hpctrain.config.clusters.cluster_checks import inconsistencies, table_mistakes
+from hpctrain.config.clusters.launch import Launch
+from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import Several, Table
+
+if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
+    Origin = DType = Kind = str
+else:
+    Origin = Literal["measured", "datasheet", "assumed"]
+    DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
+    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
+# (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
+# An assumption, and listed as one. A rehearsal's miniature, smaller than any accelerator, counts memory exactly.
+RESERVED_BYTES = 1_500_000_000
+RESERVED_SHARE = 0.04
+MINIATURE_BYTES = 4_000_000_000
+MOST_NICS = 1000
+HOST_COPY_SHARE = 1 / 64
+"""Of a device's memory bandwidth, that a copy to or from pinned host memory reaches where nobody says: a V100 has 1/75,
+an A100 and an H100 have 1/60 (data sheets; PCIe 3, 4 and 5 with 16 lanes)."""
+
+
+def _whole(value):
+    """Take 80e9, as bytes are written, for a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def check_name(name: str) -> str:
+    """Return the name of a family or a fabric. Raises ValueError if it is hard to see or to type."""
+    if not name or name != name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} is no name: it is empty, or has control characters, or blanks around it")
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_MEMORY_BYTES)]
+
+
+OVERFLOW_MARGIN = 0.02
+"""Of a device, that is left free in addition to what an overflow shows: it says what was needed up to then."""
+MANY_ROWS = 64
+"""The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
+
+
+class Figures(Table):
+    """A table of figures, each of which says where it is from."""
+
+    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
+
+    origin: Origin | None = None
+    """Of all figures of the table, but for those in `origins`; left out: typed, as from a data sheet."""
+    origins: dict[str, Origin] = Field(default_factory=dict)
+
+    @classmethod
+    def figures(cls) -> list[str]:
+        return [name for name in cls.model_fields if name.endswith(cls.UNITS)]
+
+    def origin_of(self, figure: str) -> Origin:
+        return self.origins.get(figure, self.origin or "datasheet")
+
+    @property
+    def given(self) -> list[str]:
+        return [figure for figure in self.figures() if getattr(self, figure) not in (None, {}, ())]
+
+    @field_validator("origins")
+    @classmethod
+    def _of_figures(cls, origins: dict[str, Origin]) -> dict[str, Origin]:
+        if unknown := sorted(set(origins) - set(cls.figures())):
+            raise ValueError(f"'{unknown[0]}' is no figure of this table{did_you_mean(unknown[0], cls.figures())}")
+        return origins
+
+
+class ProductSpeed(Table):
+    """The speed of products [m, k] @ [k, n]."""
+
+    dtype: DType
+    shape: Annotated[tuple[Count, Count, Count], Field(strict=False)]
+    """m, k, n."""
+    flops_per_second: Rate
+    """2 m k n for each product."""
+
+
+class MemoryOverflow(Table):
+    """A plan that was predicted to fit into a device's memory, and did not."""
+
+    items: Annotated[tuple[int, int], Field(strict=False)]
+    """Of the rank that ran out of memory."""
+    rows: Count
+    """Of a microbatch, of that rank."""
+    bytes: Bytes
+    """That it would have needed, at the least."""
+    predicted_bytes: Bytes
+
+    def usable_bytes(self, whole: int) -> int:
+        """Return what plans may fill by the memory model, of a device of which they might fill `whole` bytes else.
+
+        Where it had not what was predicted, that is what it had; else less by as much as the prediction was too low.
+        """
+        return int(min(self.bytes, whole * self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN))
+
+
+class Family(Figures):
+    """The speeds and the memory of one device of a family."""
+
+    kind: Kind
+    model: str | None = None
+    """What its maker calls it."""
+    memory_bytes: Bytes
+    """What one device, or a CPU rank, may fill, what is reserved included."""
+    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
+    """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
+    memory_bytes_per_second: Rate
+    """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
+    host_copy_bytes_per_second: Rate | None = None
+    """From pinned memory of the host or to it, per direction; left out for CPUs, whose memory is the host's."""
+    peak_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
+    """Of dense products, as the maker says."""
+    sustained_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
+    """Of the best of the `products`."""
+    products: Several[ProductSpeed] = ()
+    half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] | None = None
+    """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
+    many have the sustained speed. Left out: by the tiles of the catalogue's model."""
+    overlap_slowdown: Slowdown | None = None
+    """How many times as long it computes while it communicates; left out: no slow-down."""
+    measured_at_once: Count | None = None
+    """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    overflows: Several[MemoryOverflow] = ()
+    """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
+
+    launch: Launch | None = None
+    """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
+
+    def slower_by_rows(self, rows: int) -> float:
+        """Return how many times as long as at the sustained speed a product takes that has so many rows."""
+        half = self.half_speed_rows
+        return (1 + half / rows) / (1 + 1 / MANY_ROWS) if half else 1.0
+
+    @property
+    def reserve_bytes(self) -> int:
+        """The bytes kept free: as the file says, else assumed for accelerators; nothing for CPUs and miniatures."""
+        if self.reserved_bytes is not None:
+            return self.reserved_bytes
+        if self.kind == "cpu" or self.memory_bytes < MINIATURE_BYTES:
+            return 0
+        return RESERVED_BYTES + int(RESERVED_SHARE * self.memory_bytes)
+
+    @property
+    def reserve_reason(self) -> str:
+        """Say where `reserve_bytes` is from."""
+        if self.reserved_bytes is not None:
+            return "reserved_bytes of the cluster file"
+        if not self.reserve_bytes:
+            return "a CPU, or a miniature of a device"
+        return f"assumed: {RESERVED_BYTES / 1e9:g} GB of context and communicators, {RESERVED_SHARE:.0%} fragmentation"
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes of one device that a plan may fill."""
+        whole = self.memory_bytes - self.reserve_bytes
+        return min((overflow.usable_bytes(whole) for overflow in self.overflows), default=whole)
+
+
+class Fabric(Figures):
+    """A network that connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
+
+    network: str | None = None
+    """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
+    latency_seconds: Latency
+    """From the first byte's departure to its arrival, the software's share included."""
+    bytes_per_second: Rate | None = None
+    """The most that goes through it between two nodes; left out: what their NICs let through."""
+
+
+class Nic(Figures):
+    """Network interfaces of a node that are equal; both directions are used at once."""
+
+    fabric: Name
+    count: Annotated[int, Field(ge=1, le=MOST_NICS)] = 1
+    send_bytes_per_second: Rate
+    """Of each of them."""
+    receive_bytes_per_second: Rate
+
+
+class Nodes(Figures):
+    """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared round-robin."""
+
+    count: RankCount = 1
+    devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
+    """How many of which family, in their order."""
+    link_latency_seconds: Latency | None = None
+    """Between two devices of a node."""
+    link_bytes_per_second: Rate | None = None
+    nics: Several[Nic] = ()
+    host_memory_bytes: Bytes | None = None
+    """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
+    ranks: Several[Rank] | None = None
+    """Of the devices, node by node; left out: consecutive."""
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of one node."""
+        return sum(self.devices.values())
+
+    @cached_property
+    def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
+        """Return each NIC, those that are equal one by one."""
+        result: dict[str, tuple[Nic, ...]] = {}
+        for nic in self.nics:
+            result[nic.fabric] = result.get(nic.fabric, ()) + (nic,) * nic.count
+        return result
+
+
+class Time(Table):
+    """The seconds of a message until it has arrived, with others like it in flight at once."""
+
+    message_bytes: Bytes
+    flows: Count = 1
+    """From as many devices of one node (to as many of another one), this one's included."""
+    seconds: Seconds
+
+
+class LinkClass(Figures):
+    """The link of pairs of devices that are equally far; goes before what follows from nodes, NICs and fabrics."""
+
+    families: Annotated[tuple[Name, Name], Field(strict=False)]
+    fabric: Name | None = None
+    """By which they reach each other; left out: they are on one node."""
+    latency_seconds: Latency
+    bytes_per_second: Rate
+    """Of a single message."""
+    times: Several[Time] = ()
+
+    @property
+    def key(self) -> tuple[str | None, tuple[str, ...]]:
+        return self.fabric, tuple(sorted(self.families))
+
+
+Pass = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
+"""Seconds of a forward and of a backward pass."""
+
+
+class RowTimes(Table):
+    """The seconds of the items of a model for so many rows at once: each its forward and its backward pass."""
+
+    rows: SequenceCount
+    embedding_seconds: Pass
+    block_seconds: Pass
+    head_seconds: Pass
+
+
+class Profile(Figures):
+    """Times of one job on a device that is a replica of the whole model, measured by `hpctrain probe --job`."""
+
+    family: Name
+    work: str
+    """Which model, sequences and dtype, in words that the profiler chooses: it is valid for the same ones alone."""
+    zero: Annotated[int, Field(ge=1, le=3)]
+    """The ZeRO stage; 1 covers 0 too."""
+    replicas: Count
+    """Among how many the state is cut where the stage cuts it."""
+    largest_rows: Annotated[int, Field(ge=0)] | None = None
+    """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
+    limited_by: Literal["job", "time", "memory"] | None = None
+    """Why no more rows were tried, or fit."""
+    update_seconds: Seconds | None = None
+    """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
+    times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
+    """By ascending rows. Without communication."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.family, self.work, self.zero
+
+
+class Device(NamedTuple):
+    """The place of a rank's device."""
+
+    rank: int
+    table: int
+    """Which of `Cluster.nodes` its node is one of."""
+    node: int
+    """Counted over the whole cluster."""
+    family: str
+    index: int
+    """Among the devices of its node."""
+
+
+class Cluster(Table):
+    """All of it. Raises ValueError (pydantic's) where it is not whole, with the key that is to blame."""
+
+    families: Annotated[dict[Name, Family], Field(min_length=1)]
+    fabrics: dict[Name, Fabric] = Field(default_factory=dict)
+    nodes: Annotated[tuple[Nodes, ...], Field(min_length=1, strict=False)]
+    links: Several[LinkClass] = ()
+    profiles: Several[Profile] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        tree = self.model_dump()
+        if problems := [*(f"{key}: {mistake}" for key, mistake in table_mistakes(tree)), *inconsistencies(tree)]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return sum(nodes.count * nodes.num_devices for nodes in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(nodes.count for nodes in self.nodes)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Return all devices by rank."""
+        result: list[Device] = []
+        node = 0
+        for table, nodes in enumerate(self.nodes):
+            families = [family for family, count in nodes.devices.items() for _ in range(count)]
+            for number in range(nodes.count):
+                for index, family in enumerate(families):
+                    rank = nodes.ranks[number * len(families) + index] if nodes.ranks else len(result)
+                    result.append(Device(rank, table, node, family, index))
+                node += 1
+        return tuple(sorted(result))
+
+    @cached_property
+    def links_by_key(self) -> dict[tuple[str | None, tuple[str, ...]], LinkClass]:
+        return {link.key: link for link in self.links}
+
+    def without_environment(self) -> Self:
+        """Return it without the variables with which its ranks are started: keys and passwords may be among them."""
+        changed = {
+            name: family.model_copy(update={"launch": family.launch.model_copy(update={"environment": {}})})
+            for name, family in self.families.items()
+            if family.launch and family.launch.environment
+        }
+        return self.model_copy(update={"families": self.families | changed}) if changed else self
+
+    def num_of(self, family: str) -> int:
+        return sum(nodes.count * nodes.devices.get(family, 0) for nodes in self.nodes)
+
+    def describe(self) -> str:
+        """Say what there is in a few words, such as `16 a100 and 16 v100 on 4 nodes, by ib`."""
+        families = " and ".join(f"{self.num_of(family)} {family}" for family in self.families if self.num_of(family))
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        fabrics = ", ".join(name for name in self.fabrics if name in self._connecting)
+        return f"{families} on {nodes}" + (f", by {fabrics}" if fabrics else "")
+
+    @cached_property
+    def _connecting(self) -> dict[str, set[str]]:
+        """The families whose nodes are on each fabric."""
+        result: dict[str, set[str]] = {}
+        for nodes in self.nodes:
+            for nic in nodes.nics:
+                result.setdefault(nic.fabric, set()).update(nodes.devices)
+        return result
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Warnings of what has no effect, since nothing is reached by it."""
+        warnings = [f"families.{name}: no node has it" for name in self.families if not self.num_of(name)]
+        warnings += [
+            f"fabrics.{name}: no node has a NIC on it" for name in self.fabrics if name not in self._connecting
+        ]
+        for i, link in enumerate(self.links):
+            if link.fabric and not self._connecting.get(link.fabric, set()).issuperset(link.families):
+                pair = " and ".join(dict.fromkeys(link.families))
+                warnings.append(f"links.{i}: {pair} are not both on {link.fabric}, so that it counts for nothing")
+        return warnings
+
+
+def assumed_figures(cluster: Cluster) -> list[str]:
+    """Return the keys of all figures that are given but neither measured nor from a data sheet."""
+    tables: dict[str, Figures] = {f"families.{name}": family for name, family in cluster.families.items()}
+    tables |= {f"fabrics.{name}": fabric for name, fabric in cluster.fabrics.items()}
+    for i, nodes in enumerate(cluster.nodes):
+        tables[f"nodes.{i}"] = nodes
+        tables |= {f"nodes.{i}.nics.{j}": nic for j, nic in enumerate(nodes.nics)}
+    tables |= {f"links.{i}": link for i, link in enumerate(cluster.links)}
+    tables |= {f"profiles.{i}": profile for i, profile in enumerate(cluster.profiles)}
+    return [
+        f"{key}.{figure}"
+        for key, table in tables.items()
+        for figure in table.given
+        if table.origin_of(figure) == "assumed"
+    ]
+
+
+def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
+    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where it has no such.
+
+    `families` and `hosts` are of the ranks, those of a host one after the other.
+    """
+    if any(nodes.ranks is not None for nodes in cluster.nodes):
+        return None
+    places = zip(hosts, families, strict=True)
+    given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
+    counts = [0] * len(cluster.nodes)
+    table = 0
+    for node in given:
+        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
+            table += 1
+        if table == len(cluster.nodes):
+            return None
+        counts[table] += 1
+    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
+    kept = {name for each in nodes for name in each.devices}
+    return Cluster(
+        families={name: family for name, family in cluster.families.items() if name in kept},
+        fabrics=cluster.fabrics,
+        nodes=tuple(nodes),
+        links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
+        profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
+    )
+
+
+def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
+    nodes = cluster.nodes[table]
+    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node

@@ -1,0 +1,163 @@
+"""Tells what is between two devices of a cluster, and how long a message takes there. Pure; no pairs are enumerated."""
+
+import math
+from bisect import bisect_left
+from typing import Literal, NamedTuple
+
+from hpctrain.config.clusters.cluster import Cluster, Nic, Time
+from hpctrain.config.errors import TopologyError
+
+COMPARED_BYTES = 1 << 20
+"""The slowest of several links is the one on which a message of this size takes longest."""
+HOST_OVERHEAD_SECONDS = 10e-6
+"""What each further message costs that a CPU rank sends and receives at the same time. Measured: 9 to 13 us for each of
+2 to 32 messages of 64 bytes between two ranks of a host, by `hpctrain.comm.transports.transport`."""
+DEVICE_OVERHEAD_SECONDS = 1e-6
+"""The same between accelerators, whose library starts a collective at once. Assumed: the order of magnitude of
+measured LogGP parameters of InfiniBand."""
+
+
+class PairLink(NamedTuple):
+    """The link between two devices."""
+
+    between: Literal["device", "node", "fabric", "across"]
+    """One device and itself; one node; two nodes whose fastest fabric is this one; two that must take another."""
+    fabric: str | None
+    latency_seconds: float
+    bytes_per_second: float
+    """Of a single message."""
+    shared_bytes_per_second: float
+    """What all messages of the sender's NIC together get; without limit where there is none."""
+    times: tuple[Time, ...] = ()
+    """As measured, where it was."""
+    is_measured: bool = False
+    """Whether its bandwidth was measured, by the cluster's own words."""
+    overhead_seconds: float = 0.0
+    """What each further message that is in flight at the same time costs its sender: part of its latency."""
+
+    @property
+    def message_bytes_per_second(self) -> float:
+        """The bandwidth of a message that has the sender's NIC for itself."""
+        return min(self.bytes_per_second, self.shared_bytes_per_second)
+
+
+def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
+    """Return the NIC by which a device enters a fabric, and its number among its node's of that fabric."""
+    device = cluster.devices[rank]
+    nics = cluster.nodes[device.table].nics_by_fabric.get(fabric, ())
+    return (device.index % len(nics), nics[device.index % len(nics)]) if nics else None
+
+
+def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
+    """Return what a message from one rank's device to another's passes.
+
+    Between nodes it takes the pair of NICs with the most bandwidth; among equals, the least latency.
+    """
+    here, there = cluster.devices[source], cluster.devices[target]
+    nodes = cluster.nodes[here.table]
+    if source == target:
+        copy = cluster.families[here.family].memory_bytes_per_second / 2
+        return PairLink("device", None, 0.0, copy, math.inf)
+    if here.node == there.node:
+        assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
+        is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
+        figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
+        result = PairLink("node", None, *figures, is_measured=is_measured)
+    else:
+        result = _across_nodes(cluster, source, target)
+    described = cluster.links_by_key.get((result.fabric, tuple(sorted((here.family, there.family)))))
+    if described:
+        result = result._replace(
+            latency_seconds=described.latency_seconds,
+            bytes_per_second=described.bytes_per_second,
+            times=described.times,
+            is_measured=described.origin_of("bytes_per_second") == "measured",
+        )
+    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
+    overhead = HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS
+    return result._replace(overhead_seconds=min(overhead, result.latency_seconds))
+
+
+def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
+    result = []
+    for name, fabric in cluster.fabrics.items():
+        out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
+        if out and into:
+            bandwidth, origin = min(
+                (out[1].send_bytes_per_second, out[1].origin_of("send_bytes_per_second")),
+                (into[1].receive_bytes_per_second, into[1].origin_of("receive_bytes_per_second")),
+                (fabric.bytes_per_second or math.inf, fabric.origin_of("bytes_per_second")),
+                key=lambda pair: pair[0],
+            )
+            result.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
+    if not result:  # a `Cluster` is never like this
+        raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
+    negative, latency, name, is_measured = min(result)
+    equivalent = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
+    return PairLink("fabric" if equivalent else "across", name, latency, -negative, -negative, is_measured=is_measured)
+
+
+def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
+    """Return those by which a rank's node sends fastest, whoever else is on them."""
+    nics = [nic_of(cluster, rank, fabric) for fabric in cluster.fabrics]
+    speeds = [nic[1].send_bytes_per_second if nic else 0.0 for nic in nics]
+    return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
+
+
+def message_seconds(link: PairLink, num_bytes: int, flows: float = 1, link_share: float = 1.0) -> float:
+    """Return how long a message takes with `flows` like it in flight at once: as measured, else by its bandwidth.
+
+    `link_share` is what the software reaches of a data sheet's bandwidth, which is discounted here and nowhere else.
+    Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
+    got together.
+    """
+    if not link.times:
+        bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+        return link.latency_seconds + num_bytes / (bandwidth * (1.0 if link.is_measured else link_share))
+    counts = sorted({time.flows for time in link.times})
+    below = max((count for count in counts if count <= flows), default=counts[0])
+    above = min((count for count in counts if count >= flows), default=below)
+    low = _on_curve(link, below, num_bytes)
+    if above > below:
+        return low + (_on_curve(link, above, num_bytes) - low) * (flows - below) / (above - below)
+    in_flight = max(low - link.latency_seconds, 0.0)
+    return low + in_flight * max(flows / below - 1, 0)
+
+
+def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
+    """Return the seconds of a message by those measured with one number of flows."""
+    points = sorted((time.message_bytes, time.seconds) for time in link.times if time.flows == flows)
+    points.insert(0, (0, min(link.latency_seconds, points[0][1])))
+    right = min(max(bisect_left([size for size, _ in points], num_bytes), 1), len(points) - 1)
+    (size, seconds), (larger, longer) = points[right - 1], points[right]
+    slope = (longer - seconds) / (larger - size)
+    if num_bytes > larger:
+        return longer + (num_bytes - larger) * max(slope, 0.0)
+    return seconds + (num_bytes - size) * slope
+
+
+def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
+    """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
+    slowest: dict[str, tuple[float, PairLink]] = {}
+    some = _representatives(cluster)
+    for source in some:
+        for target in some:
+            if source != target:
+                link = link_between(cluster, source, target)
+                where = "inside" if link.between == "node" else "across"
+                result = message_seconds(link, COMPARED_BYTES), link
+                slowest[where] = max(slowest.get(where, result), result, key=lambda pair: pair[0])
+    return {where: link for where, (_, link) in slowest.items()}
+
+
+def _representatives(cluster: Cluster) -> list[int]:
+    """Return ranks among which every class of pairs occurs: two nodes of each table, two devices of each family."""
+    nodes: dict[int, set[int]] = {}
+    resolved: dict[tuple[int, str], list[int]] = {}
+    for device in cluster.devices:
+        of_table = nodes.setdefault(device.table, set())
+        if len(of_table) < 2:
+            of_table.add(device.node)
+        if device.node in of_table:
+            resolved.setdefault((device.node, device.family), []).append(device.rank)
+    return [rank for ranks in resolved.values() for rank in ranks[:2]]

@@ -1,0 +1,77 @@
+"""The behaviour of a rehearsal's pretend devices: the table `[truth]` of a cluster file, that only they read.
+
+Whoever plans knows what was measured, as with real devices: so this is no part of a `Cluster`. Figures are those of the
+cluster; `hpctrain.rehearsal.miniature` scales them together with a job. Those of a finished miniature are scaled.
+"""
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from hpctrain.config.bounds import MOST_NUMBER, Count, Latency, Rate, Scale, Slowdown
+from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, Bytes, DType, Name
+from hpctrain.config.tables import Table
+
+
+class PretendDevice(Table):
+    """The behaviour of one device of a family."""
+
+    memory_bytes: Bytes
+    memory_bytes_per_second: Rate
+    """Read and written, by everything that is no product."""
+    flops_per_second: Annotated[dict[DType, Rate], Field(min_length=1)]
+    """Of products large enough to keep it busy; a dtype that is not listed is not computed in."""
+    launch_seconds: Latency = 0.0
+    """The least that an operation takes."""
+    tile: Annotated[tuple[Count, Count], Field(strict=False)] = (1, 1)
+    """Products are computed in whole tiles of so many rows and columns of the result."""
+    half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] = 0.0
+    """Rows of the result at which a product reaches half of its speed."""
+    overlap_slowdown: Slowdown = 1.0
+    """How many times as long a computation takes while the device communicates."""
+    host_copy_bytes_per_second: Rate | None = None
+    """Between the device and pinned host memory, one direction; left out: a share of its memory's, see
+    `hpctrain.config.clusters.cluster.HOST_COPY_SHARE`."""
+    jitter_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Standard deviation of an operation's time, of its time."""
+
+    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1) -> float:
+        """Return what `batch` products [m, k] @ [k, n] take. Raises ValueError for a dtype that it does not have."""
+        if dtype not in self.flops_per_second:
+            raise ValueError(f"a device that computes in {', '.join(self.flops_per_second)} was given {dtype}")
+        rows, columns = (math.ceil(size / tile) * tile for size, tile in zip((m, n), self.tile, strict=True))
+        flops = 2.0 * batch * rows * k * columns
+        seconds = flops / self.flops_per_second[dtype] * (1 + self.half_speed_rows / rows)
+        num_bytes = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n)
+        return max(self.launch_seconds, seconds, num_bytes / self.memory_bytes_per_second)
+
+    def host_copy_seconds(self, num_bytes: int) -> float:
+        """Return what a copy of so many bytes between the device and host memory takes."""
+        speed = self.host_copy_bytes_per_second or HOST_COPY_SHARE * self.memory_bytes_per_second
+        return max(self.launch_seconds, num_bytes / speed)
+
+    def pass_seconds(self, num_bytes: int) -> float:
+        """Return what an operation takes that does little but read and write so many bytes."""
+        return max(self.launch_seconds, num_bytes / self.memory_bytes_per_second)
+
+
+class Truth(Table):
+    """The pretend devices, and how the rehearsal is scaled.
+
+    With all three scales kept, the real work and the pretended one have like proportions.
+    """
+
+    time_scale: Scale = 1.0
+    """Seconds of the rehearsal for one of the cluster."""
+    memory_scale: Scale = 1.0
+    """Bytes of the rehearsal for one of the cluster."""
+    bandwidth_to_compute_scale: Scale = 1.0
+    """Bytes per FLOP of the rehearsal for one of the cluster."""
+    width_scale: Count = 1
+    """Of a finished miniature: by how much the widths and positions of its job were divided."""
+    memory_times: Scale | None = None
+    """Of a file of real size: memory of the rehearsal is divided by the square of the width scale, and multiplied by
+    this; left out: resolved so that the job fills as large a share of it as of the cluster's."""
+    devices: dict[Name, PretendDevice] = Field(default_factory=dict)
+    """By family."""

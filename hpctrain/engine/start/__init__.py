@@ -1,0 +1,1 @@
+"""Before the first step: every choice that is open becomes a value and a reason."""

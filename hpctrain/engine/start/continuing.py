@@ -1,0 +1,147 @@
+"""Takes over what a run continues with: its plan and all that can change a bit, or the start of a new plan."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.config.clusters.cluster_file import load_cluster
+from hpctrain.config.errors import HpctrainError
+from hpctrain.config.job import Job
+from hpctrain.config.tables import toml_value
+from hpctrain.engine.start.facts import Facts, Resolution, with_values
+from hpctrain.engine.start.resolve_kernels import continued_kernels
+from hpctrain.engine.start.resolve_overlap import continued
+from hpctrain.plan import checks
+from hpctrain.plan.tiling import Plan
+
+if TYPE_CHECKING:
+    from hpctrain.config.clusters.cluster import Cluster
+
+
+def continue_run(job: Job, facts: Facts) -> Resolution:
+    """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
+    where = facts.resume_from
+    if where is None:
+        return Resolution(job, facts)
+    from hpctrain.checkpoint.state import check_same_run
+
+    gone: list[str] = []
+    theirs, plan, cluster = check_same_run(where, job, facts.data_identity, gone.append)
+    reasons = {"of an older version": "; ".join(gone)} if gone else {}
+    if job.train.dtype is None:
+        job = with_values(job, "train", dtype=theirs.train.dtype)
+        if not job.precision.by_family:
+            job = with_values(job, "precision", by_family=theirs.precision.by_family)
+        reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
+    if changes := describe_changes(job, theirs):
+        reasons["changed"] = f"{changes}; the run goes on with the new values"
+    if job.kernels.logits_mib is None:
+        job = with_values(job, "kernels", logits_mib=theirs.kernels.logits_bytes >> 20)
+    request = job.plan
+    before = theirs.plan and theirs.plan.model_copy(update={"microbatch": None})
+    if request is not None and request == before and request.file is None:
+        microbatch = plan.rows // request.data
+        job = with_values(job, "plan", microbatch=microbatch)
+        reasons["plan.microbatch"] = f"{microbatch}: that of {where}"
+    checks.check_plan(job, plan, f"{where}: its plan")
+    if job.plan is None and not is_for(plan, facts.families):
+        reasons["planned again"] = (
+            f"{where} was written by {describe_ranks(plan)}; these are"
+            f" {count_families(facts.families)}, which get a plan of their own"
+        )
+        return Resolution(job, replace(facts, previous=(plan, cluster) if cluster else None), reasons)
+    if job.plan is None and cluster and (facts.fresh_probe or _is_described_anew(cluster, facts)):
+        return Resolution(job, replace(facts, previous=(plan, cluster), job_to_keep=theirs), reasons)
+    if job.plan is None:
+        facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
+    return keep(job, theirs, facts, cluster, reasons)
+
+
+MAY_DIFFER = {
+    "data.tokens", "data.more", "data.weight", "data.validation_fraction", "train.start_from", "train.validate_every",
+    "train.validation_sequences",
+}  # fmt: skip
+"""Keys of what changes training that may have another value in a run that continues: its data are compared as such."""
+
+
+def describe_changes(job: Job, theirs: Job) -> str:
+    """Return the keys that change training and have another value than in the run that is continued, with both."""
+    changes = []
+    for section in ("data", "train", "precision"):
+        new, old = (getattr(each, section).model_dump(mode="json") for each in (job, theirs))
+        changes += [
+            f"{section}.{key} = {toml_value(value)} (before: {'none' if old[key] is None else toml_value(old[key])})"
+            for key, value in new.items()
+            if value != old[key] and f"{section}.{key}" not in MAY_DIFFER
+        ]
+    return ", ".join(changes)
+
+
+def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:
+    """Say whether a description was given that is not that of the run which is continued, or whether one of its devices
+    ran out of memory since."""
+    from hpctrain.comm.probe.machine import with_overflows
+
+    if facts.world.on_first_rank(lambda: with_overflows(cluster)) != cluster:
+        return True
+    return bool(facts.described_or_none) and without_profiles(facts.described.cluster) != without_profiles(cluster)
+
+
+def without_profiles(cluster: "Cluster") -> "Cluster":
+    return cluster.model_copy(update={"profiles": ()})
+
+
+def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
+    """Return the cluster of a checkpoint with the profiles that its run's folder has, if that describes the same."""
+    from hpctrain.observe.folder.run_folder import CLUSTER
+
+    path = checkpoint.parents[1] / CLUSTER if checkpoint else None
+    if path is None or not path.is_file():
+        return cluster
+    described = load_cluster(path)
+    return described if without_profiles(described) == without_profiles(cluster) else cluster
+
+
+def keep(job: Job, theirs: Job, facts: Facts, cluster: "Cluster | None", reasons: Mapping[str, str]) -> Resolution:
+    """Take over what can change a bit of the result from a run that continues by its own plan."""
+    if cluster and [device.family for device in cluster.devices] == facts.families:
+        facts = replace(facts, links_of=cluster)
+    overlap, taken = continued(job.overlap, theirs.overlap)
+    kernels, also_taken = continued_kernels(job.kernels, theirs.kernels)
+    why = {key: f"{value}: that of {facts.resume_from}" for key, value in (taken | also_taken).items()}
+    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, {**reasons, **why})
+
+
+def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds: float) -> str:
+    """Say what changes in plan and predicted step for a run that continues on other devices."""
+    from hpctrain.planner.prediction.predictor import predict
+    from hpctrain.planner.prices.setup import Setup
+
+    try:
+        before = f"{predict(Setup.of_job(job), plan, cluster).step_seconds:.4g} s a step"
+    except HpctrainError as error:
+        before = f"a step that cannot be predicted ({error})"
+    return (
+        f"{plan.describe()} on {cluster.describe()}, predicted {before}; now {new.describe()}, predicted"
+        f" {seconds:.4g} s. The global batch of {job.train.global_batch} rows and the order of data stay"
+    )
+
+
+def is_for(plan: Plan, families: list[str]) -> bool:
+    """Say whether a plan is for ranks of these families."""
+    from hpctrain.plan.uniform import families_of
+
+    tiles = [tile.family for tile in plan.tiles]
+    return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
+
+
+def describe_ranks(plan: Plan) -> str:
+    """Say which ranks a plan is for, such as `4 a100 and 4 v100`."""
+    return count_families(
+        [tile.family for tile in plan.first_tiles for _ in tile.ranks] + ["unused"] * len(plan.unused)
+    )
+
+
+def count_families(families: list[str]) -> str:
+    return " and ".join(f"{families.count(name)} {name}" for name in dict.fromkeys(families))

@@ -1,0 +1,99 @@
+"""The facts that a start knows of a run while its job is resolved, and what a resolver returns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.config.job import Job
+from hpctrain.plan.tiling import Plan
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+    from hpctrain.config.clusters.cluster import Cluster
+    from hpctrain.config.clusters.truth import Truth
+    from hpctrain.data.order import AnySequences
+    from hpctrain.data.tokens import TokenSource
+    from hpctrain.planner.prediction.predictor import Prediction
+
+
+@dataclass(frozen=True)
+class Described:
+    """A description of what the ranks run on: the real machine, or the one that they impersonate."""
+
+    cluster: "Cluster"
+    name: str
+    is_rehearsed: bool = False
+    path: Path | None = None
+    """Of a description that hpctrain keeps itself, and adds to."""
+    disturbance: str = ""
+    """Why what was measured is not that of a quiet machine, so that it is not kept; empty: it is."""
+    truth: "Truth | None" = None
+    """How the devices behave that are impersonated."""
+    scale: str = ""
+    """By how much a rehearsal is smaller than the real cluster and job, in words."""
+
+    @property
+    def doubt(self) -> str:
+        """Say why steps may differ from what it predicts, though nobody can do anything about it; empty: no reason."""
+        if self.disturbance:
+            return f"the machine was busy when it was measured ({self.disturbance}); the next start measures it again"
+        return ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that resolvers know in addition to the job, and determine for those after them."""
+
+    world: "World"
+    resume_from: Path | None = None
+    fresh_probe: bool = False
+    described_or_none: Described | None = None
+    """The machine, as soon as it is known."""
+    plan_or_none: Plan | None = None
+    """The plan, as soon as there is one."""
+    data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
+    links_of: "Cluster | None" = None
+    """Whose links chose the algorithms of the run that is continued."""
+    previous: "tuple[Plan, Cluster] | None" = None
+    """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
+    job_to_keep: Job | None = None
+    """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
+    prediction: "Prediction | None" = None
+
+    @cached_property
+    def families(self) -> list[str]:
+        return [place.family for place in self.world.topology.places]
+
+    @property
+    def described(self) -> Described:
+        assert self.described_or_none is not None, "asked for after the machine is known"
+        return self.described_or_none
+
+    @property
+    def plan(self) -> Plan:
+        assert self.plan_or_none is not None, "asked for after the plan is there"
+        return self.plan_or_none
+
+    @property
+    def data(self) -> "tuple[TokenSource, AnySequences, AnySequences | None]":
+        assert self.data_or_none is not None, "asked for after the data is open"
+        return self.data_or_none
+
+    @property
+    def data_identity(self) -> str:
+        return self.data[1].identity
+
+
+class Resolution(NamedTuple):
+    """The job and the facts that a resolver returns, with a reason for each key that it gave a value."""
+
+    job: Job
+    facts: Facts
+    reasons: Mapping[str, str] = {}
+
+
+def with_values(job: Job, section: str, **values) -> Job:
+    """Return the job with some values of a section replaced."""
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=values)})

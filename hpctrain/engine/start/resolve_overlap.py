@@ -1,0 +1,255 @@
+"""Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.comm.topology import Topology, places_of
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.errors import HpctrainError, PlanError
+from hpctrain.config.job import Job
+from hpctrain.config.parallelism import Overlap
+from hpctrain.engine.start.facts import with_values
+from hpctrain.plan.holders import rank_shards_of
+from hpctrain.plan.launch_order import check_launch_order
+from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prediction.predictor import PAYS, Predictor, predict_in_parts
+from hpctrain.planner.prices.prices import gathers_while_summing
+from hpctrain.planner.prices.setup import Setup
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
+"""By switch, who exchanges what it hides."""
+WHOLE_ROWS: dict[str, bool | int] = {"forward": False, "tensor_parts": 1}
+"""What cuts a rank's rows, with the values by which nothing is cut."""
+
+
+class Spread(NamedTuple):
+    """The spread over hosts and families of the groups whose communication a switch hides."""
+
+    crosses_hosts: bool
+    """Whether any of them is on several hosts."""
+    is_composite: bool
+    """Whether any has several families, of which one has several devices: a library does parts of its operations."""
+
+
+def spreads(world: "World", job: Job, plan: Plan) -> dict[str, Spread]:
+    """Return of each switch where the plan's groups are. All ranks must call: each looks at its own groups."""
+    topology = world.topology
+    several_hosts = len({place.host for place in topology.places}) > 1
+    if not several_hosts and not (topology.has_devices and len(topology.families) > 1):
+        return dict.fromkeys(EXCHANGED, Spread(False, False))
+    own = spreads_of(topology, job, plan, world.rank)
+    return {key: Spread(*(bool(world.largest(value)) for value in spread)) for key, spread in own.items()}
+
+
+def spreads_of(topology: Topology, job: Job, plan: Plan, rank: int) -> dict[str, Spread]:
+    """Return the same of the groups of one rank. Pure."""
+    groups = hidden_groups(job, plan, rank)
+    return {key: Spread(*_spread(topology, groups[key])) for key in EXCHANGED}
+
+
+def _spread(topology: Topology, groups: Sequence[Sequence[int]]) -> tuple[bool, bool]:
+    def is_composite(ranks: Sequence[int]) -> bool:
+        families = topology.domains(ranks, "family")
+        launching = [each for each in families if len(each) > 1 and topology.places[ranks[each[0]]].kind != "cpu"]
+        return len(families) > 1 and bool(launching)
+
+    return any(len(topology.domains(ranks, "host")) > 1 for ranks in groups), any(map(is_composite, groups))
+
+
+def launch_refusal(plan: Plan) -> str | None:
+    """Return why devices that do one collective at a time may not start to sum gradients early; None: they may."""
+    try:
+        check_launch_order(plan)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return of each switch the groups of a rank whose communication it hides. Pure."""
+    tile = plan.tile_of(rank)
+    x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
+    shard_groups = rank_shards_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups
+    return {"tensor": [x, y], "data": [shard_group.ranks for shard_group in shard_groups], "z": [z]}
+
+
+def resolve_overlap(
+    overlap: Overlap,
+    topology: Topology,
+    spread: Mapping[str, Spread] | None = None,
+    refusal: str | None = None,
+) -> tuple[Overlap, dict[str, str]]:
+    """Return the overlaps with values for switches that are `auto`, and the reasons of these. Pure.
+
+    What cuts rows stays as it is.
+
+    It pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there is no such
+    thing: they exchange through its memory, and overlapped messages take cores from the product. `spread` says by
+    switch where something is exchanged; None: between all hosts that there are, and gradients between all families.
+    `refusal` is what `launch_refusal` says of the plan.
+    """
+    hosts = len({place.host for place in topology.places})
+    values, reasons = {}, {}
+    anywhere = Spread(*_spread(topology, [range(len(topology.places))]))
+    for key, what in EXCHANGED.items():
+        if getattr(overlap, key) is not None:
+            continue
+        cutting = "forward" if overlap.forward else "tensor_parts" if (overlap.tensor_parts or 1) > 1 else ""
+        if key == "tensor" and cutting:
+            values[key], reasons["overlap.tensor"] = True, f"on: overlap.{cutting} needs it"
+            continue
+        between_hosts, is_composite = spread[key] if spread else (hosts > 1, anywhere.is_composite and key == "data")
+        if not topology.shares_memory:
+            value, reason = True, "a rehearsal's devices and its network are described apart"
+        elif topology.has_devices and key == "tensor":
+            value, reason = True, "devices compute while bytes move"
+        elif topology.has_devices and is_composite:
+            value, reason = False, f"there are {what} of several families, whose operations nothing else may interrupt"
+        elif topology.has_devices and key == "data" and refusal:
+            value, reason = False, f"sums that start early would not be launched in one order: {refusal}"
+        elif topology.has_devices:
+            value, reason = True, "devices compute while bytes move, and all ranks launch collectives in one order"
+        elif between_hosts:
+            value, reason = True, f"there are {what} on several of {hosts} hosts: bytes are on the network meanwhile"
+        elif hosts > 1:
+            value, reason = False, f"no {what} on several hosts, and inside one the cores that compute move the bytes"
+        else:
+            value, reason = False, "all ranks compute on the cores of one host, which would move the bytes too"
+        values[key], reasons[f"overlap.{key}"] = value, f"{'on' if value else 'off'}: {reason}"
+    return overlap.model_copy(update=values), reasons
+
+
+def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap, dict[str, str]]:
+    """Return what a run of a plan would make of a job's overlaps, but for what cuts rows. Pure."""
+    spread, refusal = None, None
+    if topology.shares_memory and (len(topology.families) > 1 or not topology.has_devices):
+        result = [spreads_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
+        spread = {key: Spread(*map(any, zip(*(each[key] for each in result), strict=True))) for key in EXCHANGED}
+    if topology.shares_memory and topology.has_devices:
+        refusal = launch_refusal(plan)
+    return resolve_overlap(job.overlap, topology, spread, refusal)
+
+
+def setups_by_plan(asked: Job, priced: Job, topology: Topology) -> Callable[[Plan], Setup]:
+    """Return what makes the setup by which a search times a plan: with the overlaps that a run of it would have.
+
+    `asked` has overlaps that are `auto`; `priced` is the same job as plans are scored.
+    """
+
+    def setup_of(plan: Plan) -> Setup:
+        return Setup.of_job(priced.model_copy(update={"overlap": resolve_switches(asked, topology, plan)[0]}))
+
+    return setup_of
+
+
+def topology_of(cluster: Cluster, is_pretended: bool) -> Topology:
+    """Return the topology that a run on a cluster's devices has."""
+    kinds = {name: family.kind for name, family in cluster.families.items()}
+    places = tuple(place._replace(kind=kinds[place.family]) for place in places_of(cluster))
+    return Topology(places, shares_memory=not is_pretended)
+
+
+def resolve_on(
+    job: Job, cluster: Cluster, is_pretended: bool, plan: Plan | None = None
+) -> tuple[Overlap, dict[str, str]]:
+    """Return what a run on a cluster's devices would make of a job's overlaps, for a prediction. Pure.
+
+    Without a plan what cuts rows stays as it is. Groups count as being on all hosts, and those of gradients as of all
+    families.
+    """
+    topology = topology_of(cluster, is_pretended)
+    if plan is None:
+        return resolve_overlap(job.overlap, topology)
+    overlap, reasons = resolve_switches(job, topology, plan)
+    overlap, why = resolve_rows(job.model_copy(update={"overlap": overlap}), plan, topology, cluster)
+    return overlap, reasons | why
+
+
+def resolve_rows(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
+    """Return the overlaps with values for `forward` and `tensor_parts`, and reasons for those that were `auto`. Pure.
+
+    The rest of the job is resolved. Both cut rows, so that one of them is on at the most. A prediction says whether
+    collectives take longer than products of fewer rows cost.
+    """
+    overlap = job.overlap
+    open_keys = [key for key in WHOLE_ROWS if getattr(overlap, key) is None]
+    values = WHOLE_ROWS | {key: getattr(overlap, key) for key in WHOLE_ROWS if key not in open_keys}
+    if not open_keys:
+        return overlap, {}
+    if not any(tile.tensor.cuts_weights for tile in plan.tiles):
+        reasons = dict.fromkeys(open_keys, "no tile has x or y, so there is nothing to sum")
+    elif not overlap.tensor:
+        reasons = dict.fromkeys(open_keys, "sums over x and y are not overlapped")
+    elif values != WHOLE_ROWS:
+        reasons = dict.fromkeys(open_keys, "what is asked for cuts the same rows")
+    else:
+        try:
+            values, reasons = _predicted_rows(job, plan, topology, cluster, open_keys)
+        except HpctrainError as error:
+            reasons = dict.fromkeys(open_keys, f"no prediction: {error}")
+    summary = {f"overlap.{key}": f"{format_value(values[key])}: {reason}" for key, reason in reasons.items()}
+    return overlap.model_copy(update=values), summary
+
+
+def _predicted_rows(
+    job: Job, plan: Plan, topology: Topology, cluster: Cluster, open_keys: Sequence[str]
+) -> tuple[dict[str, bool | int], dict[str, str]]:
+    """Return the values with which a step is predicted to be the fastest, and why. Raises as `predict`."""
+    make = partial(Predictor, plan=plan, cluster=cluster)
+    whole = make(Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS))).predict().step_seconds
+    best, values, reasons = whole * PAYS, WHOLE_ROWS, {}
+    for key in open_keys:
+        if reason := _conflict(key, plan, topology):
+            reasons[key] = reason
+            continue
+        if key == "forward":
+            halved = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: True}))
+            value, prediction = True, make(halved).predict()
+        else:
+            is_open = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: None}))
+            predictor, prediction = predict_in_parts(is_open, plan, lambda setup, like: make(setup, like=like))
+            value = predictor.setup.tensor_parts or 1
+        seconds = prediction.step_seconds
+        reasons[key] = f"a step is predicted to take {seconds / whole:.3f} of the time with it, and {PAYS} pays"
+        if value == 1 and key == "tensor_parts":
+            reasons[key] = f"with no other number a step is predicted to take {PAYS} of the time or less"
+        if seconds < best:
+            best, values = seconds, WHOLE_ROWS | {key: value}
+    best_key = next((key for key in open_keys if values[key] != WHOLE_ROWS[key]), None)
+    for key in reasons:
+        if best_key and key != best_key:
+            reasons[key] += f"; with overlap.{best_key} it takes {best / whole:.3f}"
+    return values, reasons
+
+
+def _conflict(key: str, plan: Plan, topology: Topology) -> str:
+    """Return why rows are not to be cut whatever that saves; nothing if they may be."""
+    grids = [tile.tensor for tile in plan.tiles]
+    waiting = "collectives of several groups may wait for each other on a device"
+    if key == "tensor_parts":
+        return f"positions are gathered over y while x sums, and {waiting}" if gathers_while_summing(grids) else ""
+    has_devices = topology.has_devices and topology.shares_memory
+    return f"norms are summed over x meanwhile, and {waiting}" if has_devices and any(g.x > 1 for g in grids) else ""
+
+
+def format_value(value: bool | int) -> str:
+    """Return a value of an overlap as reasons name it."""
+    return str(value) if value is not True and value is not False else "on" if value else "off"
+
+
+def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:
+    """Return the overlaps of a run that continues another one, whose job is resolved, and whose bits it must have.
+
+    What is `auto` becomes theirs, given with its value by key; theirs may be from before there was what cuts rows. What
+    cuts the same rows as what is asked for is off. Pure.
+    """
+    result = {key: getattr(theirs, key) for key in (*EXCHANGED, *WHOLE_ROWS) if getattr(overlap, key) is None}
+    if overlap.forward or (overlap.tensor_parts or 1) > 1:
+        result |= {key: None for key in WHOLE_ROWS if key in result}
+    values = {key: WHOLE_ROWS.get(key) if value is None else value for key, value in result.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    return overlap.model_copy(update=values), {f"overlap.{key}": format_value(value) for key, value in values.items()}

@@ -1,0 +1,135 @@
+"""The optimizer's state in host memory: moments, and fp32 masters where weights in use are half precision.
+
+An update moves it through the device bucket by bucket (ZeRO-Offload, Ren et al. 2021, updates on the host): the device
+computes the same numbers as without offload. Two buckets are on the device: while one is updated, the next comes in and
+the last goes out, where the device has streams.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event
+from hpctrain.model.storage.shard import Shard
+from hpctrain.sharding.host_buckets import ALIGNED, SLOTS, bucket_elements
+from hpctrain.sharding.intervals import Interval
+
+
+class Updated(NamedTuple):
+    """Parts of shards with the same update, all of one dim; each list has one tensor a part."""
+
+    masters: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avg: list[torch.Tensor]
+    exp_avg_sq: list[torch.Tensor]
+
+    def take(self, stretches: "Iterable[Stretch]", start: int, *tensors: torch.Tensor) -> None:
+        """Add some stretches of flat tensors, one for each list, which begin with element `start` of the group."""
+        for stretch in stretches:
+            for part, tensor in zip(self, tensors, strict=True):
+                part.append(tensor[slice(*stretch.at.shift(-start))])
+
+
+class Stretch(NamedTuple):
+    """Neighbouring elements of a shard with the same update."""
+
+    at: Interval
+    """Within the group's flat array."""
+    decays: bool
+    """Whether they have weight decay."""
+
+
+class Bucket(NamedTuple):
+    """The elements of a shard that go through the device at once."""
+
+    shard: Shard
+    stretches: tuple[Stretch, ...]
+    """In order; what lies between them is never updated."""
+
+    @property
+    def at(self) -> Interval:
+        return Interval(self.stretches[0].at.start, self.stretches[-1].at.stop)
+
+
+def stretches_of(shard: Shard) -> list[Stretch]:
+    """Return what this rank updates of a shard, in order, neighbours together."""
+    stretches: list[Stretch] = []
+    for region in shard.group.regions(shard.updated):
+        stretch = Stretch(region.at, region.parameter.decay)
+        if stretches and stretches[-1].at.stop == stretch.at.start and stretches[-1].decays == stretch.decays:
+            stretch = Stretch(Interval(stretches.pop().at.start, stretch.at.stop), stretch.decays)
+        stretches.append(stretch)
+    return stretches
+
+
+def buckets_of(shard: Shard, most: int) -> Iterator[Bucket]:
+    """Yield the stretches of a shard in buckets of at most so many elements, a multiple of `ALIGNED`."""
+    taken: list[Stretch] = []
+    for stretch in stretches_of(shard):
+        start = stretch.at.start
+        while start < stretch.at.stop:
+            left = most - (start - taken[0].at.start if taken else 0)
+            stop = stretch.at.stop if stretch.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
+            if stop > start:
+                taken.append(Stretch(Interval(start, stop), stretch.decays))
+                start = stop
+            if start < stretch.at.stop:
+                yield Bucket(shard, tuple(taken))
+                taken = []
+    if taken:
+        yield Bucket(shard, tuple(taken))
+
+
+class HostState:
+    """Updates shards whose state is in host memory, on one rank. Involves no other rank."""
+
+    def __init__(self, accelerator: Accelerator, shards: Sequence[Shard]):
+        self._accelerator = accelerator
+        self._most = bucket_elements(sum(shard.updated.size for shard in shards))
+        self._buckets = [bucket for shard in shards for bucket in buckets_of(shard, self._most)]
+        kinds = max((len(shard.on_host) for shard in shards), default=0)
+        self._shape = SLOTS, kinds, self._most
+
+    def update(self, adamw: Callable[[Updated, bool], None]) -> None:
+        """Update all buckets and bring new weights into use on this rank. `adamw` updates parts in place, which have
+        weight decay or not."""
+        if not self._buckets:
+            return
+        accelerator = self._accelerator
+        slots = torch.empty(self._shape, dtype=torch.float32, device=accelerator.device)
+        free = [accelerator.queued()] * SLOTS
+        there = self._fetch(self._buckets[0], slots[0], free[0])
+        for number, bucket in enumerate(self._buckets):
+            slot, arrived = number % SLOTS, there
+            if number + 1 < len(self._buckets):
+                following = (number + 1) % SLOTS
+                there = self._fetch(self._buckets[number + 1], slots[following], free[following])
+            accelerator.wait_for(arrived)
+            self._update(bucket, slots[slot], adamw)
+            free[slot] = self._put_back(bucket, slots[slot])
+        for event in free:
+            accelerator.wait_for(event)
+
+    def _fetch(self, bucket: Bucket, slot: torch.Tensor, after: Event) -> Event:
+        for staged, state in zip(slot, bucket.shard.on_host.values(), strict=False):
+            after = self._accelerator.move(staged[: bucket.at.size], bucket.shard.of(state, bucket.at), after)
+        return after
+
+    def _put_back(self, bucket: Bucket, slot: torch.Tensor) -> Event:
+        after = self._accelerator.queued()
+        for staged, state in zip(slot, bucket.shard.on_host.values(), strict=False):
+            after = self._accelerator.move(bucket.shard.of(state, bucket.at), staged[: bucket.at.size], after)
+        return after
+
+    def _update(self, bucket: Bucket, slot: torch.Tensor, adamw: Callable[[Updated, bool], None]) -> None:
+        shard, at = bucket.shard, bucket.at
+        staged = dict(zip(shard.on_host, slot[:, : at.size], strict=False))
+        grads, master = shard.of(shard.grads, at), staged.get("master", shard.of(shard.master, at))
+        for decays in (True, False):
+            parts = Updated([], [], [], [])
+            stretches = [stretch for stretch in bucket.stretches if stretch.decays == decays]
+            parts.take(stretches, at.start, master, grads, staged["exp_avg"], staged["exp_avg_sq"])
+            adamw(parts, decays)
+        if "master" in staged:
+            shard.group.weights_at(at).copy_(staged["master"])

@@ -1,0 +1,124 @@
+"""A plan made real for one rank: its tiles, its communicators, its store of weights."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.groups.channel import Channel
+from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.solo import Solo
+from hpctrain.comm.progress.instruments import Tracer
+from hpctrain.comm.world import World
+from hpctrain.config.job import Job
+from hpctrain.model.host_activations import HostActivations
+from hpctrain.model.operators.running import make_kernels
+from hpctrain.model.operators.scaled_products import FP8
+from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
+from hpctrain.model.stage import Stage
+from hpctrain.model.storage.store import Store
+from hpctrain.model.transformer import Computing
+from hpctrain.plan.holders import RankShards
+from hpctrain.plan.role import Transfers, role_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import RowShape, everywhere
+from hpctrain.sharding.items import layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of a plan that one rank has. Made by `make_layout`."""
+
+    plan: Plan
+    rank: int
+    tiles: tuple[Tile, ...]
+    """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
+    everyone: Communicator
+    axes: Axes
+    shards: RankShards
+    groups: list[Axis]
+    """The ranks of each shard group."""
+    store: Store
+    """Of the weights of all tiles."""
+    stages: tuple[Stage, ...]
+    """One for each tile."""
+    transfers: tuple[Transfers, ...]
+    """For each tile."""
+    channels: dict[tuple[int, int], Channel]
+    """By the rank at the other end, and the first item of the tile that follows."""
+    dtype: torch.dtype
+    """In which this rank computes."""
+    wires: dict[int, torch.dtype]
+    """In which it exchanges activations and their gradients, by the rank at the other end."""
+    row: RowShape
+    """The size of activations between tiles."""
+    accelerator: Accelerator
+    tracer: Tracer
+    reduces_early: bool
+    """Whether gradients are summed over their holders while the last microbatch goes back."""
+
+    @property
+    def coordinate(self) -> tuple[int, int, int]:
+        return self.tiles[0].coordinate(self.rank)
+
+
+def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
+    """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
+
+    Communicators are created in the order in which the role lists them, so that no ranks wait for each other. Each is
+    created by its own ranks only, so that 4,096 ranks create no more than they use.
+    """
+    overlap = job.overlap
+    near = world.is_near if job.comm.gather_messages else everywhere
+    role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
+    everyone = world.group(plan.ranks, "everyone", on_host=True)
+
+    def group(ranks: tuple[int, ...], name: str, overlapped: bool | None) -> Axis:
+        return ONE_RANK if len(ranks) == 1 else world.group(ranks, name, overlapped=bool(overlapped))
+
+    x, y = (group(role.axes[axis], axis, overlap.tensor) for axis in "xy")
+    z = group(role.axes["z"], "z", overlap.z)
+    axes = Axes(x, y, z, role.tiles[0].tensor.sequence_parallel)
+    sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
+    made = {ranks: group(ranks, "data", overlap.data) for ranks in sets}
+    groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
+    own = role.tiles[0].family
+    dtype = DTYPES[job.dtype_of(own)]
+    wires = {need.peer: DTYPES[job.wire_dtype(own, plan.tile_of(need.peer).family)] for need in role.channels}
+    channels = {
+        (need.peer, need.item): world.channel(
+            need.peer, need.elements * wires[need.peer].itemsize, need.depth, f"before item {need.item}"
+        )
+        for need in role.channels
+    }
+    kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
+    used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
+    exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
+    store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
+    in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
+    parts = 1 if in_halves else overlap.tensor_parts or 1
+    dtypes = DTYPES | {"fp8": FP8}
+    pinned = {operator: dtypes[name] for operator, name in job.precision.overrides.items()}
+    computing = Computing(make_kernels(job.kernels, own), in_halves, parts, pinned)
+    host = HostActivations(accelerator)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, computing, host) for tile in role.tiles)
+    return Layout(
+        plan,
+        world.rank,
+        role.tiles,
+        everyone,
+        axes,
+        role.shards,
+        groups,
+        store,
+        stages,
+        role.transfers,
+        channels,
+        dtype,
+        wires,
+        RowShape(job.data.sequence_length, job.model.hidden_size),
+        accelerator,
+        world.tracer,
+        bool(overlap.data),
+    )

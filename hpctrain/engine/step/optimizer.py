@@ -1,0 +1,198 @@
+"""AdamW over the shards that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
+
+With `zero = 1` a rank gets the summed gradient of its own shard alone, updates that, and the weights are gathered;
+with `zero = 0` everybody sums and updates everything. With 2 the gradients are summed into the shards after each item's
+backward pass, with 3 the weights are gathered for each item too.
+
+The way of a gradient, and who has what:
+
+    Weight.accumulate        an operator's backward pass adds to it, where the store has it (model/storage/units)
+    Traffic.end_backward     with z, or ZeRO 2 and 3, it is summed into shards layer by layer, as passes go on
+    Optimizer.start_reduce   else it is summed over its holders, into `Shard.grads`, after the last backward pass
+    Optimizer.squared_norm   each element counts on one rank; all ranks sum the norm with the loss (Pipeline)
+    Optimizer.update         masters and moments of the shard change; weights in use (`Group.weights`) are gathered
+    Saver                    copies masters and moments of the shard for a checkpoint (checkpoint/saving)
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.optim.adamw import adamw
+
+from hpctrain.config.job import Train
+from hpctrain.engine.step.host_state import HostState, Updated, stretches_of
+from hpctrain.engine.step.layout import Layout
+from hpctrain.engine.step.loss_scale import LossScale
+from hpctrain.model.parallel.axes import PendingWork
+from hpctrain.model.storage.shard import Shard, make_shard
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """Return the rate of a step (the first is 0): linear warm-up, then a cosine to the smallest rate."""
+    floor = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return floor + 0.5 * (train.learning_rate - floor) * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Optimizer:
+    """Reduces gradients, clips them, and updates the weights of one rank's store."""
+
+    def __init__(self, layout: Layout, train: Train, loss_scale: LossScale | None = None):
+        """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
+        self._layout, self._train, self.loss_scale = layout, train, loss_scale
+        # Tiles of a rank agree on it.
+        host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offloads_optimizer else None
+        self.shards = [
+            make_shard(group, holders, shard_group, host_buffer)
+            for group, holders, shard_group in zip(
+                layout.store.groups, layout.groups, layout.shards.shard_groups, strict=True
+            )
+        ]
+
+        # Views, made once: a step then is a few operations on lists, however many parameters there are.
+        on_device = [shard for shard in self.shards if not shard.on_host]
+        self._updated = {decays: self._updated_group(on_device, decays) for decays in (True, False)}
+        self._host_state = HostState(layout.accelerator, [shard for shard in self.shards if shard.on_host])
+        self._owned_grads = [
+            shard.of(shard.grads, each.at)
+            for shard in self.shards
+            for each in shard.group.regions(shard.owned)
+            if each.counts
+        ]
+        self._partial_grads = [
+            shard.of(shard.grads, each.at)
+            for shard in self.shards
+            if layout.axes.sequence_parallel and not shard.group.places.is_packed
+            for each in shard.group.regions(shard.updated)
+            if each.parameter.is_whole_on_y
+        ]
+        """Of what y does not cut, where each y has gone through its own positions alone. Holders of regions sum it with
+        the rest."""
+        self._in_flight: dict[int, PendingWork] = {}
+        """By number of the shard, what was started and not waited for."""
+
+    @staticmethod
+    def _updated_group(shards: Sequence[Shard], decays: bool) -> Updated:
+        """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
+        result = Updated([], [], [], [])
+        for shard in shards:
+            stretches = [stretch for stretch in stretches_of(shard) if stretch.decays == decays]
+            tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
+            result.take(stretches, shard.updated.start, *tensors)
+        return result
+
+    def load_masters(self) -> None:
+        """Take the weights in use as master weights, after they were initialised."""
+        for shard in self.shards:
+            shard.master.copy_(shard.group.weights_at(shard.updated))
+
+    def start_reduce(self, item: int | None = None) -> None:
+        """Start to sum the gradients that are final when the last backward pass of a step has gone through an item, or
+        (None) all that are not being summed yet.
+
+        Tiles go through their items in the same order, so that any two ranks start what they share in the same one
+        (see `hpctrain.plan.launch_order`). Only a tied embedding is the first of one tile and the last of another.
+        """
+        for number, shard in enumerate(self.shards):
+            is_final = item is None or (shard.final_after == item and shard.starts_early)
+            if is_final and shard.zero < 2 and number not in self._in_flight:  # others are summed after each item
+                self._in_flight[number] = shard.start_reduce()
+
+    def reduce(self) -> None:
+        """Have gradients summed over the holders of each shard: start what was not, wait for all.
+
+        All ranks of the plan must call.
+        """
+        self._layout.store.traffic.collect()
+        self.start_reduce()
+        for work in self._in_flight.values():
+            work.wait()
+        self._in_flight.clear()
+        if self._partial_grads:
+            packed = torch.cat([grad.view(-1) for grad in self._partial_grads])
+            self._layout.axes.y.all_reduce(packed)
+            sizes = [grad.numel() for grad in self._partial_grads]
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
+                self._partial_grads, list(packed.split(sizes))
+            )
+
+    def squared_norm(self) -> torch.Tensor | None:
+        """Return this rank's part of the squared global norm, fp64 on its device: each element of the model is counted
+        on one rank. None where it counts none."""
+        if not self._owned_grads:
+            return None
+        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
+            self._owned_grads, 2, dtype=torch.float64
+        )
+        return torch.stack(norms).square().sum()
+
+    def update(self, step: int, norm: float) -> float | None:
+        """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call.
+
+        `norm` is that of the gradients as they are; return it as without the scale of the loss. None where fp16
+        overflowed: gradients are forgotten, and weights do not change. Raises TrainingError where a smaller scale is of
+        no use.
+        """
+        scale, value = self.loss_scale, 1.0
+        if scale:
+            if not scale.judge(norm, step):
+                self._layout.store.zero_grads()
+                return None
+            value = scale.value
+            step, norm = step - scale.skipped, norm / value
+        clip = self._train.clip_norm
+        factor = (clip / norm if clip and norm > clip else 1.0) / value
+        if factor != 1.0:
+            for shard in self.shards:
+                shard.grads.mul_(factor)
+        adamw_step = partial(self._adamw, step)
+        for decays, parts in self._updated.items():
+            adamw_step(parts, decays)
+        self._host_state.update(adamw_step)
+        self._gather_updated()
+        self._layout.store.zero_grads()
+        if scale:
+            scale.grow()
+        return norm
+
+    def _adamw(self, step: int, parts: Updated, decays: bool) -> None:
+        """Update masters and moments in place (Loshchilov and Hutter 2019), by torch's fused kernel."""
+        if not parts.masters:
+            return
+        done = torch.full((len(parts.masters),), float(step), device=parts.masters[0].device)  # torch counts on by one
+        adamw(
+            *(list(tensors) for tensors in parts),  # pyright: ignore[reportCallIssue] - four lists
+            max_exp_avg_sqs=[],
+            state_steps=list(done.unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=self._train.beta1,
+            beta2=self._train.beta2,
+            lr=learning_rate(self._train, step),
+            weight_decay=self._train.weight_decay if decays else 0.0,
+            eps=self._train.epsilon,
+            maximize=False,
+        )
+
+    def _gather_updated(self) -> None:
+        """Bring updated master weights into use on all holders, before the items compute with them that they are of.
+
+        All ranks of the plan must call.
+        """
+        gathered = []
+        for shard in self.shards:
+            in_use = shard.group.weights_at(shard.updated)
+            if in_use.data_ptr() != shard.master.data_ptr() and not shard.on_host:
+                in_use.copy_(shard.master)
+            if shard.zero in (1, 2):
+                gathered.append((shard.final_after, shard.start_gather()))
+        store = self._layout.store
+        for item, work in sorted(gathered, key=lambda pair: pair[0]):
+            store.note_gathering(item, work)
+        if not store.is_in_place:
+            store.await_weights()
+        store.refresh()

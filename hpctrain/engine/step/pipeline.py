@@ -1,0 +1,323 @@
+"""Runs a rank's schedule: the one place where instructions become work, and tiles exchange what they make."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.comm.groups.channel import Channel
+from hpctrain.config.errors import CorruptionError
+from hpctrain.data.order import Batch
+from hpctrain.engine.step.layout import Layout
+from hpctrain.engine.step.loss_scale import gradient_of_loss
+from hpctrain.engine.step.optimizer import Optimizer
+from hpctrain.model.stage import Saved, Stage
+from hpctrain.model.transformer import IGNORED
+from hpctrain.plan.schedule import (
+    EXPECTED_AHEAD,
+    RECEIVING,
+    Instruction,
+    Op,
+    forward_only,
+    layers_in_order,
+    schedule_of,
+)
+from hpctrain.plan.transfers import Transfer, owned_positions, owned_slice
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+
+class SlotKey(NamedTuple):
+    """The place of a tensor in the schedule."""
+
+    virtual_stage: int
+    """Which of the rank's tiles, in the order of items."""
+    microbatch: int
+
+
+class Incoming(NamedTuple):
+    """A message that is to come."""
+
+    channel: Channel
+    buffer: torch.Tensor
+    """What it fills, contiguous."""
+    target: torch.Tensor
+    """Where that belongs: often the same."""
+
+
+class Arrival(NamedTuple):
+    """A tensor that is to come, in parts; the ranks along y of the tile may have to gather theirs."""
+
+    value: torch.Tensor
+    parts: list[Incoming]
+    gathers: bool
+
+
+class Messages:
+    """Sends and receives activations and their gradients.
+
+    The next receives of the schedule are posted early. Messages that move only into posted memory then do so while the
+    rank computes. A rank needs the same memory by every route.
+    """
+
+    def __init__(self, layout: Layout):
+        self._layout, self._row_length, self._device = layout, layout.row.positions, layout.accelerator.device
+        tile = layout.tiles[0]  # rows and row chunks are those of all
+        self.rows = tile.rows_at(layout.coordinate[2])
+        self._tokens, self._features = owned_slice(tile, layout.rank, layout.row)
+        self._positions = owned_positions(tile, layout.rank, layout.row)
+        self.given: dict[SlotKey, torch.Tensor] = {}
+        """Activations, later gradients, that are there for tiles of this rank."""
+        self._to_come: deque[Instruction] = deque()
+        self._expected: deque[Arrival | None] = deque()
+
+    def start(self, schedule: Iterable[Instruction]) -> None:
+        """Begin a pass through a schedule: its receives will be called for in its order, all of them."""
+        self._to_come = deque(each for each in schedule if each.op in RECEIVING)
+        self._expected.clear()
+        self.given.clear()
+        self._expect()
+
+    def _expect(self) -> None:
+        while self._to_come and len(self._expected) < EXPECTED_AHEAD:
+            self._expected.append(self._arrival(self._to_come.popleft()))
+
+    def _arrival(self, instruction: Instruction) -> Arrival | None:
+        """Allocate the tensor of a receive and post it to its senders; return None where this rank has the tensor."""
+        virtual_stage, forward = instruction.virtual_stage, instruction.op is Op.RECEIVE_ACTIVATION
+        transfers = self._layout.transfers[virtual_stage]
+        result = transfers.receive_activation if forward else transfers.receive_gradient
+        if any(transfer.sender == self._layout.rank for transfer in result):
+            return None
+        items = self._layout.tiles[virtual_stage].items
+        item = items.start if forward else items.stop
+        shape = (self.rows.size, self._positions.size, self._features.size)
+        value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
+        parts = []
+        for transfer in result:
+            target = self._part(value, transfer)
+            wire = self._layout.wires[transfer.sender]
+            in_place = target.is_contiguous() and target.dtype == wire
+            buffer = target if in_place else target.new_empty(target.shape, dtype=wire)
+            channel = self._layout.channels[transfer.sender, item]
+            channel.expect(buffer)
+            parts.append(Incoming(channel, buffer, target))
+        return Arrival(value, parts, transfers.gathers_activation if forward else transfers.gathers_gradient)
+
+    def receive(self, instruction: Instruction) -> None:
+        """Wait for what it brings, the next one of the schedule that receives; it is `given` then."""
+        arrival = self._expected.popleft()
+        self._expect()
+        if arrival is None:
+            return
+        value, parts, gathers = arrival
+        for channel, buffer, target in parts:
+            channel.receive(buffer)
+            if buffer is not target:
+                target.copy_(buffer)
+        if gathers:
+            y, num_features = self._layout.axes.y, self._features.size
+            y.all_gather(value.view(-1), [cut.scale(num_features) for cut in cut_evenly(self._tokens.size, y.size)])
+        self.given[SlotKey(instruction.virtual_stage, instruction.microbatch)] = value
+
+    def send(self, instruction: Instruction, value: torch.Tensor) -> None:
+        """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
+        virtual_stage, microbatch, forward = (
+            instruction.virtual_stage,
+            instruction.microbatch,
+            instruction.op is Op.SEND_ACTIVATION,
+        )
+        transfers, items = self._layout.transfers[virtual_stage], self._layout.tiles[virtual_stage].items
+        to, item = (virtual_stage + 1, items.stop) if forward else (virtual_stage - 1, items.start)
+        for transfer in transfers.send_activation if forward else transfers.send_gradient:
+            if transfer.receiver == self._layout.rank:  # which then has all of it
+                self.given[SlotKey(to, microbatch)] = value
+                continue
+            wire = self._layout.wires[transfer.receiver]
+            self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).to(wire).contiguous())
+
+    def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        """Return what of a value, rows x positions x features, a message carries."""
+        tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
+        if self._positions.size == self._row_length and transfer.cut is None:
+            return value.flatten(0, 1)[slice(*tokens), slice(*features)]
+        length = self._row_length
+        first = tokens.start // length
+        if transfer.cut is None:
+            rows = Interval(first, first + 1)
+            positions = Interval(tokens.start - first * length, tokens.stop - first * length)
+        else:
+            rows, positions = Interval(first, tokens.stop // length), transfer.cut.positions
+        positions = positions.shift(-self._positions.start)
+        return value[slice(*rows), slice(*positions), slice(*features)]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sums that all ranks of a plan agree on after a step."""
+
+    loss: float
+    """Summed over tokens."""
+    norm: float
+    """Global norm of the gradient before clipping; 0 without an update."""
+    flags: tuple[bool, ...]
+    """Of those that the ranks brought, which any of them had set."""
+    skipped: bool = False
+    """Whether the gradient overflowed in fp16, so that no weights were changed."""
+
+
+class Pipeline:
+    """Executes the instructions of one rank, on its tiles."""
+
+    def __init__(self, layout: Layout, optimizer: Optimizer):
+        self._layout, self._optimizer, self._tracer = layout, optimizer, layout.tracer
+        self._accelerator, self._device = layout.accelerator, layout.accelerator.device
+        self._messages = Messages(layout)
+        self._rows = self._messages.rows
+        self._row_chunks = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
+
+    def train(self, batch: Batch, step: int, loss_tokens: int, flags: Sequence[bool] = ()) -> Totals:
+        """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
+
+        `flags`, as many on all ranks, come back with the totals: each is set where any rank has set it.
+
+        Raises CorruptionError, on all ranks, if loss or gradient is not finite; the weights are untouched then.
+        """
+        layout = self._layout
+        schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
+        return self._run(schedule, batch, step, loss_tokens, training=True, flags=flags)
+
+    def evaluate(self, batch: Batch) -> Totals:
+        """Run the forward passes of one batch. All ranks of the plan must call."""
+        schedule = forward_only(self._layout.plan, self._layout.tiles[0])
+        return self._run(schedule, batch, 0, 1, training=False)
+
+    def _run(
+        self,
+        schedule: Sequence[Instruction],
+        batch: Batch,
+        step: int,
+        loss_tokens: int,
+        training: bool,
+        flags: Sequence[bool] = (),
+    ) -> Totals:
+        of_loss = gradient_of_loss(self._optimizer.loss_scale, loss_tokens, self._device)
+        made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
+        saved: dict[tuple[SlotKey, int], Saved] = {}
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        totals = None
+        messages = self._messages
+        messages.start(schedule)
+        self._layout.store.traffic.expect(layers_in_order(schedule, self._layout.tiles))
+        for instruction in schedule:
+            place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.row_chunk
+            stage = self._layout.stages[place.virtual_stage]
+            passed = self._optimizer.start_reduce if instruction.starts_reducing else None
+            since = self._tracer.now()
+            match instruction.op:
+                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+                    messages.receive(instruction)
+                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                    messages.send(instruction, made.pop(place))
+                case Op.FORWARD:
+                    ids, targets, starts = self._tokens(batch, stage, place.microbatch, s)
+                    given = self._take(place, s) if ids is None else ids
+                    value, kept = stage.forward(given, targets, training, starts)
+                    if stage.is_last:
+                        loss += value  # on the device: the host waits for it once a step
+                    else:
+                        self._put(made, place, s, value)
+                    if training:
+                        saved[place, s] = kept
+                case Op.BACKWARD | Op.BACKWARD_INPUT:
+                    gradient = of_loss if stage.is_last else self._take(place, s)
+                    if instruction.op is Op.BACKWARD:
+                        gradient = stage.backward(saved.pop((place, s)), gradient, passed)
+                    else:
+                        gradient = stage.backward_input(saved[place, s], gradient)
+                    if gradient is not None:
+                        self._put(made, place, s, gradient)
+                case Op.BACKWARD_WEIGHT:
+                    stage.backward_weight(saved.pop((place, s)), passed)
+                case Op.REDUCE_GRADIENTS:
+                    self._optimizer.reduce()
+                case Op.UPDATE:
+                    totals = self._update(self._agree(loss, self._optimizer.squared_norm(), flags), step, loss_tokens)
+            self._tracer.computed(instruction, since)
+        return totals or self._agree(loss, None)
+
+    def _update(self, totals: Totals, step: int, loss_tokens: int) -> Totals:
+        """Update the weights, or skip that on all ranks where fp16 overflowed; return the totals, unscaled."""
+        may_overflow = self._optimizer.loss_scale is not None
+        if not math.isfinite(totals.loss) or not (may_overflow or math.isfinite(totals.norm)):
+            raise CorruptionError(
+                f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient {totals.norm};"
+                " the weights were not updated"
+            )
+        norm = self._optimizer.update(step, totals.norm)
+        return replace(totals, norm=norm or 0.0, skipped=norm is None)
+
+    def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
+        """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it.
+
+        Here the host waits for the device, and nowhere else in a step.
+        """
+        x, y, _ = self._layout.coordinate
+        norm = torch.zeros_like(loss) if squared_norm is None else squared_norm
+        both = torch.stack([loss, norm])
+        self._await_device()
+        loss, norm = both.tolist()
+        own = torch.tensor([loss if x == y == 0 else 0.0, norm, *flags], dtype=torch.float64)
+        total = self._layout.everyone.all_reduce(own).tolist()
+        return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
+
+    def _await_device(self) -> None:
+        """Return when the device has done what was queued. Raises CommError where it waits for a rank that is gone."""
+        queued, launches = self._accelerator.queued(), self._accelerator.launches
+
+        def done() -> bool:
+            passed = queued.query()
+            launches.look()  # after it: an error is noted before it ends what the device waits for
+            return passed
+
+        self._layout.everyone.await_ready(done, "the device")
+
+    def _tokens(
+        self, batch: Batch, stage: Stage, microbatch: int, row_chunk: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
+        rows = self._row_chunks[row_chunk].shift(self._rows.start + microbatch * self._layout.plan.rows)
+        starts = batch.document_starts(rows)
+        starts = None if starts is None else self._on_device(starts)
+        if not (stage.is_first or stage.is_last):
+            return None, None, starts
+        tokens = self._on_device(batch.rows(rows))
+        ids, targets = tokens[:, :-1], tokens[:, 1:]
+        if stage.is_last and (counted := batch.counted(rows)) is not None:
+            targets = targets.masked_fill(~self._on_device(counted), IGNORED)
+        return ids if stage.is_first else None, targets if stage.is_last else None, starts
+
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        """Copy to the device behind what is queued there, by pinned memory, so that the host does not wait."""
+        tensor = torch.from_numpy(values)
+        if self._device.type in ("cpu", "mps"):
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _take(self, place: SlotKey, row_chunk: int) -> torch.Tensor:
+        """Return the rows of a row chunk of what came in; the last row chunk takes it away."""
+        waiting = self._messages.given
+        value = waiting.pop(place) if row_chunk == len(self._row_chunks) - 1 else waiting[place]
+        return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[row_chunk])]
+
+    def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, row_chunk: int, value: torch.Tensor) -> None:
+        """Add the rows of a row chunk to what waits to be sent."""
+        if len(self._row_chunks) == 1:
+            waiting[place] = value
+            return
+        if place not in waiting:
+            waiting[place] = value.new_empty(self._rows.size, *value.shape[1:])
+        waiting[place][slice(*self._row_chunks[row_chunk])] = value

@@ -1,0 +1,1 @@
+"""Axes of a tensor grid, and positions that they cut."""

@@ -1,0 +1,1 @@
+"""Weights as they are kept: shards, regions of unlike grids, gathers and sums."""

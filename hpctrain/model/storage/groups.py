@@ -1,0 +1,222 @@
+"""Groups of ranks that hold the same, as one flat array: it is reduced, updated and gathered in one large message.
+
+The z-shards of whole units are such an array already, and the model computes with views of it. Regions of units are
+packed for the exchange, and spread out after it (`hpctrain.model.storage.regions`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hpctrain.model.parallel.axes import Axes, Axis, Following, PendingWork
+from hpctrain.plan.holders import ShardGroup
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
+
+
+@dataclass(frozen=True)
+class StoredRegion:
+    """Consecutive elements of one box of a parameter in a group's flat array."""
+
+    parameter: Parameter
+    box: Box
+    elements: Interval
+    """Within the flattened box."""
+    at: Interval
+    """Within the group's flat array."""
+    counts: bool
+    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
+
+
+def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
+    """Return zeros [size] for weights. Where all holders compute in one dtype (`exchanged` is None) it is memory that
+    suits their collectives, and all of them must call."""
+    return torch.zeros(size, dtype=dtype, device=device) if exchanged else holders.allocate(size, dtype, device)
+
+
+class Places(Protocol):
+    """The places of what a group holds: in its flat array, and in the arrays that the model computes with."""
+
+    size: int
+    """Elements of the flat array."""
+    is_packed: bool
+    """Whether the flat array is another one than those that the model computes with."""
+
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
+        ...
+
+    def pack(self, grads: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the sum of gradients, as a flat array."""
+        ...
+
+    def spread(self, packed: torch.Tensor, weights: torch.Tensor) -> None:
+        """Bring weights of the flat array to where they are used."""
+        ...
+
+
+class PlacedUnits:
+    """The z-shards of whole units, one after the other."""
+
+    is_packed = False
+
+    def __init__(self, layouts: Sequence[UnitLayout], axes: Axes):
+        self.placed: list[tuple[UnitLayout, Interval, int]] = []
+        """Of each unit its layout, the shard of it that is here, and where in the array."""
+        self.size = 0
+        for layout in layouts:
+            shard = cut_evenly(layout.size, axes.z.size)[axes.z.rank]
+            self.placed.append((layout, shard, self.size))
+            self.size += shard.size
+        self._coordinate = axes.x.rank, axes.y.rank
+
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        for layout, shard, at in self.placed:
+            for parameter, box, placed in layout.placed():
+                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
+                if stored.size:
+                    elements = stored.shift(shard.start - at - placed.start)
+                    yield StoredRegion(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
+
+    def pack(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads
+
+    def spread(self, packed: torch.Tensor, weights: torch.Tensor) -> None:
+        """Do nothing: the weights are where they are used."""
+
+
+class UnitArrays(NamedTuple):
+    """This rank's z-shards of some units, side by side: weights in the compute dtype, gradients in fp32."""
+
+    units: PlacedUnits
+    weights: torch.Tensor
+    grads: torch.Tensor
+
+
+class Group:
+    """Ranks that hold the same elements, as one flat array of `size`."""
+
+    def __init__(
+        self, places: Places, weights: torch.Tensor, exchanged: torch.dtype | None, stored: Interval | None = None
+    ):
+        self.places, self.size, self.weights = places, places.size, weights
+        self.exchanged = exchanged or weights.dtype
+        """In which dtype weights go between the ranks: another one where these compute in different dtypes."""
+        self.stored = stored or Interval(0, self.size)
+        """The elements that `weights` has on this rank."""
+        self.in_use: torch.Tensor | None = None
+        """The weights that the model computes with, where they are others than the group's, and are kept."""
+        self.grads: torch.Tensor
+        """Those of this rank, fp32: of the model's arrays, or, of a sharded group, its shard of the sum."""
+
+    def weights_at(self, at: Interval) -> torch.Tensor:
+        return self.weights[slice(*at.shift(-self.stored.start))]
+
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
+        return self.places.regions(within)
+
+    def own_grads(self) -> torch.Tensor:
+        """Return what this rank adds to the sum of gradients, fp32."""
+        return self.places.pack(self.grads)
+
+    def spread_weights(self) -> None:
+        """Bring `weights` to where the model computes with them, where that is somewhere else."""
+        if self.in_use is not None:
+            self.places.spread(self.weights, self.in_use)
+
+
+class Sharded(Group):
+    """A group of ranks that exchange one item while it computes: they keep gradients as shards only (ZeRO 2), or
+    weights too (ZeRO 3)."""
+
+    def __init__(self, shard_group: ShardGroup, holders: Axis, places: Places, dtype, device, exchanged=None):
+        """They exchange weights in the dtype `exchanged`. All holders must call."""
+        self.holders, self.cuts = holders, shard_group.cuts(places.size)
+        self.item = shard_group.final_after
+        own = self.cuts[holders.rank]
+        self.keeps_weights = shard_group.zero < 3
+        if self.keeps_weights:
+            super().__init__(places, weight_array(holders, places.size, dtype, device, exchanged), exchanged)
+        else:
+            super().__init__(places, torch.zeros(own.size, dtype=dtype, device=device), exchanged, own)
+        self.exchanged = exchanged or dtype
+        self.grads = torch.zeros(own.size, dtype=torch.float32, device=device)
+
+    @property
+    def is_overlapped(self) -> bool:
+        return self.holders.is_overlapped
+
+    def own_grads(self) -> torch.Tensor:
+        """Return the sum over all holders of what this rank owns."""
+        return self.grads
+
+    def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
+        """Sum the gradients of a unit's z-shard over all holders, all of whom must call; return this rank's own shard
+        of the group's, which is there when the work is done."""
+        own = torch.empty_like(self.grads)
+        return own, self.holders.start_reduce_scatter(self.places.pack(grads), own, self.cuts)
+
+    def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
+        """Return the weights of which each holder has a part, which are there when the work is done.
+
+        All holders must call.
+        """
+        sent = self.weights.new_empty(self.size, dtype=self.exchanged)
+        sent[slice(*self.stored)] = self.weights
+        work = self.holders.start_all_gather(sent, self.cuts)
+        if self.exchanged == self.weights.dtype:
+            return sent, work
+        whole = self.weights.new_empty(self.size)
+        work = Following([work], lambda: whole.copy_(sent))
+        if not self.is_overlapped:
+            work.wait()
+        return whole, work
+
+
+class ShardedUnit:
+    """One unit of which ranks keep shards: its z-shard here, held by one group, or by a group for each of its regions
+    where tensor grids differ."""
+
+    def __init__(self, layout: UnitLayout, groups: Sequence[Sharded], shard: Interval, dtype, device):
+        """`groups` have all of the shard, in the order in which all ranks exchange them."""
+        first = groups[0]
+        self.layout, self.groups = layout, groups
+        self.keeps_weights, self.is_overlapped = first.keeps_weights, first.is_overlapped
+        self.is_equivalent = not first.places.is_packed
+        """Whether all holders have the same tensor grid."""
+        self._size, self._dtype, self._device = shard.size, dtype, device
+        self.weights = first.weights if self.is_equivalent else self._zeros() if self.keeps_weights else None
+        if not self.is_equivalent:
+            for group in groups:
+                group.in_use = self.weights
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no region
+
+    def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
+        """Do what `Sharded.start_sum` does, for each group."""
+        started = [group.start_sum(grads) for group in self.groups]
+        return [own for own, _ in started], Following([work for _, work in started])
+
+    def add(self, own: Sequence[torch.Tensor]) -> None:
+        for group, part in zip(self.groups, own, strict=True):
+            group.grads += part
+
+    def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
+        """Do what `Sharded.start_gather` does, for the whole z-shard."""
+        if self.is_equivalent:
+            return self.groups[0].start_gather()
+        shard = self._zeros()
+        started = [group.start_gather() for group in self.groups]
+
+        def spread() -> None:
+            for group, (packed, _) in zip(self.groups, started, strict=True):
+                group.places.spread(packed, shard)
+
+        work = Following([work for _, work in started], spread)
+        if not self.is_overlapped:
+            work.wait()
+        return shard, work

@@ -1,0 +1,66 @@
+"""Regions of units that ranks of different tensor grids hold in common, as flat arrays.
+
+They lie scattered in what the model computes with, are packed for the exchange and spread out after it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hpctrain.model.parallel.axes import Axes
+from hpctrain.model.storage.groups import PlacedUnits, StoredRegion
+from hpctrain.plan.holders import Region
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import Box, box_size
+
+
+class PackedRegions:
+    """Regions of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
+
+    is_packed = True
+
+    def __init__(self, regions: Sequence[Region], axes: Axes, units: PlacedUnits):
+        """They are of these units."""
+        self._axes = axes
+        self._regions: list[tuple[Region, Interval]] = []
+        self._offsets: list[tuple[int, int]] = []
+        self.size = 0
+        start_of: dict[str, tuple[Box, int]] = {}
+        for layout, shard, at in units.placed:
+            for parameter, box, placed in layout.placed():
+                start_of[parameter.name] = box, at + placed.start - shard.start
+        for region in regions:
+            self._regions.append((region, Interval(self.size, self.size + region.size)))
+            self.size += region.size
+            box, start = start_of[region.parameter.name]
+            width = box_size(box[1:])
+            first_row, *columns = (interval.start for interval in box)
+            offset = (region.rows.start - first_row) * width + region.columns.start - sum(columns)
+            self._offsets.append((width, start + offset))
+
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        """Yield what lies in an interval of the packed array. Each element has one owner, so that all count."""
+        for region, placed in self._regions:
+            at = placed.intersect(within)
+            if at.size:
+                yield StoredRegion(region.parameter, region.box, at.shift(-placed.start), at, counts=True)
+
+    def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
+        """Yield each region, its place in the packed array, and its [rows, columns] in the flat one."""
+        for (region, at), (width, offset) in zip(self._regions, self._offsets, strict=True):
+            shape = region.rows.size, region.columns.size
+            yield region, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
+
+    def pack(self, grads: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
+        packed = grads.new_zeros(self.size)
+        for region, at, scattered in self._views(grads):
+            has_part = self._axes.sequence_parallel and region.parameter.is_whole_on_y
+            if region.parameter.counts_at(self._axes.x.rank, 0 if has_part else self._axes.y.rank):
+                packed[slice(*at)].view(scattered.shape).copy_(scattered)
+        return packed
+
+    def spread(self, packed: torch.Tensor, weights: torch.Tensor) -> None:
+        """Bring packed weights to where they are used."""
+        for _, at, scattered in self._views(weights):
+            scattered.copy_(packed[slice(*at)].view(scattered.shape))

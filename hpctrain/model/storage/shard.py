@@ -1,0 +1,90 @@
+"""The state of the optimizer, cut among the ranks that hold the same parameters.
+
+The flat array of each group is cut among its holders, by their shares; each is the owner of its cut in norms and
+checkpoints.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.model.parallel.axes import Axis, Following, PendingWork
+from hpctrain.model.storage.groups import Group
+from hpctrain.plan.holders import ShardGroup
+from hpctrain.sharding.intervals import Interval
+
+
+@dataclass
+class Shard:
+    """The part of one group's flat array that this rank updates: its own cut, or all of it for zero = 0."""
+
+    group: Group
+    holders: Axis
+    zero: int
+    final_after: int
+    """The item after whose backward pass the group's gradients have what a microbatch adds to them."""
+    starts_early: bool
+    """Whether they may be summed over the holders as soon as all have them: all come to that in the same order."""
+    cuts: tuple[Interval, ...]
+    updated: Interval
+    master: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    grads: torch.Tensor
+    """fp32, of the `updated` elements, summed over the holders after `start_reduce`."""
+    on_host: dict[str, torch.Tensor]
+    """What of masters ("master") and moments is in host memory and must go through the device to be updated."""
+
+    @property
+    def owned(self) -> Interval:
+        """The elements that this rank answers for in norms and checkpoints."""
+        return self.cuts[self.holders.rank]
+
+    def start_reduce(self) -> PendingWork:
+        """Sum the gradients over the holders, all of whom must call; `grads` is there when the work is done."""
+        grads = self.group.own_grads()
+        if self.grads is grads:
+            return self.holders.start_all_reduce(grads)
+        return self.holders.start_reduce_scatter(grads, self.grads, self.cuts)
+
+    def start_gather(self) -> PendingWork:
+        """Bring the updated weights to all holders, all of whom must call; they are in use when the work is done."""
+        group = self.group
+        if group.exchanged == group.weights.dtype:
+            return self.holders.start_all_gather(group.weights, self.cuts)
+        whole = group.weights.new_empty(group.size, dtype=group.exchanged)
+        whole[slice(*self.updated)].copy_(self.master, non_blocking=True)  # what is in host memory is pinned there
+        work = self.holders.start_all_gather(whole, self.cuts)
+        return Following([work], lambda: group.weights.copy_(whole))
+
+    def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
+        """Return the given elements of the group's flat array in a tensor that holds the `updated` ones."""
+        return tensor[slice(*at.shift(-self.updated.start))]
+
+
+def make_shard(
+    group: Group, holders: Axis, shard_group: ShardGroup, host_buffer: Callable[[int], torch.Tensor] | None = None
+) -> Shard:
+    """Make this rank's shard of a group, with zero moments and the weights in use as master weights.
+
+    With `host_buffer`, which returns uint8 host memory of so many bytes, moments lie there, and so do masters that are
+    not the weights in use.
+    """
+    cuts = shard_group.cuts(group.size)
+    updated = cuts[holders.rank] if shard_group.zero else Interval(0, group.size)
+    in_use = group.weights_at(updated)
+
+    def state() -> torch.Tensor:
+        if host_buffer is None:
+            return torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
+        return host_buffer(4 * updated.size).view(torch.float32).zero_()
+
+    master = in_use if in_use.dtype == torch.float32 else state().copy_(in_use)
+    in_place = holders.size == 1 or shard_group.zero != 1
+    grads = group.own_grads() if in_place else torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
+    moments = {name: state() for name in ("exp_avg", "exp_avg_sq")}
+    on_host = {} if host_buffer is None else dict(moments)
+    if host_buffer is not None and master is not in_use:
+        on_host["master"] = master
+    when = shard_group.zero, shard_group.final_after, not shard_group.is_tied
+    return Shard(group, holders, *when, cuts, updated, master, moments, grads, on_host)

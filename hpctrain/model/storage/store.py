@@ -1,0 +1,156 @@
+"""Weights and gradients of a tile live in a few flat arrays, and layers have views into them.
+
+The units (see `hpctrain.sharding.parameters`) whose boxes are exchanged among the same ranks form a group (see
+`hpctrain.model.storage.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each
+layer's backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such
+memory; else it is gathered for a layer (when, says `hpctrain.model.storage.traffic`).
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from hpctrain.model.parallel.axes import Axes, Axis, PendingWork
+from hpctrain.model.storage.groups import (
+    Group,
+    PlacedUnits,
+    Places,
+    Sharded,
+    ShardedUnit,
+    UnitArrays,
+    weight_array,
+)
+from hpctrain.model.storage.regions import PackedRegions
+from hpctrain.model.storage.traffic import Traffic
+from hpctrain.model.storage.units import Deferred, UnitStore, Weight
+from hpctrain.plan.holders import RankShards
+from hpctrain.sharding.intervals import Interval
+
+
+class Store:
+    """All weights of one tile on one rank, by the ranks that hold the same."""
+
+    def __init__(
+        self,
+        communicators: Sequence[Axis],
+        shards: RankShards,
+        axes: Axes,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep_gathered: Collection[int] = (),
+        exchanged: Sequence[torch.dtype | None] = (),
+    ):
+        """`communicators` are those of the shard groups, in their order. `exchanged` are the dtypes in which each of
+        them exchanges weights, None where all of its ranks compute in the same. Weights of the items
+        `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
+        """
+        self._z = axes.z
+        self.groups: list[Group] = []
+        self.arrays: list[UnitArrays] = []
+        exchanging: dict[int, list[Sharded]] = {}
+        for shard_group in shards.shard_groups:
+            if shard_group.zero >= 2 and shard_group.regions:
+                exchanging[shard_group.final_after] = []
+        sharded: dict[int, PlacedUnits] = {}
+        at_once = []
+        for layout in shards.cut_units:  # tied ones, which several items use, exchange at once
+            item, *others = layout.unit.items
+            if item in exchanging and not others:
+                sharded[item] = PlacedUnits([layout], axes)
+            else:
+                at_once.append(layout)
+        cut = PlacedUnits(at_once, axes)
+        wires = exchanged or [None] * len(communicators)
+        for holders, shard_group, wire in zip(communicators, shards.shard_groups, wires, strict=True):
+            places: Places = PlacedUnits(shard_group.layouts, axes)
+            if shard_group.regions:
+                units = sharded[shard_group.final_after] if shard_group.zero >= 2 else cut
+                places = PackedRegions(shard_group.regions, axes, units)
+            if shard_group.zero >= 2:
+                group = Sharded(shard_group, holders, places, dtype, device, wire)
+                if places.is_packed:
+                    exchanging[group.item].append(group)
+            else:
+                group = Group(places, weight_array(holders, places.size, dtype, device, wire), wire)
+                if isinstance(places, PlacedUnits):
+                    group.grads = holders.allocate(places.size, torch.float32, device)
+                    self.arrays.append(UnitArrays(places, group.weights, group.grads))
+            self.groups.append(group)
+        if cut.placed:
+            zeros = torch.zeros(cut.size, dtype=dtype, device=device)
+            self.arrays.append(UnitArrays(cut, zeros, torch.zeros(cut.size, dtype=torch.float32, device=device)))
+            for group in self.groups:
+                if group.places.is_packed and not isinstance(group, Sharded):
+                    _, group.in_use, group.grads = self.arrays[-1]
+        self.units: list[UnitStore] = []
+        for arrays in self.arrays:  # after what is made among holders: ranks of z may have different ones
+            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.units.placed), dtype, device)
+            at_whole = 0
+            for layout, shard, at in arrays.units.placed:
+                where = slice(at, at + shard.size)
+                unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
+                weights, grads = arrays.weights[where], arrays.grads[where]
+                self.units.append(UnitStore(layout, axes, weights, grads, unit_whole))
+                at_whole += layout.size
+        whole_units = [
+            (group.places, [group])
+            for group in self.groups
+            if isinstance(group, Sharded) and isinstance(group.places, PlacedUnits)
+        ]
+        for places, groups in (*whole_units, *((sharded[item], exchanging[item]) for item in sharded)):
+            ((layout, shard, _),) = places.placed
+            unit = ShardedUnit(layout, groups, shard, dtype, device)
+            weights = unit.weights  # None where gathers make it
+            self.units.append(UnitStore(layout, axes, weights, None, None, unit))  # pyright: ignore[reportArgumentType]
+        # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
+        self.units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
+        items = {item for unit in self.units for item in unit.layout.unit.items}
+        self.traffic = Traffic({item: self.units_of(item) for item in items}, axes.z, device, keep_gathered)
+        self._awaited: list[tuple[int, PendingWork]] = []
+
+    @property
+    def is_in_place(self) -> bool:
+        """True where items compute with the groups' weights as they are: `refresh` has nothing to do."""
+        packed = any(group.places.is_packed for group in self.groups)
+        return self._z.size == 1 and not packed
+
+    def note_gathering(self, item: int, work: PendingWork) -> None:
+        """Take note that weights of an item, and maybe of items behind it, are being gathered."""
+        self._awaited.append((item, work))
+
+    def await_weights(self, item: int | None = None) -> None:
+        """Return when the weights of an item (None: all) are there, and those of the items before it."""
+        while self._awaited and (item is None or self._awaited[0][0] <= item):
+            self._awaited.pop(0)[1].wait()
+
+    def refresh(self) -> None:
+        """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
+        for group in self.groups:
+            group.spread_weights()
+        self.traffic.forget()
+        if any(unit.is_common for unit in self.units):
+            self._z.barrier()  # the others may still be reading
+            for unit in self.units:
+                unit.share_shard()
+            self._z.barrier()
+
+    def units_of(self, item: int) -> list[UnitStore]:
+        return [unit for unit in self.units if item in unit.layout.unit.items]
+
+    def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
+        """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
+        names = list(names)
+        return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
+
+    def defer(self, items: Interval, kept: list[Deferred] | None) -> None:
+        """Do what `UnitStore.defer` does, for all units of some items."""
+        for item in range(*items):
+            for unit in self.units_of(item):
+                unit.defer(kept)
+
+    def zero_grads(self) -> None:
+        for arrays in self.arrays:
+            arrays.grads.zero_()
+        for group in self.groups:
+            if isinstance(group, Sharded):
+                group.grads.zero_()

@@ -1,0 +1,157 @@
+"""When whole weights and whole gradients are there, where a rank stores shards of them: gathered a layer early and
+scattered a layer late, while other layers compute (AxoNN, arXiv 2305.13525).
+
+That is as far as the axes let it: what one does at once is done when it is needed.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.model.parallel.axes import Axis
+from hpctrain.model.storage.units import InFlight, UnitStore
+from hpctrain.plan.launch_order import OVERLAPPED_BUFFERS
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import block_of
+
+# How many layers early something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
+FARTHEST = 2
+
+
+class _Scattering(NamedTuple):
+    """The gradients of one layer's units, in flight to their shards."""
+
+    buffer: torch.Tensor | None
+    in_flight: tuple[InFlight, ...]
+    layer: Interval
+    passed: Callable[[int], None] | None
+
+
+class Traffic:
+    """Gathers and scatters what the layers of one tile need, in the order in which they compute.
+
+    All ranks of z, and all holders of shards, must call the same in the same order.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[UnitStore]],
+        z: Axis,
+        device: torch.device,
+        keep_gathered: Collection[int],
+    ):
+        """`units` are by item; those of the items `keep_gathered` stay gathered until `forget`.
+
+        All ranks of z must call.
+        """
+        self._units = units
+        self._moving: dict[Interval, tuple[list[UnitStore], list[UnitStore]]] = {}
+        self._gathers = any(not unit.stays for of_item in units.values() for unit in of_item)
+        self._coming: deque[Interval] = deque()
+        self._kept = {unit for item in keep_gathered for unit in units[item]}
+        self._is_overlapped = any(unit.overlapped_scatters for of_item in units.values() for unit in of_item)
+        sizes: Counter[int] = Counter()  # by block: no layer has more
+        for item, of_item in units.items():
+            sizes[block_of(item)] += sum(unit.layout.size for unit in of_item if unit.scatters)
+        largest = max(sizes.values(), default=0)
+        rooms = OVERLAPPED_BUFFERS if self._is_overlapped else 1
+        self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
+        self._buffer: torch.Tensor | None = None
+        self._scattering: deque[_Scattering] = deque()
+
+    def _units_of(self, layer: Interval) -> tuple[list[UnitStore], list[UnitStore]]:
+        """Return those units of a layer that are gathered, and those whose gradients are scattered."""
+        if layer not in self._moving:
+            every = dict.fromkeys(unit for item in range(*layer) for unit in self._units[item])
+            self._moving[layer] = [unit for unit in every if not unit.stays], [unit for unit in every if unit.scatters]
+        return self._moving[layer]
+
+    def _gathered(self, layer: Interval) -> list[UnitStore]:
+        return self._units_of(layer)[0]
+
+    def _scattered(self, layer: Interval) -> list[UnitStore]:
+        return self._units_of(layer)[1]
+
+    def expect(self, layers: Iterable[Interval]) -> None:
+        """Say which layers come next, in what order; begin to gather what the first of them need."""
+        self._coming = deque(layers if self._gathers else ())
+        self._prefetch()
+
+    def gather(self, layer: Interval) -> None:
+        """Make the weights of a layer available, and begin with those of the next; pair with `release`."""
+        if self._coming:
+            expected = self._coming.popleft()
+            assert expected == layer, f"items {list(layer)} compute where {list(expected)} were expected"
+        if self._gathers:
+            for unit in self._gathered(layer):
+                unit.gather()
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        for distance, layer in enumerate(self._next(FARTHEST), 1):
+            for unit in self._gathered(layer):
+                unit.prefetch(distance)
+
+    def _next(self, count: int) -> Iterator[Interval]:
+        """Return the layers that come next, each of them once."""
+        return islice(dict.fromkeys(islice(self._coming, 2 * count)), count)  # most come twice running at the most
+
+    def release(self, layer: Interval) -> None:
+        """Let go of the weights of a layer, but for those that are kept or needed again: at once, or, where there is
+        a buffer for another layer than the one that computes, by the one after it."""
+        if not self._gathers:
+            return
+        needed = [self._gathered(other) for other in self._next(2)]
+        for unit in self._gathered(layer):
+            near = needed if unit.overlapped_gathers else needed[:1]
+            unit.release(stays=unit in self._kept or any(unit in other for other in near))
+
+    def forget(self) -> None:
+        """Let go of weights that were kept: they have changed."""
+        for unit in self._kept:
+            unit.forget()
+
+    def begin_backward(self, layer: Interval) -> None:
+        """Provide a buffer for the whole gradients of a layer; pair with `end_backward`."""
+        units = self._scattered(layer)
+        if not units:
+            return
+        while not self._free:
+            self._collect_first()
+        self._buffer = self._free.popleft()
+        at = 0
+        for unit in units:
+            unit.begin_backward(self._buffer[at : at + unit.layout.size])
+            at += unit.layout.size
+
+    def end_backward(self, layer: Interval, passed: Callable[[int], None] | None) -> None:
+        """Start to sum the gradients of a layer.
+
+        `passed` is called with each of its items, the last first, when each rank's part has been added.
+        """
+        for earlier in self._scattering:
+            for operations in earlier.in_flight:
+                operations.bring(2)
+        started = tuple(unit.start_scatter() for unit in self._scattered(layer))
+        self._scattering.append(_Scattering(self._buffer, started, layer, passed))
+        self._buffer = None
+        while self._scattering and not (self._is_overlapped and self._scattering[0].in_flight):
+            self._collect_first()
+
+    def collect(self) -> None:
+        """Have all gradients where they belong."""
+        while self._scattering:
+            self._collect_first()
+
+    def _collect_first(self) -> None:
+        first = self._scattering.popleft()
+        for operations in first.in_flight:
+            operations.finish()
+        if first.buffer is not None:
+            self._free.append(first.buffer)
+        if first.passed:
+            for item in reversed(range(*first.layer)):
+                first.passed(item)

@@ -1,0 +1,243 @@
+"""One unit on one rank: the handles by which layers use its weights, and how it is gathered and its gradient scattered.
+
+The units (see `sharding.parameters`) of a tile with z > 1 are stored as shards. `hpctrain.model.storage.traffic`
+decides when they are gathered.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.model.parallel.axes import Axes, PendingWork
+from hpctrain.model.storage.groups import ShardedUnit
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import UnitLayout
+
+Addition = Callable[..., object]
+"""`add(grad, *operands, fresh)` adds to a gradient; where it is `fresh`, what is there counts as zeros, and may be no
+numbers at all: to write costs less than to fill with zeros and add."""
+
+
+class Weight:
+    """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
+
+    Both are views that are there only while the unit is gathered.
+    """
+
+    __slots__ = ("data", "deferred", "grad", "is_fresh", "name")
+
+    def __init__(self, name: str):
+        self.name = name
+        self.data: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue] - until it is gathered
+        self.grad: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.deferred: list[Deferred] | None = None
+        """Where additions to `grad` are kept, while a backward pass leaves them for later."""
+        self.is_fresh = False
+        """Whether what is in `grad` does not count: what is added first is written over it."""
+
+    def accumulate(self, add: Addition, *operands: torch.Tensor) -> None:
+        """Add to the gradient: now, or once the weight pass comes to it.
+
+        The operands must stay as they are until then. Backward passes change `grad` by this alone.
+        """
+        if self.deferred is None:
+            self.add(add, operands)
+        else:  # detached, or they would keep the graph that they were saved in, and its input and gradient with it
+            self.deferred.append(Deferred(self, add, tuple(operand.detach() for operand in operands)))
+
+    def add(self, add: Addition, operands: Iterable[torch.Tensor]) -> None:
+        """Add to the gradient now."""
+        add(self.grad, *operands, fresh=self.is_fresh)
+        self.is_fresh = False
+
+
+class Deferred(NamedTuple):
+    """An addition to a weight's gradient that is left for later, with its operands."""
+
+    weight: Weight
+    addition: Addition
+    operands: tuple[torch.Tensor, ...]
+
+    def do(self) -> None:
+        self.weight.add(self.addition, self.operands)
+
+
+class InFlight:
+    """Operations of which each needs the result of the one before, started one by one."""
+
+    def __init__(self, operations: Iterator[PendingWork], count: int):
+        """`operations` starts one each time it is asked for the next, and after `count` of them does the rest."""
+        self._operations, self._count = operations, count
+        self._work: PendingWork | None = None
+        self._started = 0
+
+    def bring(self, number: int) -> None:
+        """Have the first `number` operations started, if there are so many, and all but the last of these done."""
+        while self._started < min(number, self._count):
+            self._next()
+
+    def finish(self) -> None:
+        """Have everything done."""
+        while not self._started or self._work is not None:
+            self._next()
+
+    def _next(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = next(self._operations, None)
+        self._started += 1
+
+
+class UnitStore:
+    """One unit on one rank: its z-shard of weights and gradients, and its views while gathered."""
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        axes: Axes,
+        weights: torch.Tensor,
+        grads: torch.Tensor | None,
+        whole: torch.Tensor | None,
+        sharded: ShardedUnit | None = None,
+    ):
+        """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
+
+        With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
+        """
+        self.layout = layout
+        self._sharded, self._z = sharded, axes.z
+        self.stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        """Whether the whole unit is always there."""
+        self.scatters = axes.z.size > 1 or sharded is not None
+        """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
+        # Holders exchange in one order: who has no z would start with them where others are still at z.
+        self._z_is_overlapped = axes.z.is_overlapped and (sharded is None or sharded.is_equivalent)
+        over_z = axes.z.size > 1 and self._z_is_overlapped
+        over_holders = sharded is not None and sharded.is_overlapped
+        self.overlapped_scatters = int(over_z) + int(over_holders)
+        """How many operations of a scatter continue while the rank computes."""
+        self.overlapped_gathers = int(over_z) + int(over_holders and sharded is not None and not sharded.keeps_weights)
+        """And of a gather."""
+        self._whole = whole
+        self.is_common = whole is not None
+        """Whether the whole unit is in memory that all of z see: on all of them or on none."""
+        self._cuts = cut_evenly(layout.size, axes.z.size)
+        self._shard, self._grad_shard = weights, grads
+        self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
+        self._users = 0
+        self._gathering: InFlight | None = None
+        self.is_gathered = False
+
+    def weights(self, names: Iterable[str]) -> list[Weight]:
+        """Return handles for the named parameters, as few as can be: neighbours with equal trailing dims are one.
+
+        Names that are not in this unit are left out.
+        """
+        result = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
+        self._views += result
+        if self.stays:
+            whole = self._shard if self._whole is None else self._whole
+            self._set_views(result, whole, None if self.scatters else self._grad_shard)
+        return [weight for weight, _, _ in result]
+
+    @staticmethod
+    def _set_views(views, data: torch.Tensor | None, grad: torch.Tensor | None) -> None:
+        for weight, at, shape in views:
+            weight.data = None if data is None else data[slice(*at)].view(shape)
+            weight.grad = None if grad is None else grad[slice(*at)].view(shape)
+
+    def prefetch(self, distance: int) -> None:
+        """Start the overlapped part of a gather, for a unit that is used so many items later."""
+        number = self.overlapped_gathers - distance + 1
+        if number < 1 or self.stays or self.is_gathered:
+            return
+        if self._gathering is None:
+            self._gathering = InFlight(self._gather(), self.overlapped_gathers)
+        self._gathering.bring(number)
+
+    def gather(self) -> None:
+        """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
+        self._users += 1
+        if self.stays or self.is_gathered:
+            return
+        (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
+        self._gathering = None
+
+    def _gather(self) -> Iterator[PendingWork]:
+        whole = shard = self._shard
+        if self._sharded and not self._sharded.keeps_weights:
+            whole, work = self._sharded.start_gather()
+            if self._sharded.is_overlapped:
+                yield work
+            shard = whole
+        if self._z.size > 1:
+            whole = shard.new_empty(self.layout.size)
+            whole[slice(*self._cuts[self._z.rank])] = shard
+            work = self._z.start_all_gather(whole, self._cuts)
+            if self._z_is_overlapped:
+                yield work
+            else:
+                work.wait()
+        self._set_views(self._views, whole, None)
+        self.is_gathered = True
+
+    def share_shard(self) -> None:
+        """Copy this rank's shard to where all of z see it; nobody may be reading."""
+        if self._whole is not None:
+            self._whole[slice(*self._cuts[self._z.rank])] = self._shard
+
+    def defer(self, kept: list[Deferred] | None) -> None:
+        """Let backward passes keep in a list what they would add to gradients; None: let them add it at once."""
+        for weight, _, _ in self._views:
+            weight.deferred = kept
+
+    def begin_backward(self, whole_grad: torch.Tensor) -> None:
+        """Let the gradient of the whole unit be computed in a buffer [size of the unit], whatever is there."""
+        self._whole_grad = whole_grad
+        for weight, at, shape in self._views:
+            weight.grad, weight.is_fresh = whole_grad[slice(*at)].view(shape), True
+
+    def start_scatter(self) -> InFlight:
+        """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
+
+        All ranks of z, and holders of shards, must call.
+        """
+        at, end = 0, Interval(self.layout.size, self.layout.size)
+        for made in (*sorted(interval for weight, interval, _ in self._views if not weight.is_fresh), end):
+            if at < made.start:  # nobody has written it: padding, and weights that are other items' alone
+                self._whole_grad[at : made.start].zero_()
+            at = max(at, made.stop)
+        scattering = InFlight(self._scatter(self._whole_grad), self.overlapped_scatters)
+        scattering.bring(1)
+        return scattering
+
+    def _scatter(self, whole_grad: torch.Tensor) -> Iterator[PendingWork]:
+        part = whole_grad
+        if self._z.size > 1:
+            part = part.new_empty(self._cuts[self._z.rank].size)
+            work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
+            if self._z_is_overlapped:
+                yield work
+            else:
+                work.wait()
+        if not self._sharded:
+            assert self._grad_shard is not None, "who shares no shards adds here"
+            self._grad_shard += part
+            return
+        own, work = self._sharded.start_sum(part)
+        if self._sharded.is_overlapped:
+            yield work
+        self._sharded.add(own)
+
+    def release(self, stays: bool = False) -> None:
+        """Let go of the whole unit where nobody else uses it, unless it `stays`."""
+        self._users -= 1
+        if not stays:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the whole unit, if nobody uses it."""
+        if self.is_gathered and self._users == 0:
+            self._set_views(self._views, None, None)
+            self.is_gathered = False

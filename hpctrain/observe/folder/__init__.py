@@ -1,0 +1,1 @@
+"""The run folder: the schema of its files, its lock, its spans."""

@@ -1,0 +1,1 @@
+"""Predictions of a plan: its simulation, its memory, its parts."""

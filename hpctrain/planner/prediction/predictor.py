@@ -1,0 +1,499 @@
+"""Predicts a training step of a plan on a cluster: seconds by part, memory by stage, what had to be assumed. Pure."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from hpctrain.comm.network import Crowd
+from hpctrain.config.clusters.cluster import Cluster, assumed_figures
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
+from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prediction.arrivals import arrivals, crossing
+from hpctrain.planner.prediction.memory import StageMemory, layer_moved, memory_of, splits_backward
+from hpctrain.planner.prediction.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
+from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simulate
+from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
+from hpctrain.planner.prices.cost import model_flops, update_seconds
+from hpctrain.planner.prices.efficiency import Efficiency
+from hpctrain.planner.prices.prices import (
+    PART_COUNTS,
+    PASSES,
+    Costs,
+    PassCost,
+    Prices,
+    Sharing,
+    Site,
+    TileCost,
+    part_counts,
+)
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers
+from hpctrain.sharding.parameters import item_parameters
+
+# How far a step may be from its prediction, two times out of three: by benchmarks/evidence/predictor.py, for devices
+# that were measured, and for those of a data sheet.
+MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
+AGREED_BYTES = 24
+"""Of loss, norm and stopping, on which all ranks agree."""
+MOST_BUCKETS = 32
+"""Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
+
+PAYS = 0.99
+"""Of a step without, one with rows cut must be predicted to take less than this: predictions are not exact."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step, as predicted."""
+
+    step_seconds: float
+    interval_seconds: tuple[float, float]
+    breakdown_seconds: dict[str, float]
+    """The mean over all ranks that the plan uses; adds up to the step. `hidden` is negative: messages, and what holders
+    exchange, that nobody waits for; of `tensor` there is only what is waited for."""
+    memory: tuple[StageMemory, ...]
+    tokens_per_second: float
+    mfu: float
+    assumed_inputs: tuple[str, ...]
+    profiled: tuple[str, ...]
+    """The families whose seconds of computing are from a profile of the job."""
+    exposed_seconds: dict[str, float]
+    """The same as a rank's own clock shows it: waits are part of what is waited for, and nothing is hidden."""
+
+    host_shortage: str = ""
+    """What is offloaded and finds no room in the memory of a node's host."""
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.memory) and not self.host_shortage
+
+
+def predict(setup: Setup, plan: Plan, cluster: Cluster) -> Prediction:
+    """Return the prediction of one step.
+
+    Raises LaunchError if the plan needs more ranks than there are devices. Raises PlanError where a tile's ranks are of
+    other families than it says, or these do not compute in the dtype.
+    """
+    return Predictor(setup, plan, cluster).predict()
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
+
+    prediction: Prediction
+    spans: dict[Tile, list[PredictedSpan]]
+    exposed: dict[Tile, dict[str, float]]
+    """Seconds by part for each tile; they add up to the step."""
+
+
+def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
+    """Return the prediction of one step with its spans. Raises as `predict`."""
+    predictor = Predictor(setup, plan, cluster)
+    return Forecast(predictor.predict(), predictor.simulated.spans, predictor.simulated.exposed)
+
+
+class Predictor:
+    """Predicts one plan on one cluster, each part of it once, when it is asked for."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: Plan,
+        cluster: Cluster,
+        efficiencies: Mapping[str, Efficiency] | None = None,
+        prices: Prices | None = None,
+        like: "Predictor | None" = None,
+    ):
+        """`efficiencies` are by family, in place of the catalogue's. `prices` are those of other plans of the setup, in
+        whatever parts, on the cluster. `like` is of a plan with the same tiles, and of the setup in other parts: what
+        they have in common is not computed again."""
+        self.setup, self.plan, self.cluster = setup, plan, cluster
+        self._overlapped_work = setup.bucket_bytes is not None
+        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
+        self._prices = prices or Prices(setup, cluster, efficiencies)
+        self.network, self._devices = self._prices.network, self._prices.devices
+        self.network.check_ranks(len(plan.ranks))
+        self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        self._sites: dict[Tile, Site] = {}
+        self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
+        self._passes: dict[tuple, dict[str, PassCost]] = {}
+        self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
+        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
+        self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
+        if like is not None and like.plan.tiles == plan.tiles:
+            self._shards_by_tile, self._sharers = like._shards_by_tile, like._sharers
+            self._exchanges, self._messages = like._exchanges, like._messages
+
+    def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
+        result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
+        named = tile.family.split("+")
+        if set(named) <= set(self.cluster.families) and set(named) != set(result):
+            raise PlanError(
+                f"tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)[:8]} are of"
+                f" '{'+'.join(result)}' in this cluster; order its ranks as the cluster does, or make a plan for it"
+            )
+        return result
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
+        return simulate(self.plan, schedules_of(self.plan, make), self.costs)
+
+    def predict(self) -> Prediction:
+        simulated = self.simulated
+        breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
+        step = simulated.step_seconds
+        tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
+        families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
+        peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
+        used = [self._devices[family] for family in self._used_families]
+        error = MEASURED_ERROR if all(d.profile or d.family.products for d in used) else DATASHEET_ERROR
+        return Prediction(
+            step,
+            (step * (1 - error), step * (1 + error)),
+            breakdown,
+            self.memory,
+            tokens / step,
+            model_flops(self.setup, tokens) / step / peak,
+            self.assumed_inputs,
+            tuple(device.name for device in used if device.profile),
+            exposed,
+            host_shortage(self.plan, self.cluster, self._memory),
+        )
+
+    def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
+        tiles = self.plan.first_tiles
+        num_ranks = sum(len(tile.ranks) for tile in tiles)
+        return {part: sum(by_tile[t][part] * len(t.ranks) for t in tiles) / num_ranks for part in by_tile[tiles[0]]}
+
+    @property
+    def _used_families(self) -> list[str]:
+        return list(dict.fromkeys(family for families in self._families.values() for family in families))
+
+    @cached_property
+    def assumed_inputs(self) -> tuple[str, ...]:
+        """Return which inputs nobody measured or read in a data sheet, by their keys."""
+        result, used = assumed_figures(self.cluster), self._used_families
+        overlaps = bool(self.setup.overlaps) or self._overlapped_work
+        are_profiled = any(self._devices[family].profile for family in used)
+        for family in used:
+            device, tiles = self._devices[family], [tile for tile, own in self._families.items() if family in own]
+            result += device.assumptions(tiles)
+            if are_profiled and not device.profile:
+                result.append(f"families.{family}: no profile of this job, which other families have")
+            if overlaps and device.family.overlap_slowdown is None:
+                times = device.overlap_slowdown
+                slower = f"makes overlapped computation take {times} times as long" if times > 1 else "slows nothing"
+                result.append(f"families.{family}.overlap_slowdown: communication {slower}")
+        return *result, *offload_guesses(self.plan, self.cluster, self._families)
+
+    # ---- what the simulation needs -----------------------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> Costs:
+        tiles, known = {}, {}
+        for tile in self.plan.tiles:
+            site, splits = self._site(tile), splits_backward(self.setup, self.plan, tile)
+            key = tile.items, tile.chunk_rows, site, tile.recompute, splits, tile.offload
+            if key not in known:
+                known[key] = self._tile_cost(tile, splits)
+            tiles[tile] = known[key]
+        messages, agree, crossed = self._messages
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share() or 0.0, crossed)
+
+    @cached_property
+    def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
+        """The seconds of messages between tiles, those until all agree, and which messages leave a node."""
+        messages = arrivals(self.setup, self.plan, self.network)
+        agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
+        return messages, agree, crossing(messages, self.network)
+
+    def _blocking_share(self) -> float | None:
+        stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
+        parts = tile.tensor.y if stack.gathers_parts else 1
+        rows = tile.rank_rows
+        sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
+        return stack.blocking_share(sent)
+
+    def _site(self, tile: Tile) -> Site:
+        if tile not in self._sites:
+            groups = self._rank_shards(tile).shard_groups
+            exchanging = next((group.ranks for group in groups if group.zero >= 2), ())
+            zero = max((group.zero for group in groups), default=0)
+            self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
+        return self._sites[tile]
+
+    def _tile_cost(self, tile: Tile, splits: bool) -> TileCost:
+        passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
+        if splits:
+            passes |= {"backward_input": [], "backward_weight": []}
+        for chunk, rows in enumerate(tile.chunk_rows):
+            each = [self._passes_with_peers(tile, layer, chunk) for layer in layers(tile.items)]
+            forward, backward = self._exposed_copies(tile, rows, each)
+            for name, made in passes.items():
+                longer = PassCost(forward if name == "forward" else 0.0 if name == "backward_weight" else backward)
+                made.append(sum((of_layer[name] for of_layer in each), longer))
+        times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
+        before, after = self._alone(tile, tile.chunk_rows[0])
+        return TileCost(
+            update_seconds=self._update_seconds(tile),
+            overlap_slowdown=times,
+            alone_on="data" if tile.tensor.z == 1 else "tensor",
+            before_seconds=before,
+            after_seconds=after,
+            **{name: tuple(made) for name, made in passes.items()},
+        )
+
+    def _peers(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles with which a tile exchanges weights or gradients in every pass (ZeRO 2 and 3), each once of
+        those that are equal; it is among them."""
+        ranks = self._site(tile).data_ranks
+        if ranks not in self._peers_by_ranks:
+            peers = dict.fromkeys(peer for rank in ranks for peer in self.plan.tiles_of(rank))
+            kinds = {(self._site(p), p.items, p.recompute, p.chunk_rows): p for p in peers}
+            self._peers_by_ranks[ranks] = tuple(kinds.values())
+        return self._peers_by_ranks[ranks]
+
+    def _passes_with_peers(self, tile: Tile, layer: Interval, chunk: int) -> Mapping[str, PassCost]:
+        """Return the passes over a layer for one row chunk, each as long as the slowest tile needs that exchanges what
+        the layer has in that pass: they come to the end of a layer together, not only to that of the step."""
+        own, result = self.layer_passes(tile, layer, tile.chunk_rows[chunk]), {}
+        if len(peers := self._peers(tile)) <= 1:
+            return own
+        for peer in peers:
+            rows = peer.chunk_rows
+            if peer.contains(layer.start) and chunk < len(rows):
+                others = self.layer_passes(peer, layer, rows[chunk])
+                for name in PASSES.values() if self._site(tile).zero == 3 else ("backward", "backward_weight"):
+                    result[name] = max(result.get(name, 0.0), others[name].seconds - own[name].seconds)
+        return {name: one + PassCost(0.0, data=result.get(name, 0.0)) for name, one in own.items()}
+
+    def _exposed_copies(self, tile: Tile, rows: int, passes: Sequence[Mapping[str, PassCost]]) -> tuple[float, float]:
+        """Return how much longer the passes over the layers of a tile take, forward and backward, for what it offloads
+        of so many rows of a rank."""
+        if not tile.offloads_activations:
+            return 0.0, 0.0
+        speed = min(self._devices[family].host_copy_bytes_per_second for family in self._families[tile])
+        moved = (layer_moved(self.setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+        compute = [(each["forward"].seconds, each["backward"].seconds) for each in passes]
+        return exposed_copies(compute, [rows * each / speed for each in moved], not self.plan.downstream(tile))
+
+    def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
+        """Return what comes over z and holders before the first block can compute, and goes after the last has; what an
+        embedding computes meanwhile hides its own."""
+        blocks = [layer for layer in layers(tile.items) if self.setup.is_block(layer)]
+        if not blocks:
+            return 0.0, 0.0
+        passes = self.layer_passes(tile, blocks[0], rows)
+        return passes["forward"].gathered, passes["backward"].scattered
+
+    def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
+        """Return by name (`PASSES`) what each pass over a layer takes a rank of a tile, for so many rows of its own."""
+        key = self._site(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
+        if key not in self._passes:
+            what = self._site(tile), layer, rows, tile.recompute, self.setup.tensor_parts
+            self._passes[key] = {name: self._prices.price(name, *what) for name in PASSES.values()}
+        return self._passes[key]
+
+    @cached_property
+    def _sharers(self) -> Crowd:
+        """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
+        places: dict[Interval, set[int]] = {}
+        for tile in self.plan.tiles:
+            places.setdefault(tile.items, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
+        nodes: dict[int, set[int]] = {}
+        for items, of_tiles in places.items():
+            for item in range(*items):
+                nodes.setdefault(item, set()).update(of_tiles)
+        shared = {items for items in places if any(len(nodes[item]) > 1 for item in range(*items))}
+        ranks = (rank for tile in self.plan.tiles if tile.items in shared for rank in tile.ranks)
+        return self.network.crowd(tuple(dict.fromkeys(ranks)))
+
+    def _rank_shards(self, tile: Tile) -> RankShards:
+        """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
+        return self._first_rank_shards(tile)[0]
+
+    def _first_rank_shards(self, tile: Tile) -> tuple[RankShards, int]:
+        items = tuple(virtual_stage.items for virtual_stage in self.plan.virtual_stages(tile))
+        key = items, tile.tensor, tile.zero, tile.state_share, tile.family
+        if key not in self._shards_by_tile:
+            shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+            if not self.setup.stack.is_hpctrain:
+                groups = tuple(map(self._with_declared_zero, shards.shard_groups))
+                shards = replace(shards, shard_groups=groups)
+            self._shards_by_tile[key] = shards, tile.ranks[0]
+        return self._shards_by_tile[key]
+
+    def _with_declared_zero(self, group: ShardGroup) -> ShardGroup:
+        """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
+        return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
+
+    def _stored(self, group: ShardGroup, z: int) -> int:
+        return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
+
+    def _updated(self, tile: Tile) -> int:
+        """Return how many weights a rank updates."""
+        stored = ((group, self._stored(group, tile.tensor.z)) for group in self._rank_shards(tile).shard_groups)
+        return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
+
+    def _update_seconds(self, tile: Tile) -> float:
+        seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
+        return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
+
+    def _sharings(self) -> tuple[Sharing, ...]:
+        return tuple(itertools.starmap(self._sharing, self._exchanges))
+
+    @cached_property
+    def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
+        """Return the exchange of each group, but for when gradients are made and weights needed."""
+        result: dict[tuple, tuple[ShardGroup, Sharing]] = {}
+        for tile in self.plan.tiles:
+            self._rank_shards(tile)
+        for shards, rank in self._shards_by_tile.values():
+            known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
+            for group in shards.shard_groups:
+                known[group.ranks, group.items] += 1
+                key = group.ranks, group.items, known[group.ranks, group.items]
+                if len(group.ranks) > 1 and key not in result:
+                    result[key] = group, self._exchange(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
+        return tuple(result.values())
+
+    def _exchange(self, group: ShardGroup, stored: int) -> Sharing:
+        """Return what a group exchanges that stores so many weights."""
+
+        def seconds(operation: str, element_bytes: int) -> float:
+            return self.network.group_seconds(operation, stored * element_bytes, group.ranks, self._sharers)
+
+        reduce = gather = 0.0
+        if group.zero < 2:
+            reduce = seconds("reduce_scatter" if group.zero else "all_reduce", self.setup.gradient_bytes)
+        if group.zero in (1, 2):
+            gather = seconds("all_gather", self.setup.item_bytes)
+        # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
+        firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
+        return Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
+
+    def _sharing(self, group: ShardGroup, sharing: Sharing) -> Sharing:
+        """Return it with when gradients are made and weights needed, where that is overlapped."""
+        if not self._overlapped_work:
+            return sharing
+        ready, needed, before = {}, {}, {}
+        for tile in sharing.tiles:
+            if tile.items not in before:
+                first = min(filter(tile.contains, group.items))
+                before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
+            needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
+        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not group.regions
+        return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
+
+    def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
+        """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
+        weights; and of the last backward pass, by when its gradients are made, after it."""
+        if tile not in self._until:
+            last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
+            rows = tile.rank_rows // tile.row_chunks
+            key = self._site(tile), tile.items, rows, tile.recompute, last
+            if key not in self._sums:
+                passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+                seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+                forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+                self._sums[key] = forward, backward
+            self._until[tile] = self._sums[key]
+        return self._until[tile]
+
+    @property
+    def _rank_bytes(self) -> int:
+        """Return about how many bytes of gradients the rank with the fewest weights has, by even stages."""
+        model, plan = self.setup.model, self.plan
+        whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
+        return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Return for each tile what its first rank needs, for all of its tiles; those that are equal once."""
+        ranks: dict[StageMemory, tuple[int, ...]] = {}
+        for tile, stage in self._memory.items():
+            ranks[stage] = ranks.get(stage, ()) + tile.ranks
+        return tuple(replace(stage, ranks=own) for stage, own in ranks.items())
+
+    @property
+    def headroom(self) -> dict[Tile, float]:
+        """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
+        result = {}
+        for tile, stage in self._memory.items():
+            kept = in_flight(self.plan, tile)
+            each = stage.memory.activations / kept
+            each += largest_message_bytes(self.setup, tile) if self._waiting_share(tile) else 0
+            headroom = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+            result[tile] = headroom if kept + headroom < self.plan.microbatches else math.inf
+        return result
+
+    def free_items(self, tile: Tile) -> int:
+        """Return for how many more items a rank of one tile has memory, if these need as much as its own do."""
+        stage = self._memory[tile]
+        own = stage.memory.weights + stage.memory.gradients + stage.memory.moments + stage.memory.activations
+        return int((stage.available_bytes - stage.memory.total) * tile.items.size // own)
+
+    @cached_property
+    def _memory(self) -> dict[Tile, StageMemory]:
+        known, result = {}, {}
+        for tile in self.plan.first_tiles:
+            tiles, waiting = self.plan.virtual_stages(tile), self._waiting(tile)
+            rows = Interval(0, tile.rows.size)
+            key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
+            if key not in known:
+                available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
+                shards, rank = self._first_rank_shards(tile)
+                memory = memory_of(self.setup, self.network, self.plan, tile, shards, rank, waiting, available)
+                if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
+                    available -= memory.on_host  # of the host, as all else is
+                known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))
+            result[tile] = known[key]
+        return result
+
+    def _waiting(self, tile: Tile) -> int:
+        """Return how many activations wait to be sent when a tile has warmed up."""
+        return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
+
+    def _waiting_share(self, tile: Tile) -> float:
+        if self._blocking_share() is not None or len(self.plan.virtual_stages(tile)) > 1:
+            return 0.0
+        made = sum(each.seconds for each in self.costs.tiles[tile].forward)
+        sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
+        return waiting_share(made, max(sent, default=0.0))
+
+
+def predict_in_parts(
+    setup: Setup,
+    plan: Plan,
+    make: Callable[[Setup, Predictor | None], Predictor],
+    promising: Collection[int] = PART_COUNTS,
+) -> tuple[Predictor, Prediction]:
+    """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
+
+    `make` makes a predictor of the plan for a setup, like another one. What is selected is in the predictor's. Only
+    `promising` numbers are tried after the first.
+    """
+    first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
+    more = [count for count in more if count in promising]
+    predictor = alone = make(replace(setup, tensor_parts=first), None)
+    whole = last = predictor.predict()
+    best = predictor, whole
+    if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
+        return best
+    for count in more:
+        predictor = make(replace(setup, tensor_parts=count), alone)
+        prediction = predictor.predict()
+        if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
+            break
+        last = prediction
+        if last.step_seconds < PAYS * whole.step_seconds:
+            best = predictor, last
+    return best

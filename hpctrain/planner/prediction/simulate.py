@@ -1,0 +1,277 @@
+"""Runs a step's instructions on clocks, at the prices of `prices.py`: the very lists that the engine executes. Pure.
+
+The loop of `plan.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
+tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
+after its seconds. Messages that leave a node forward and backward share a NIC, one after the other. A receive waits
+for its message, and a send waits while the channel is full. All tiles synchronise to sum gradients and to agree on the
+step. Overlapped exchanges have a lane: gradients are summed as soon as the last backward pass has computed them,
+and weights are gathered during the first forward pass of the next step. Each second of a tile's clock belongs to one
+part, so that the parts add up.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpctrain.plan.schedule import Instruction, Op, Schedule
+from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prices.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
+
+PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
+"""What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
+
+
+class PredictedSpan(NamedTuple):
+    """An instruction and when it runs, in seconds of the step."""
+
+    instruction: Instruction
+    begin: float
+    end: float
+
+
+@dataclass(eq=False)
+class _Clock(Runner):
+    """The ranks of a tensor grid, and where their time goes."""
+
+    costs: tuple[TileCost, ...] = ()
+    """The costs of their virtual stages."""
+    now: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
+    sent_at: dict[Op, float] = field(default_factory=dict)
+    """When the last message of each kind has left that leaves the node."""
+    done: list[float] = field(default_factory=list)
+    """When each virtual stage did something for the last time."""
+    spans: list[PredictedSpan] = field(default_factory=list)
+    gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
+    """The weights of each virtual stage that are gathered with overlap: the seconds taken, when they are there, and
+    how long after the beginning of the first forward pass they are needed."""
+
+    def __post_init__(self) -> None:
+        self.done = [0.0] * len(self.virtual_stages)
+        self.opening = next((step for step in self.schedule if step.op in PASSES), None)
+        self.closing = next((step for step in reversed(self.schedule) if step.op in PASSES), None)
+
+    def copy_progress(self, other: "_Clock") -> None:
+        super().copy_progress(other)
+        self.sent_at = dict(other.sent_at)
+        self.now, self.parts, self.exposed, self.done = other.now, dict(other.parts), dict(other.exposed), other.done
+        self.spans = list(other.spans)
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.now += seconds
+        self.parts[part] += seconds
+        self.exposed[part] += seconds
+
+    def wait_until(self, until: float, exposed: str = "pipeline") -> float:
+        """Return the seconds of waiting `until` a time; by the rank's own clock they count as part `exposed`."""
+        waited = max(0.0, until - self.now)
+        self.now += waited
+        self.exposed[exposed] += waited
+        return waited
+
+
+@dataclass(eq=False)
+class _Wire(Wire):
+    seconds: float = 0.0
+    leaves: bool = False
+    """Whether its messages leave a node."""
+    arrivals: deque[float] = field(default_factory=deque)
+    """When each message arrives that was sent and not received."""
+    free_at: float = 0.0
+    """When the last one has left."""
+    free_slots: deque[float] = field(default_factory=deque)
+    """When slots became free again."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step: how long it took, and where each tile's time went; `hidden` is negative, the parts add up to the step."""
+
+    step_seconds: float
+    parts: dict[Tile, dict[str, float]]
+    """By the first tile of the ranks, as the schedules are."""
+    exposed: dict[Tile, dict[str, float]]
+    """Where each tile stood (`EXPOSED`); adds up to the step too."""
+    spans: dict[Tile, list[PredictedSpan]]
+    """When passes, sums and updates run."""
+
+
+def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
+    """Run a step. Raises PlanError where the schedule deadlocks."""
+    return Simulation(plan, schedules, costs).simulated()
+
+
+class Simulation(ScheduleRun):
+    """The run of a plan's schedules with clocks and prices."""
+
+    passes_together = False  # what a pass exchanges is in its price
+    runners: dict[Tile, _Clock]
+    runner_of: dict[Tile, _Clock]
+
+    def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs):
+        self._costs = costs
+        super().__init__(plan, schedules)
+        self._clocks: list[_Clock] = list(self.runners.values())
+        self._start_gathers()
+
+    def runner(self, virtual_stages: tuple[Tile, ...], schedule: Schedule) -> _Clock:
+        return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
+
+    def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
+        return _Wire(ends, *rest, seconds=self._costs.messages[ends], leaves=ends in self._costs.leaving)
+
+    def prices(self, tiles: Sequence[Tile]) -> object:
+        pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
+        messages = tuple((self._costs.messages[ends], ends in self._costs.leaving) for ends in pairs)
+        return tuple(self._costs.tiles[tile] for tile in tiles), messages
+
+    def compute(self, clock: _Clock, step: Instruction) -> None:
+        cost, begin = clock.costs[step.virtual_stage], clock.now
+        one: PassCost = getattr(cost, PASSES[step.op])[step.row_chunk]
+        if step is clock.opening:
+            clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
+        if step.virtual_stage in clock.gathers:
+            self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
+        clock.spend("compute", one.compute)
+        if one.tensor or one.data:
+            clock.spend("tensor", one.tensor)
+            clock.spend("data", one.data)
+        if step is clock.closing:
+            clock.spend(cost.alone_on, cost.after_seconds)
+        clock.done[step.virtual_stage] = clock.now
+        clock.spans.append(PredictedSpan(step, begin, clock.now))
+
+    def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
+        others = max((at for op, at in clock.sent_at.items() if op is not step.op), default=0.0)
+        for wire in wires:
+            if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
+                clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
+            wire.free_at = max(clock.now, wire.free_at, others if wire.leaves else 0.0) + wire.seconds
+            if wire.leaves:
+                clock.sent_at[step.op] = max(wire.free_at, clock.sent_at.get(step.op, 0.0))
+            wire.arrivals.append(wire.free_at)
+        if share := self._costs.blocking_share:
+            end = max(wire.free_at - wire.seconds * (1 - share) for wire in wires)
+            clock.parts["pipeline"] += clock.wait_until(end)
+        clock.done[step.virtual_stage] = clock.now
+
+    def receive(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
+        longest, arrival = 0.0, clock.now
+        for wire in wires:
+            longest = max(longest, wire.seconds)
+            arrival = max(arrival, wire.arrivals.popleft())
+        waited = clock.wait_until(arrival)
+        seen = min(waited, longest)
+        clock.parts["pipeline"] += longest
+        clock.parts["hidden"] -= longest - seen
+        clock.parts["bubble"] += waited - seen
+        for wire in wires:
+            wire.free_slots.append(clock.now)
+        clock.done[step.virtual_stage] = clock.now
+
+    def simulated(self) -> Simulated:
+        """Run the step to its end. Raises PlanError where the schedules deadlock."""
+        self.run()
+        self._finish()
+        end = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
+            clock.parts["bubble"] += clock.wait_until(end)
+        of_tiles = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed", "spans"))
+        parts, exposed, spans = of_tiles
+        return Simulated(end, parts, exposed, spans)
+
+    def _finish(self) -> None:
+        """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
+        begin = {clock: clock.now for clock in self._clocks}
+        self._reduce()
+        reduced = {clock: clock.now for clock in self._clocks}
+        together = max(reduced.values())
+        for clock in self._clocks:
+            clock.parts["bubble"] += clock.wait_until(together)
+            clock.spend("optimizer", self._costs.agree_seconds + clock.costs[0].update_seconds)
+        for sharing in self._costs.sharings:
+            if sharing.needed_seconds is None:
+                self._exchange(sharing.tiles, sharing.gather_seconds)
+        for clock in self._clocks:
+            clock.spans.append(PredictedSpan(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
+            clock.spans.append(PredictedSpan(Instruction(Op.UPDATE), reduced[clock], clock.now))
+
+    def _start_gathers(self) -> None:
+        """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""
+        ends = dict.fromkeys(self._clocks, 0.0)
+        for sharing in self._costs.sharings:
+            if sharing.needed_seconds is None or not sharing.gather_seconds:
+                continue
+            clocks = [self.runner_of[tile] for tile in sharing.tiles]
+            end = max(ends[clock] for clock in clocks) + sharing.gather_seconds
+            for tile, clock in zip(sharing.tiles, clocks, strict=True):
+                ends[clock] = end
+                gather = sharing.gather_seconds, end, sharing.needed_seconds[tile]
+                clock.gathers.setdefault(clock.virtual_stages.index(tile), []).append(gather)
+
+    def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
+        """Wait in the first forward pass, which computes what it can before, and `times` as long while weights come."""
+        taken, all_there = sum(seconds for seconds, _, _ in gathers), max(end for _, end, _ in gathers)
+        until, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
+        for _, end, needed in sorted(gathers, key=lambda gather: gather[2]):
+            alone, computed = needed - computed, needed
+            moving = max(0.0, all_there - until)
+            longer = slowed_by(min(alone, moving), moving, times)
+            late = max(0.0, end - until - alone - longer)
+            until += alone + longer + late
+            waited, slowed = waited + late, slowed + longer
+        clock.spend("compute", slowed)
+        self._wait_overlapped(clock, taken, waited)
+
+    def _reduce(self) -> None:
+        """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
+
+        What is made first, by the last items, is summed first, and slows what is computed then.
+        """
+        lane, taken, slowed = (dict.fromkeys(self._clocks, 0.0) for _ in range(3))
+        for sharing in sorted(self._costs.sharings, key=self._order_of_sums):
+            if not sharing.reduce_seconds:
+                continue
+            clocks = {tile: self.runner_of[tile] for tile in sharing.tiles}
+            ready = sharing.ready_seconds
+            made = (
+                slowed[clock] + (clock.done[clock.virtual_stages.index(tile)] - ready[tile] if ready else clock.now)
+                for tile, clock in clocks.items()
+            )
+            start = max(*made, *(lane[clock] for clock in clocks.values()))
+            for tile, clock in clocks.items():
+                lane[clock] = start + sharing.reduce_seconds
+                taken[clock] += sharing.reduce_seconds
+                overlapped = min(sharing.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
+                times = self._costs.tiles[tile].overlap_slowdown
+                slowed[clock] += slowed_by(overlapped, sharing.reduce_seconds, times)
+        for clock in self._clocks:
+            clock.spend("compute", slowed[clock])
+            self._wait_overlapped(clock, taken[clock], max(0.0, lane[clock] - clock.now))
+
+    def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
+        virtual_stage = max(self.runner_of[tile].virtual_stages.index(tile) for tile in sharing.tiles)
+        return -virtual_stage, -max(sharing.ready_seconds.values(), default=0.0)
+
+    @staticmethod
+    def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:
+        """Account for what took so long during computation, of which the end was waited for."""
+        seen = min(waited, seconds)
+        clock.now += waited
+        clock.exposed["data"] += waited
+        clock.parts["data"] += seconds
+        clock.parts["hidden"] -= seconds - seen
+        clock.parts["bubble"] += waited - seen
+
+    def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
+        if not seconds:
+            return
+        clocks = [self.runner_of[tile] for tile in tiles]
+        start = max(clock.now for clock in clocks)
+        for clock in clocks:
+            clock.parts["bubble"] += clock.wait_until(start, "data")
+            clock.spend("data", seconds)

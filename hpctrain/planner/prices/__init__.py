@@ -1,0 +1,1 @@
+"""Prices of a pass: by data sheet, by measured products, by profile."""

@@ -1,0 +1,336 @@
+"""Counts what a layer of the model costs a rank: products, passes over memory, what is exchanged. Pure.
+
+The same for every device; `seconds` then says how long one takes. It follows hpctrain/model/transformer.py: weights
+are cut by x over one dim and by y over the other; blocks go from features cut by x to heads cut by y and back.
+With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
+"""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.config.kernels import tokens_at_once
+from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import item_units, padded_vocabulary
+
+RECOMPUTE = ("none", "selective", "full")
+STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
+CAPPED_SCORES_PASSED = 18, 24
+"""Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
+SQUARES_PASSED = 4
+"""Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
+
+
+@lru_cache(maxsize=4096)
+def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
+    """Return how many weights of an item the ranks at one (x, y) have together; a tied head's are the embedding's."""
+    return sum(unit.layout(grid, 0, 0).size for unit in item_units(model, grid, item))
+
+
+def layer_elements(model: Model, grid: TensorGrid, layer: Interval) -> int:
+    """Return how many weights of a layer the ranks at one (x, y) have together."""
+    return sum(unit_elements(model, grid, item) for item in range(*layer))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+
+
+def layer_cost(
+    setup: Setup, grid: TensorGrid, layer: Interval, rows: int, recompute: str = "none", zero: int = 1
+) -> LayerCost:
+    """Return what a layer costs one rank of a tensor grid for `rows` sequences of its own.
+
+    Raises PlanError for an unknown value of `recompute`.
+    """
+    if recompute not in RECOMPUTE:
+        raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
+    is_block, regathers = setup.is_block(layer), recompute != "full"
+    if is_block and rows > 1 and goes_in_halves(setup, grid):
+        cost, selected = _in_halves(setup, grid, layer, rows, regathers)
+    elif is_block:
+        cost, selected, _ = _block(setup, grid, layer, rows, regathers)
+    else:
+        cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
+    again = PassWork()
+    if recompute == "full" and (is_block or setup.stack.is_hpctrain):
+        again = cost.forward
+    elif recompute == "selective":
+        again = selected
+    return _with_weights(
+        setup, grid, layer, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
+    )
+
+
+def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
+    """Say whether blocks compute one half of their rows while sums of the other half are in flight."""
+    return "forward" in setup.overlaps and grid.cuts_weights
+
+
+def _in_halves(
+    setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool
+) -> tuple[LayerCost, PassWork]:
+    """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
+
+    The halves take turns: what one computes up to its next sum overlaps the other's last one.
+    """
+    blocks = [_block(setup, grid, layer, half, regathers) for half in (rows - rows // 2, rows // 2)]
+    features = setup.model.hidden_size // grid.x / grid.position_parts
+    joined = PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)  # halves of the residuals
+    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), joined))
+    weight = PassWork.joined(block.cost.backward_weight for block in blocks)
+    halves_in_order = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
+    overlapped = [replace(following, exchanges=[]) for following in (*halves_in_order[1:], PassWork())]
+    forward = [
+        replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
+        for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
+    ]
+    return LayerCost(PassWork.joined((*forward, joined)), backward, weight), PassWork.joined(
+        block.again for block in blocks
+    )
+
+
+def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:
+    """Add what is exchanged of the weights while a layer computes: over z, and over holders for ZeRO 2 and 3."""
+    before: list[Exchange] = []
+    after: list[Exchange] = []
+    placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered
+    for item in range(*layer):
+        elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+        if zero == 3:
+            before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
+        if grid.z > 1:
+            before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
+            after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
+            if setup.stack.is_hpctrain:
+                placed += 2 * setup.item_bytes * elements / grid.z
+                added += 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
+        if zero >= 2:
+            after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
+    gather, scatter = PassWork(passed_bytes=placed, exchanges=before), PassWork(passed_bytes=added, exchanges=after)
+    return LayerCost(
+        PassWork.joined((gather, cost.forward)),
+        PassWork.joined((gather, cost.backward_input)),
+        PassWork.joined((cost.backward_weight, scatter)),
+    )
+
+
+def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
+    features = setup.model.hidden_size // grid.x
+    tokens = -(-tokens // setup.position_parts(grid))
+    statistics = 2 if norm.has_bias else 1
+    passes = setup.passes.norm
+    forward, backward = (PassWork(passed_bytes=tokens * features * each) for each in passes)
+    if grid.x > 1:
+        forward.exchanges += [Exchange("x", "all_reduce", tokens * STATISTIC_BYTES)] * statistics
+        backward.exchanges.append(Exchange("x", "all_reduce", tokens * STATISTIC_BYTES * statistics))
+    return LayerCost(forward, backward, PassWork())  # its weights' gradients are by-products
+
+
+class _BlockCost(NamedTuple):
+    cost: LayerCost
+    again: PassWork
+    """What selective recomputing runs again."""
+    segments: list[PassWork]
+    """The forward pass, cut after each output that is summed."""
+
+
+def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
+    """Return how many features of queries, and of keys, a rank of a grid has."""
+    size = attention.head_size
+    return attention.heads // grid.y * size, max(1, attention.kv_heads // grid.y) * size
+
+
+def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool = True) -> _BlockCost:
+    """Return what a block costs, or one branch of it; see `linear_cost.py`."""
+    attention, mlp = setup.branches(layer)
+    branches = [_attention_branch(setup, grid, attention, rows, regathers)] if attention else []
+    branches += [_mlp_branch(setup, grid, mlp, rows, regathers)] if mlp else []
+    parts = [part for branch in branches for part in branch.parts]
+    segments = [PassWork()]
+    for part in parts:
+        segments[-1] = PassWork.joined((segments[-1], part))
+        if any(exchange.is_output for exchange in part.exchanges):
+            segments.append(PassWork())
+    backward = PassWork.joined(branch.backward_input for branch in branches)
+    weight = PassWork.joined(branch.backward_weight for branch in branches)
+    again = PassWork.joined(branch.again for branch in branches).as_pass("block", 0, rows)
+    cost = _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight))
+    segments = [segment.as_pass("block", 0, rows) for segment in segments]
+    return _BlockCost(cost, again, segments)
+
+
+class _Branch(NamedTuple):
+    """A residual branch: a norm, two linear layers with something between, and the sum."""
+
+    parts: list[PassWork]
+    """Of its forward pass."""
+    backward_input: PassWork
+    backward_weight: PassWork
+    again: PassWork = PassWork()
+    """What selective recomputing runs again: see `_computed_again`."""
+
+
+def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
+    passes, tokens = setup.passes, rows * setup.positions
+    query, key = heads_on(attention, grid)
+    rotary = tokens * (query + key) if attention.rotary else 0
+    normed = tokens * (query + key) if attention.head_norm else 0
+    core, core_backward = _attention(setup, attention, rows, grid)
+    work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
+    forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
+    work.parts[1:1] = [PassWork(passed_bytes=forward), core]
+    backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
+    again = _computed_again(setup, grid, tokens, attention, forward)
+    if attention.score_cap is not None or not setup.stack.flash:
+        again = PassWork.joined((again, core))
+    return work._replace(backward_input=backward_input, again=again)
+
+
+def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
+    inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
+    work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
+    forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
+    work.parts.insert(1, forward)
+    again = _computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
+    return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
+
+
+def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
+    """Return what selective recomputing runs again of a branch, apart from attention's scores.
+
+    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
+    """
+    operations = setup.stack.again_operations
+    if operations is None:
+        return PassWork()
+    sizes = setup.stack.again_products(setup, grid, branch)
+    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in sizes]
+    tokens = -(-tokens // setup.position_parts(grid))
+    normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
+    return PassWork(again, normed + passed, operations[isinstance(branch, Mlp)])
+
+
+def _branch(
+    setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int], regathers: bool
+) -> _Branch:
+    """Return what a branch costs but for what is between its linear layers, the first of which has so many `features`
+    out and the second so many in."""
+    stack, passes = setup.stack, setup.passes
+    tokens, hidden = rows * setup.positions, setup.model.hidden_size // grid.x
+    sizes, (out, into) = {"x": grid.x, "y": grid.y}, features
+    norm = _norm(setup, grid, tokens, branch.norm)
+    if grid.sequence_parallel:
+        first = gathering_linear(setup, rows, hidden, out, grid, regathers, setup.block_parts)
+        second = scattering_linear(setup, rows, into, hidden, grid, setup.block_parts)
+    else:
+        first = linear(setup, tokens, hidden, out, ("x", "y"), sizes, setup.block_parts)
+        second = linear(setup, tokens, into, hidden, ("y", "x"), sizes, setup.block_parts)
+    residual = tokens * hidden / setup.position_parts(grid)
+    ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
+    costs = [norm, first, second]
+    if branch.out_norm:
+        costs.append(_norm(setup, grid, tokens, branch.out_norm))
+        ends[0] = PassWork.joined((costs[-1].forward, ends[0]))
+    for end, operations in zip(ends, stack.block_operations, strict=True):
+        end.operations += cut_evenly(operations, 2)[isinstance(branch, Mlp)].size
+    return _Branch(
+        [PassWork.joined((norm.forward, first.forward)), second.forward, ends[0]],
+        PassWork.joined((*(cost.backward_input for cost in costs), ends[1])),
+        PassWork.joined((first.backward_weight, second.backward_weight)),
+    )
+
+
+def _labelled(item: str, rows: int, cost: LayerCost) -> LayerCost:
+    return LayerCost(
+        cost.forward.as_pass(item, 0, rows),
+        cost.backward_input.as_pass(item, 1, rows),
+        cost.backward_weight.as_pass(item, 1, rows),
+    )
+
+
+def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) -> tuple[PassWork, PassWork]:
+    """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
+    positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y)
+    flash, passes = setup.stack.flash, setup.passes.scores
+    if attention.score_cap is not None:
+        flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
+    share = seen_share(attention, positions) if flash and not setup.masks_documents else 1.0
+    share *= setup.context_parts
+    works = []
+    for fused, passed in zip(flash or (None, None), passes, strict=True):
+        scores = MatrixProduct(positions, size, positions, batch, share, fused)
+        mixed = MatrixProduct(positions, positions, size, batch, share, fused)
+        works.append(PassWork([scores, mixed], batch * positions * positions * passed))
+    forward, backward = works
+    backward.products += [mixed, scores] + ([scores] if flash else [])
+    return forward, backward
+
+
+def seen_share(attention: Attention, positions: int) -> float:
+    """Return the share of all pairs of positions that attention computes with: half of them, or those in the window."""
+    window = min(attention.window or positions, positions)
+    return window / positions - (window / positions) ** 2 / 2
+
+
+def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> LayerCost:
+    tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
+    num_bytes = tokens * features * setup.item_bytes
+    forward, weight = (
+        PassWork(passed_bytes=3 * num_bytes, operations=3),
+        PassWork(passed_bytes=5 * num_bytes, operations=3),
+    )
+    if grid.sequence_parallel:
+        forward.exchanges.append(Exchange("y", "reduce_scatter", num_bytes))
+        weight.exchanges.append(Exchange("y", "all_gather", num_bytes))
+        forward.passed_bytes += joining_bytes(rows, num_bytes)
+        weight.passed_bytes += joining_bytes(rows, num_bytes)
+    elif grid.y > 1:
+        forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
+    return _labelled("embedding", rows, LayerCost(forward, PassWork(), weight))
+
+
+def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCost:
+    setup = replace(setup, linear_dtype=None)
+    model, passes = setup.model, setup.passes
+    tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
+    vocabulary += -vocabulary % setup.stack.vocabulary_multiple
+    norm = _norm(setup, grid, tokens, model.description.norm)
+    if grid.sequence_parallel:
+        product = gathering_linear(setup, rows, model.hidden_size // grid.x, vocabulary, grid, regathers)
+    else:
+        sizes = {"x": grid.x, "y": grid.y}
+        product = linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
+    forward = PassWork.joined((norm.forward, product.forward))
+    backward = PassWork.joined((norm.backward_input, product.backward_input))
+    for i, work in enumerate((forward, backward)):
+        work.passed_bytes += tokens * vocabulary * passes.logits[i]
+        work.operations += 12
+    if grid.y > 1:
+        forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
+    if setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
+        backward = PassWork.joined((product.forward, backward))
+    return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
+
+
+def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
+    """Return what a rank's part of the optimizer takes, for the elements that it updates: as profiled, where it was."""
+    if device.element_seconds is not None:
+        return num_elements * device.element_seconds
+    return device.pass_seconds(num_elements * setup.stack.update_bytes)
+
+
+def model_flops(setup: Setup, tokens: int) -> float:
+    """Return the FLOP of a step by the usual count (Chowdhery et al. 2022): 6 for each weight of a product and token,
+    and 12 x features of queries x positions seen for attention of each layer; embeddings count nothing."""
+    hidden = setup.model.hidden_size
+    weights, pairs = hidden * setup.model.num_ids, 0
+    for attention, mlp in ((block.attention, block.mlp) for block in setup.blocks):
+        weights += hidden * (2 * attention.query_size + 2 * attention.key_size + mlp.up_size + mlp.inner)
+        pairs += attention.query_size * min(attention.window or math.inf, setup.positions * setup.context_parts)
+    return tokens * (6.0 * weights + 12.0 * pairs)

@@ -1,0 +1,197 @@
+"""Says how long a device takes for an operation: by what was measured of it, else by its data sheet. Pure.
+
+From data sheets: a product is cut into tiles of its result; tiles are computed by so many processors in waves, the last
+of which may be partly empty; each tile fills a pipeline before it computes (`FILL`); no product is faster than its
+operands are read. Where products were measured, the same formula is stretched to go through the measured points.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family, Profile
+from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.plan.tiling import Tile
+from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
+from hpctrain.planner.prices.setup import Stack
+from hpctrain.planner.prices.work import PassWork
+
+# Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
+# and CUTLASS; smaller ones read their operands more often).
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.82), (64, 64, 0.65), (64, 32, 0.45))
+SPLITS = (1, 2, 4, 8)
+"""Into how many parts a long sum may be cut to keep more processors busy."""
+SHORTEST_SPLIT = 512
+FILL = 96.0
+"""Terms of a sum in whose time a tile's pipeline fills and drains."""
+# How many times as long products in half precision or tf32 take where a dim of them is no multiple of so many bytes.
+# NVIDIA, Matrix Multiplication Background, 2.2: tensor cores want 16 bytes, and work best with 128 on an A100. A
+# vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer, whose head is a third of its products.
+ALIGNMENTS = ((16, 1.33), (128, 1.05))
+SLOWEST_WITH_TILES = 1e12
+"""FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
+tiles of its products; everything else is what its file says. No accelerator of the catalogue is that slow."""
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """One device of a family."""
+
+    name: str
+    family: Family
+    fitted: Efficiency | None = None
+    """In place of the catalogue's."""
+    computes_in: str | None = None
+    """The dtype in which its ranks compute, whatever those of other families do."""
+    profile: Profile | None = None
+    """A profile of the job, which corrects what is modelled here: see `profiled.ProfiledDevice`."""
+    element_seconds: float | None = None
+    """Seconds of an update by a profile, for each weight that a rank updates."""
+
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        known = self.fitted or efficiency_of(self.family.kind, self.family.model)
+        if self._is_scaled_down:
+            return replace(known, processors=1, overlap_slowdown=1.0)
+        return known if self.family.half_speed_rows is None else replace(known, processors=1)
+
+    @cached_property
+    def _is_scaled_down(self) -> bool:
+        speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
+        return max(speeds) < SLOWEST_WITH_TILES
+
+    @property
+    def overlap_slowdown(self) -> float:
+        """Return how many times as long it computes while it communicates."""
+        return self.family.overlap_slowdown or self.efficiency.overlap_slowdown
+
+    def speed(self, dtype: str) -> float:
+        """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
+        family, dtype = self.family, self.computes_in or dtype
+        if dtype in family.sustained_flops_per_second:
+            return family.sustained_flops_per_second[dtype]
+        if dtype in family.peak_flops_per_second:
+            return family.peak_flops_per_second[dtype] * self.efficiency.share(dtype)
+        if dtype == "fp8" and self.efficiency.fp8_gain and "bf16" in family.peak_flops_per_second:
+            return self.speed("bf16") * self.efficiency.fp8_gain
+        known = sorted({*family.sustained_flops_per_second, *family.peak_flops_per_second})
+        raise PlanError(
+            f"families.{self.name} has no speed in {dtype}{did_you_mean(dtype, known)};"
+            " set its sustained_flops_per_second or peak_flops_per_second, or take another dtype"
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Return what MFU is a share of: the maker's figure, else the best measured one."""
+        return self.family.peak_flops_per_second.get(self.computes_in or dtype) or self.speed(dtype)
+
+    @cached_property
+    def memory_bytes_per_second(self) -> float:
+        measured = self.family.origin_of("memory_bytes_per_second") == "measured"
+        return self.family.memory_bytes_per_second * (1.0 if measured else self.efficiency.memory_share)
+
+    @property
+    def host_copy_bytes_per_second(self) -> float:
+        """Return the bandwidth between the device and pinned host memory, one direction."""
+        family = self.family
+        return family.host_copy_bytes_per_second or HOST_COPY_SHARE * family.memory_bytes_per_second
+
+    @cached_property
+    def _cache(self) -> dict[tuple, float]:
+        return {}
+
+    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None) -> float:
+        """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype.
+
+        Inside a `fused` kernel of an accelerator, whose tiles are its own, they take that share of a large product's
+        speed, whatever their shape and whatever was measured of others.
+        """
+        dtype = self.computes_in or dtype
+        if fused and self.family.kind != "cpu" and not self._is_scaled_down:
+            return 2.0 * batch * m * k * n / (self.speed(dtype) * fused * self.efficiency.fused_share)
+        key = dtype, m, k, n, batch
+        if key not in self._cache:
+            self._cache[key] = self._modelled(*key) * self._correction(dtype, m * batch, k, n)
+        return self._cache[key]
+
+    def pass_seconds(self, num_bytes: float) -> float:
+        """Return what reading and writing so many bytes takes."""
+        return num_bytes / self.memory_bytes_per_second
+
+    def work_seconds(self, work: PassWork, dtype: str, stack: Stack) -> float:
+        """Return what computing a pass takes, by products and bytes: the longer of the device's time and its host's."""
+        gain = self.efficiency.native_gain if stack.native_attention else 1.0
+        computed = sum(
+            self.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
+            for p in work.products
+        )
+        computed += self.pass_seconds(work.passed_bytes) + work.operations * self.efficiency.launch_seconds
+        dispatch = 0.0 if self.family.kind == "cpu" else stack.dispatch_seconds
+        return max(computed, (len(work.products) + work.operations) * dispatch)
+
+    def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
+        speed, processors = self.speed(dtype), self.efficiency.processors
+        if batch > 1 and self._misses_tensor_cores(dtype, m, k, n):
+            return self._modelled("fp32", m, k, n, batch)
+        moved = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n) / self.memory_bytes_per_second
+        if processors == 1:
+            slower = self.family.slower_by_rows(m)
+            return max(2.0 * batch * m * k * n / speed * slower, moved) + self.efficiency.launch_seconds
+        best = math.inf
+        for rows, columns, share in TILES:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            for split in SPLITS:
+                if split > 1 and (k < split * SHORTEST_SPLIT or tiles * split > processors):
+                    break
+                waves = math.ceil(tiles * split / processors)
+                best = min(best, waves * 2.0 * rows * columns * (k / split + FILL) * processors / (speed * share))
+        return max(best * _alignment_times(dtype, m, k, n), moved) + self.efficiency.launch_seconds
+
+    def _misses_tensor_cores(self, dtype: str, m: int, k: int, n: int) -> bool:
+        """Say whether none of the library's batched products for tensor cores can load operands of such dims.
+
+        Heads of 108 and 150 numbers: attention at 11 to 14 TFLOP/s on A100, which compute 19.5 without (BigScience).
+        """
+        is_half = dtype in ("fp16", "bf16") and "fp32" in self.family.peak_flops_per_second
+        return is_half and math.gcd(m, k, n) * ITEM_BYTES[dtype] % ALIGNMENTS[0][0] != 0
+
+    @cached_property
+    def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
+        """Return by dtype each measured shape's place, and by how much the formula is wrong there, in logarithms."""
+        result: dict[str, list] = {}
+        for product in self.family.products:
+            m, k, n = product.shape
+            real = 2.0 * m * k * n / product.flops_per_second
+            ratio = math.log(real / self._modelled(product.dtype, m, k, n, 1))
+            result.setdefault(product.dtype, []).append((_place(m, k, n), ratio))
+        return result
+
+    def _correction(self, dtype: str, m: int, k: int, n: int) -> float:
+        """Interpolate between measured shapes by inverse squared distance (Shepard 1968) of their logarithms."""
+        points = self._measured.get(dtype)
+        if not points:
+            return 1.0
+        place = _place(m, k, n)
+        weights = [(1.0 / (math.dist(place, where) ** 2 + 1e-9), ratio) for where, ratio in points]
+        return math.exp(sum(w * ratio for w, ratio in weights) / sum(w for w, _ in weights))
+
+    def assumptions(self, _tiles: Sequence[Tile]) -> list[str]:
+        """Return what was assumed of the family rather than given or known of its model."""
+        result = []
+        if not self.efficiency.known:
+            result.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
+        if not self.family.products:
+            result.append(f"families.{self.name}.products: speed by shape, by formula")
+        return result
+
+
+def _alignment_times(dtype: str, m: int, k: int, n: int) -> float:
+    """Return how many times as long a product takes for its dims; 1 where no tensor core computes it."""
+    if dtype in ("fp32", "fp64"):
+        return 1.0
+    common = math.gcd(m, k, n) * ITEM_BYTES[dtype]
+    return next((times for wanted, times in ALIGNMENTS if common % wanted), 1.0)
+
+
+def _place(m: int, k: int, n: int) -> tuple[float, float, float]:
+    return math.log2(m), math.log2(k), math.log2(n)

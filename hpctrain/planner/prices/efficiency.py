@@ -1,0 +1,120 @@
+"""Says how near accelerators of `hpctrain.config.clusters.device_catalogue` come to their data sheets.
+
+`Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
+`benchmarks/evidence/predictor.py`, or are those of a family like it, the source of the rest is given there.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of its data sheet that a family reaches."""
+
+    product_share: float
+    """Of peak FLOP/s, for large products."""
+    memory_share: float
+    """Of memory bandwidth, for passes over large tensors."""
+    launch_seconds: float
+    """That the device needs between two operations."""
+    processors: int
+    """That compute tiles of a product side by side; 1: a product's shape makes no difference."""
+    fp32_share: float | None = None
+    """The same for fp32, which no tensor core computes; None: as `product_share`."""
+    tf32_share: float | None = None
+    fp8_gain: float | None = None
+    """How many times as fast large products in fp8 are as those in half precision; None: it has none."""
+    fused_share: float = 1.0
+    """Of the share at which attention in one kernel computes on an A100 (`Stack.flash`): what is written for it reaches
+    less of what comes later. FlashAttention-2 340 TFLOP/s on an H100, half of large products' (Shah et al. 2024)."""
+    native_gain: float = 1.0
+    """How many times as fast a kernel that is written for the family is (`Stack.native_attention`)."""
+    overlap_slowdown: float = 1.0
+    """How many times as long it computes while it communicates."""
+    known: bool = True
+    """Whether it is of this model, not assumed by its kind."""
+
+    def share(self, dtype: str) -> float:
+        """Return the share of peak that large products in a dtype reach."""
+        of_dtype = {"fp32": self.fp32_share, "tf32": self.tf32_share}.get(dtype)
+        return of_dtype or self.product_share
+
+
+# Kernels of a collective library take processors and memory bandwidth from overlapped computation: with FSDP and
+# pipelines on A100, H100, MI210 and MI250 that took 1.19 times as long in the mean (arXiv 2507.03114).
+NCCL_SLOWDOWN = 1.19
+
+# By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
+# of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
+# for games sum products of half precision in fp32 at half their tensor cores' rate, and reach nearly all of that, as of
+# tf32 in the profiles. A T4 is limited to 70 W, and its clock falls under load: products of 4096 reach 24 TFLOP/s of 65
+# (forums.developer.nvidia.com, thread 264462, confirmed there as power capping), memory 220 GB/s of 320 (Jia et al.
+# 2019, arXiv 1903.07486); whole steps of a GPT-2 on 16 of them (AMP, Li et al. 2022) want 14 % less of the first and
+# 10 % less of the second. Blackwell's share of products is fitted to steps of NeMo on GB200 (NVIDIA/dgxc-benchmarking).
+# FlashAttention-3 is 1.5 to 2 times as fast as 2 on an H100 (Shah et al. 2024). In training it comes to 447 TFLOP/s
+# on an H200, and 4 to 834 on a B200 (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed). By the same,
+# the largest products come to 73 % of the sheet in fp8 and 80 % in bf16 on Hopper, to 76 and 78 % on Blackwell.
+EFFICIENCIES: dict[str, Efficiency] = {
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_slowdown=NCCL_SLOWDOWN),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_slowdown=NCCL_SLOWDOWN),
+    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=NCCL_SLOWDOWN),
+    "hopper": Efficiency(
+        0.67,
+        0.85,
+        2e-6,
+        132,
+        0.85,
+        0.44,
+        fp8_gain=1.83,
+        fused_share=0.75,
+        native_gain=1.7,
+        overlap_slowdown=NCCL_SLOWDOWN,
+    ),
+    "blackwell": Efficiency(
+        0.55,
+        0.85,
+        2e-6,
+        148,
+        0.85,
+        0.32,
+        fp8_gain=1.97,
+        fused_share=0.76,
+        native_gain=1.75,
+        overlap_slowdown=NCCL_SLOWDOWN,
+    ),
+    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_slowdown=NCCL_SLOWDOWN),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_slowdown=NCCL_SLOWDOWN),
+    "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
+}
+_UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
+_CPU = Efficiency(0.80, 0.80, 1e-6, 1)
+
+
+def efficiency_name(model: str | None) -> str | None:
+    """Return whose parameters a model has, by its name in the catalogue or as its maker calls it; None: nobody's."""
+    if model in ACCELERATORS:
+        return ACCELERATORS[model].family_name
+    called = (model or "").upper().replace(" ", "-")
+    for name, accelerator in sorted(ACCELERATORS.items(), key=lambda pair: -len(pair[0])):
+        if name.upper() in called:
+            return accelerator.family_name
+    equivalent = (
+        ("A100", "ampere"),
+        ("A800", "ampere"),
+        ("H800", "hopper"),
+        ("MI250X", "cdna2"),
+    )
+    return next((name for part, name in equivalent if part in called), None)
+
+
+def efficiency_of(kind: str, model: str | None) -> Efficiency:
+    """Return the parameters of a model, as `efficiency_name` looks them up; else assumed by kind."""
+    name = efficiency_name(model)
+    if name is None:
+        return _CPU if kind == "cpu" else _UNKNOWN
+    return EFFICIENCIES[name]

@@ -1,0 +1,288 @@
+"""The model that is trained, by which software and in which kernels: what prices and memory depend on. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Self
+
+from hpctrain.architectures.description import Attention, Layer, Mlp
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
+from hpctrain.config.job import Job, Model
+from hpctrain.config.kernels import LOGITS_BYTES
+from hpctrain.plan.schedule import EXPECTED_AHEAD
+from hpctrain.planner.prices.curves import describe_training
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import block_of, is_attention
+
+GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BytePasses:
+    """Bytes read and written per element, forward and backward, by everything in a model that is no product."""
+
+    norm: tuple[float, float]
+    """Per hidden feature of a token, for one norm."""
+    residual: tuple[float, float]
+    """Per hidden feature of a token, for all of a block outside its norms, dropout included."""
+    rotary: tuple[float, float]
+    """Per feature of queries and keys, where there are rotary positions."""
+    inner: tuple[float, float]
+    """Per inner feature of a token: activation function, gate, bias."""
+    scores: tuple[float, float]
+    """Per pair of positions and head; 0 where a fused kernel never writes them."""
+    logits: tuple[float, float]
+    """Per token and id of the vocabulary."""
+    weight: float
+    """Per weight and backward pass, in addition to the product itself: to add its gradient, and for all copies and
+    casts that sharding it takes."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The software that trains, as far as prices and memory depend on it: here our engine. What other software does
+    otherwise, its subclass in `benchmarks/evidence/stacks.py` says."""
+
+    is_hpctrain: ClassVar[bool] = True
+    """Whether it is our engine: `full` recomputing is also of embedding and head; many logits are there some tokens at
+    a time, see `tokens_at_once`; a rank copies its z-shard of weights and adds to that of gradients, on top of
+    `BytePasses.weight`; ranks add up what others send them (`buffers.py`); and weights that several families hold are
+    updated by one of them each, whatever ZeRO stage is asked for."""
+
+    name: str
+    passes: dict[int, BytePasses]
+    """By bytes of a number: 2 and 4."""
+    update_bytes: float
+    """Read and written per weight that a rank updates."""
+    block_operations: tuple[int, int]
+    """How many operations a block starts, forward and backward."""
+    flash: tuple[float, float] | None = None
+    """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
+    product's speed, forward and backward."""
+    native_attention: bool = False
+    """Whether that kernel is written for each generation (cuDNN, FlashAttention-3 and 4), not for an A100."""
+    sequence_parallel: bool = False
+    """Whether norms and residuals are cut over y, also where the tensor grid does not say so."""
+    again_operations: tuple[int, int] | None = None
+    """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
+    between products, whose results it drops. None: it is of attention's scores, where these are kept."""
+    cast_bytes: float = 4.0
+    """Read and written per number of a linear layer's input, and of its output's gradient, to cast it to fp8 in both
+    operand layouts."""
+    loss_bytes: Mapping[int, int] = field(default_factory=dict)
+    """For each logit, in addition to what is kept, while the loss is computed; by bytes of a number."""
+    splits_backward: bool = True
+    """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
+    gathers_parts: bool = False
+    """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
+    tensor_slowdown: float | None = None
+    """How many times as long products take while collectives of x and y overlap them; None: as on the device else."""
+    dispatch_seconds: float = 8e-6
+    """That the host needs to start an operation: what small ones take at the least, one after the other."""
+    vocabulary_multiple: int = 1
+    """To which the ids of a rank of y are padded."""
+
+    def network(self, cluster: Cluster) -> ClusterNetwork:
+        """Return what prices its messages and collectives."""
+        return ClusterNetwork(cluster)
+
+    def blocking_share(self, _num_bytes: float) -> float | None:
+        """Return the share of a message's time during which its sender computes nothing; None where no message goes
+        through the stream that computes."""
+        return None
+
+    def exchanged_bytes(self, _dtype: str) -> int:
+        """Return the bytes of a gradient that replicas exchange."""
+        return GRADIENT_BYTES
+
+    def gathered_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a weight that comes over z, and of a number of the residual stream."""
+        return item_bytes
+
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a weight as it is used, on a rank that stores it."""
+        return item_bytes
+
+    def gradient_bytes(self, _dtype: str) -> tuple[int, int]:
+        """Return the bytes of a gradient that a rank keeps, and of what ZeRO 1 sums it into."""
+        return GRADIENT_BYTES, GRADIENT_BYTES
+
+    def taken_bytes(self, _available: int, _num_groups: int) -> int:
+        """Return the bytes of a device that libraries and an allocator take, with so many communicators."""
+        return 0
+
+    def again_products(self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp) -> list[tuple[int, int]]:
+        """Return the features in and out of the products of a branch that `selective` recomputing computes again."""
+        return []
+
+    def branch_kept(
+        self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp, _recompute: str, own: float
+    ) -> float:
+        """Return the bytes that a branch keeps of a row, where our engine keeps its `own`."""
+        return own
+
+
+# FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half
+# that it computes forward, 140 to 170 backward, where large products come to 271.
+FLASH_2 = 0.65, 0.57
+
+# Counted by hand in model/operators and engine/step/optimizer.py: one pass for each operation. In
+# half precision the product of a weight's gradient adds to fp32, which it reads and writes.
+EAGER_PASSES = {
+    4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),
+    2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (30, 36), 8),
+}
+HPCTRAIN = Stack(
+    "hpctrain",
+    EAGER_PASSES,
+    update_bytes=48,  # its norm 4, clipped 8, updated 32, zeroed 4
+    block_operations=(28, 60),
+    flash=FLASH_2,
+    again_operations=(10, 6),
+    loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
+    gathers_parts=True,
+)
+# Counted in model/operators: a norm, a rotary position and a gated activation read their operands and write results
+# once, and read them once more for what is summed over tokens. The loss reads logits twice forward. The host starts 281
+# operations of a block instead of 402 (`benchmarks.gpu`).
+FUSED_PASSES = {
+    4: replace(EAGER_PASSES[4], norm=(8, 20), rotary=(8, 8), inner=(12, 20), logits=(8, 8)),
+    2: replace(EAGER_PASSES[2], norm=(4, 10), rotary=(4, 4), inner=(6, 10), logits=(4, 4)),
+}
+HPCTRAIN_FUSED = replace(
+    HPCTRAIN,
+    passes=FUSED_PASSES,
+    block_operations=(20, 42),
+    again_operations=(3, 2),
+    loss_bytes={4: 4, 2: 2},  # the gradient
+)
+"""With `kernels.fused`."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model that is trained, and the software: everything about a run but its plan and its cluster."""
+
+    model: Model
+    positions: int
+    dtype: str
+    stack: Stack
+    overlaps: frozenset[str] = frozenset()
+    """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
+    "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
+    the other half of the rows."""
+    _: KW_ONLY
+    masks_documents: bool = False
+    """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
+    bucket_bytes: int | None = None
+    """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
+    is computed."""
+    by_family: tuple[tuple[str, str], ...] = ()
+    """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
+    linear_dtype: str | None = None
+    """In which linear layers of blocks compute, where it is another dtype: fp8, to which software casts operands."""
+    context_parts: int = 1
+    """Into how many parts other software's context parallelism cuts the positions of a row; `positions` are of a part,
+    whose queries see the keys of all parts."""
+    tensor_parts: int | None = 1
+    """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
+    what is not searched for is not cut."""
+    logits_bytes: int = LOGITS_BYTES
+    """Of logits, as if in fp32, that may be there at once, where the head goes through its tokens in parts."""
+
+    @classmethod
+    def of_job(cls, job: Job, dtype: str | None = None) -> Self:
+        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
+        kernels as fused where they are in all families."""
+        dtype = dtype or job.train.resolved_dtype
+        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
+        stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
+        native = job.kernels.attention in ("cudnn", "flash3", "flash4")
+        stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
+        data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
+        differing = tuple(sorted(job.precision.by_family.items()))
+        return cls(
+            job.model,
+            data.sequence_length,
+            dtype,
+            stack,
+            overlaps,
+            masks_documents=data.mask_documents,
+            bucket_bytes=bucket_bytes,
+            by_family=differing,
+            tensor_parts=job.overlap.tensor_parts,
+            logits_bytes=job.kernels.logits_bytes,
+        )
+
+    @cached_property
+    def works(self) -> tuple[str, str]:
+        """Return what a profile may hold for: with the other kernels, fused or separate, and with these."""
+        fused = self.stack.passes is HPCTRAIN_FUSED.passes
+        given = self.model, self.positions, self.dtype, self.by_family
+        return describe_training(*given, not fused), describe_training(*given, fused)
+
+    @cached_property
+    def blocks(self) -> tuple[Layer, ...]:
+        """Return what each layer is made of."""
+        return self.model.description.blocks
+
+    @cached_property
+    def first_equal(self) -> tuple[int, ...]:
+        """Return for each item the first one that costs the same: attention with and without a window are two kinds."""
+        first: dict[Attention | Mlp, int] = {}
+        branches = (branch for block in self.blocks for branch in (block.attention, block.mlp))
+        equal = [first.setdefault(branch, number) for number, branch in enumerate(branches, 1)]
+        return (0, *equal, self.model.num_items - 1)
+
+    @cached_property
+    def head(self) -> Interval:
+        """The last layer."""
+        return Interval(self.model.num_items - 1, self.model.num_items)
+
+    def is_block(self, layer: Interval) -> bool:
+        """Say whether a layer is a block, or one branch of it."""
+        return 0 < layer.start < self.head.start
+
+    def branches(self, layer: Interval) -> tuple[Attention | None, Mlp | None]:
+        """Return what a layer has of its block."""
+        block = self.blocks[block_of(layer.start)]
+        return (
+            block.attention if is_attention(layer.start) else None,
+            None if is_attention(layer.stop - 1) else block.mlp,
+        )
+
+    def position_parts(self, grid: TensorGrid) -> int:
+        """Return into how many parts y cuts the positions of hidden states, as the grid says or the software does."""
+        return grid.y if self.stack.sequence_parallel else grid.position_parts
+
+    @property
+    def block_parts(self) -> int:
+        """Into how many parts blocks cut products next to collectives of x and y."""
+        if "tensor" not in self.overlaps or "forward" in self.overlaps:
+            return 1
+        return self.tensor_parts or 1
+
+    @property
+    def expected_messages(self) -> int:
+        """Return for how many messages between stages a rank has buffers before it comes to receive them."""
+        return EXPECTED_AHEAD if self.stack.is_hpctrain else 0
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a gradient that replicas exchange."""
+        return self.stack.exchanged_bytes(self.dtype)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of a weight that is stored in shards, in flight."""
+        return self.stack.gathered_bytes(self.item_bytes)
+
+    @property
+    def passes(self) -> BytePasses:
+        return self.stack.passes[4 if self.item_bytes >= 4 else 2]

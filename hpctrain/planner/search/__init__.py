@@ -1,0 +1,1 @@
+"""The search: shapes, their ranking, changes of a plan, the choice."""

@@ -1,0 +1,166 @@
+"""Changes of a plan by which its step may be shorter: a search tries each, and the predictor says what it brings. Pure.
+
+A change takes the predictor of a plan with one tile a rank, by 1F1B. It yields changed plans, from a little of the
+change to much of it. Whether they fit in memory, and are faster, the predictor says of each.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hpctrain.config.bounds import MOST_PASSES
+from hpctrain.plan.checks import num_passes
+from hpctrain.plan.tiling import Plan, Tile, joined
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.search.extra_warmup import with_extra_warmup
+from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
+from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
+from hpctrain.sharding.items import BLOCK, EMBEDDING, block_of
+
+Change = Callable[[Predictor], Iterator[Plan]]
+Stages = tuple[Interval, ...]
+"""The items of each stage of a pipeline."""
+LEAST_GAIN = 0.002
+"""Of the slowest stage: a plan of whole blocks is easier to read."""
+
+
+def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:
+    """Yield the plan with cuts between attention and feed-forward part too, where the slowest stage is faster so.
+
+    Tiles that exchange in every pass must have the same items, also in pipelines side by side. What is exposed of
+    copies to host memory is no sum over items.
+    """
+    plan = predictor.plan
+    pipelines = _pipelines(plan)
+    exchange = len(pipelines) > 1 and any(tile.zero >= 2 for tile in plan.tiles)
+    if exchange or any(tile.offloads_activations for tile in plan.tiles):
+        return
+    items: dict[Tile, tuple[Interval, ...]] = {}
+    before = after = 0.0
+    for stages, tiles in pipelines.items():
+        by_stage = [[tile for tile in tiles if tile.items == stage] for stage in stages]
+        priced = [_priced(predictor, of_stage) for of_stage in by_stage]
+        old = [0, *(stage.stop for stage in stages)]
+        new = best_cuts(priced, old)
+        before, after = (max(s, slowest_seconds(priced, cuts)) for s, cuts in ((before, old), (after, new)))
+        for of_stage, cut in zip(by_stage, itertools.pairwise(new), strict=True):
+            items |= dict.fromkeys(of_stage, (Interval(*cut),))
+    if after <= before * (1 - LEAST_GAIN):
+        yield _with_items(plan, items)
+
+
+def _pipelines(plan: Plan) -> dict[Stages, list[Tile]]:
+    """Return the tiles of each pipeline by its stages; those that are cut into the same ones as one."""
+    result: dict[Stages, list[Tile]] = {}
+    for tiles in joined(plan):
+        result.setdefault(tuple(sorted({tile.items for tile in tiles})), []).extend(tiles)
+    return result
+
+
+def _with_items(plan: Plan, items: Mapping[Tile, Sequence[Interval]]) -> Plan:
+    """Return the plan with other items for each tile, in as many tiles as these are."""
+    count = len(items[plan.tiles[0]])
+    tiles = (replace(tile, items=items[tile][number]) for number in range(count) for tile in plan.tiles)
+    return replace(plan, tiles=tuple(tiles))
+
+
+def _priced(predictor: Predictor, tiles: Sequence[Tile]) -> PricedItems:
+    """Return what a stage of some replicas takes for any items, as the slowest of them does, and for how many it has
+    memory if they need as much as its own do."""
+    kinds = predictor.setup.first_equal
+    most = min(tile.items.size + predictor.free_items(tile) for tile in tiles)
+    every = []
+    for tile in {(tile.family, tile.rank_rows): tile for tile in tiles}.values():
+        seconds = {kind: _seconds(predictor, tile, Interval(kind, kind + 1)) for kind in set(kinds)}
+        every.append(list(itertools.accumulate((seconds[kind] for kind in kinds), initial=0.0)))
+    return PricedItems(max(every, key=lambda sums: sums[-1]), most)
+
+
+def _seconds(predictor: Predictor, tile: Tile, layer: Interval) -> float:
+    """Return what a layer takes a tile for a microbatch, forward and backward."""
+    passes = (predictor.layer_passes(tile, layer, rows) for rows in tile.chunk_rows)
+    return sum(each["forward"].seconds + each["backward"].seconds for each in passes)
+
+
+def more_in_flight(predictor: Predictor) -> Iterator[Plan]:
+    """Yield the plan with an extra warm-up, where slow messages delay somebody."""
+    if changed := with_extra_warmup(predictor.plan, predictor.costs, predictor.headroom):
+        yield changed
+
+
+def zero_bubble(predictor: Predictor) -> Iterator[Plan]:
+    """Yield the plan by ZB-H1 in place of 1F1B, where its tiles are in a pipeline and may do backward passes in two.
+
+    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
+    """
+    plan = predictor.plan
+    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
+    if splits and any(map(plan.upstream, plan.tiles)) and plan.microbatches > 1:
+        yield replace(plan, schedule="zb-h1")
+
+
+def virtual_stages(predictor: Predictor, most: int) -> Iterator[Plan]:
+    """Yield the plan with several tiles a rank: two, and as many as divide the blocks of a stage, up to `most`.
+
+    With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
+    2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages keeps
+    the activations of p + (p - 1) / v microbatches instead of p. All pipelines must have two stages or more, and
+    microbatches for whole rounds, one for each stage.
+    """
+    plan = predictor.plan
+    pipelines = _pipelines(plan)
+    depths = [len(stages) for stages in pipelines]
+    if min(depths) == 1 or any(plan.microbatches % depth for depth in depths):
+        return
+    of_stage = predictor.setup.model.num_layers // max(depths)
+    blocks = {stages: _num_blocks(stages) for stages in pipelines}
+    limit = min(most, of_stage, *map(min, blocks.values()))
+    for count in sorted({2, *divisors(of_stage)} if limit > 1 else ()):
+        if not 1 < count <= limit:
+            continue
+        items: dict[Tile, list[Interval]] = {}
+        for stages, tiles in pipelines.items():
+            cuts = dealt_cuts(blocks[stages], _end_blocks(predictor, tiles), count)
+            dealt = [Interval(*pair) for pair in itertools.pairwise(cuts)]
+            items |= {tile: dealt[stages.index(tile.items) :: len(stages)] for tile in tiles}
+        changed = _with_items(plan, items)
+        if num_passes(changed) <= MOST_PASSES:
+            yield changed
+
+
+def _num_blocks(stages: Sequence[Interval]) -> list[int]:
+    """Return how many blocks each stage of a pipeline begins."""
+    bounds = [max(0, block_of(stage.start)) for stage in stages] + [block_of(stages[-1].stop - 1)]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+
+def _end_blocks(predictor: Predictor, tiles: Sequence[Tile]) -> tuple[float, float]:
+    """Return how many blocks take as long as the embedding, on a pipeline's first stage, and as the head on its
+    last."""
+    first, last = (end(tiles, key=lambda tile: (tile.items, tile.rows.size)) for end in (min, max))
+    ends = (first, EMBEDDING), (last, predictor.setup.head)
+    embedding, head = (_seconds(predictor, tile, layer) / _seconds(predictor, tile, BLOCK) for tile, layer in ends)
+    return embedding, head
+
+
+def dealt_cuts(blocks: Sequence[int], ends: tuple[float, float], virtual_stages: int) -> list[int]:
+    """Return the items where tiles begin, and where the last one ends, if each stage of so many blocks has several.
+
+    The longest tile of a stage is as short as can be: one with an end of the model, which takes as long as so many
+    blocks (`ends`), has fewer blocks, but one at least.
+    """
+    parts, others, last = [], virtual_stages - 1, len(blocks) - 1
+    for number, count in enumerate(blocks):
+        end = ends[0] if number == 0 else ends[1] if number == last else 0.0
+
+        def lengths(own: int, count: int = count, end: float = end) -> tuple[float, float]:
+            """Return the longest tile, and less than nothing by the shortest, if `own` blocks are with the end."""
+            left = count - own
+            return max(own + end, -(-left // others)), -min(own + end, left // others)
+
+        own = min(range(1, count - others + 1), key=lengths)
+        rest = [part.size for part in cut_evenly(count - own, others)]
+        parts.append([*rest, own] if number == last else [own, *rest])
+    sizes = itertools.chain(*zip(*parts, strict=True))
+    *inner, stop = itertools.accumulate(2 * size for size in sizes)
+    return [0, *(end + 1 for end in inner), stop + 2]

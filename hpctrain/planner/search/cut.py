@@ -1,0 +1,151 @@
+"""Cuts a shape's blocks and rows: gives them one by one, each to who would then be done first. Pure.
+
+That is exact: since times grow with what is taken, no other cut into whole blocks or rows makes the slowest faster.
+Equal stages get equal parts.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpctrain.plan.tiling import counted
+from hpctrain.planner.search.space import Shape, StageChoice
+from hpctrain.planner.search.stages import StageShape, StageVariant, StageVariants
+from hpctrain.sharding.intervals import Interval
+
+MANY_ROWS = 64
+"""More of each pipeline, or blocks of each stage, are not all given one by one."""
+TIE_DIGITS = 12
+"""Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
+ROUNDS = 12
+"""Of halving the time by which rows are given at once."""
+
+
+def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1) -> list[int] | None:
+    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be; or how many
+    parts of blocks, each of which is cut into so many equal ones.
+
+    None where there are fewer of them than stages, or the memory of all is too small.
+    """
+    seconds = [lambda n, stage=stage: round(stage.seconds(n / parts), TIE_DIGITS) for stage in stages]
+    # The deepest of equal stages is given more first: it keeps the fewest activations.
+    deepest_first = cut_rows(num_blocks * parts, [1] * len(stages), seconds[::-1])
+    cuts = deepest_first and deepest_first[::-1]
+    return cuts if cuts and all(stage.variant(n / parts) for stage, n in zip(stages, cuts, strict=True)) else None
+
+
+def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
+    """Return how many rows each pipeline takes, so that the slowest is as fast as can be; None if there are too few.
+
+    `seconds` say what a pipeline takes with so many rows.
+    """
+    rows = list(least)
+    left = num_rows - sum(rows)
+    if left < 0:
+        return None
+    if len(rows) == 1:
+        return [num_rows]
+    if left > MANY_ROWS * len(rows):
+        rows = _most_at_once(rows, left, seconds)
+        left = num_rows - sum(rows)
+    with_one_more = [of(n + 1) for of, n in zip(seconds, rows, strict=True)]
+    for _ in range(left):
+        i = with_one_more.index(min(with_one_more))
+        rows[i] += 1
+        with_one_more[i] = seconds[i](rows[i] + 1)
+    return rows
+
+
+def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[int], float]]) -> list[int]:
+    """Return rows of which each pipeline would be given as many, or more, one by one: all that it does before some
+    time, by which no more than all are done."""
+
+    def done_before(limit: float) -> list[int]:
+        return [
+            bisect_left(range(n + left + 1), limit, lo=n + 1, key=of) - 1 for of, n in zip(seconds, least, strict=True)
+        ]
+
+    low, high = 0.0, max(of(n + left) for of, n in zip(seconds, least, strict=True))
+    rows = list(least)
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        some = done_before(middle)
+        if sum(some) - sum(least) <= left:
+            low, rows = middle, some
+        else:
+            high = middle
+    return rows
+
+
+class Placed(NamedTuple):
+    """A stage of a pipeline, with its cut."""
+
+    stage: StageShape
+    blocks: int
+    variant: StageVariant
+
+    @property
+    def pool(self) -> int:
+        return self.stage.pool
+
+    @property
+    def choice(self) -> StageChoice:
+        return self.stage.choice
+
+
+class SharedBlocks(NamedTuple):
+    """Blocks, and maybe ends of the model, that the same stages hold."""
+
+    members: list[tuple[int, int]]
+    """These stages: pipeline, and place in it."""
+    placed: list[Placed]
+    elements: list[float]
+    """For each of them how many weights a rank has."""
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SearchLayout:
+    """A shape with its cuts."""
+
+    shape: Shape
+    rows: tuple[int, ...]
+    """Of a microbatch, for each pipeline."""
+    stages: tuple[tuple[Placed, ...], ...]
+    """Of each pipeline."""
+    seconds: float
+    """Of a step, by the estimate that ranks layouts."""
+
+    def items(self, pipeline: int) -> list[Interval]:
+        """Return the items of each stage of a pipeline."""
+        *ends, last = itertools.accumulate(2 * placed.blocks for placed in self.stages[pipeline])
+        return [Interval(*pair) for pair in itertools.pairwise((0, *(end + 1 for end in ends), last + 2))]
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Say whether some stage could do better with more memory."""
+        return any(
+            placed.variant.recompute != "none"
+            or placed.variant.offload != "none"
+            or placed.variant.row_chunks > 1
+            or placed.variant.most < placed.blocks + 1
+            for placed in self.all_stages
+        )
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, such as `fast: TP2 x PP2 x DP4, then slow: TP1 x PP1 x DP8`."""
+        shape = self.shape
+        rows = (
+            ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
+            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
+        )
+        microbatches = counted(shape.microbatches, "microbatch")
+        return f"{'; side by side with '.join(rows)}; {microbatches}, ZeRO {shape.zero}"
+
+    @property
+    def all_stages(self) -> list[Placed]:
+        return [placed for stages in self.stages for placed in stages]

@@ -1,0 +1,97 @@
+"""Devices that are equal, whatever they are called: what a search assigns stages to. Pure.
+
+A *pool* is the devices of one family on nodes with the same NICs. One family behind two fabrics is two pools, so that
+what replicas exchange stays inside a fabric; two families whose figures are the same are one. Nodes are equal, so only
+how many devices each has matters: a search never looks at pairs of ranks.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.config.clusters.cluster import Cluster, Nodes
+from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.profiled import device_models
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.grid import TensorGrid
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Devices that are equal."""
+
+    name: str
+    """Of the family or families, and of their fabric where that distinguishes pools."""
+    families: tuple[str, ...]
+    device: DeviceModel
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks of its devices, node by node."""
+
+    @property
+    def num_devices(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return what a plan may fill of one device."""
+        return self.device.family.usable_bytes
+
+    @cached_property
+    def _slots(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def slots(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the places for tensor grids of `size` ranks, none of which leaves its node."""
+        if size not in self._slots:
+            starts = ((ranks, i * size) for ranks in self.nodes for i in range(len(ranks) // size))
+            self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
+        return self._slots[size]
+
+    def grids(self) -> list[TensorGrid]:
+        """Return all tensor grids that fit on a node, small ones first."""
+        most = max(map(len, self.nodes))
+        grids = (
+            TensorGrid(x, y, z) for x, y, z in itertools.product(range(1, most + 1), repeat=3) if x * y * z <= most
+        )
+        return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z))
+
+
+def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:
+    """Return the devices of some families, those that are equal together, in the order of their first ranks.
+
+    With a `setup` they have what its profiles say of them, by which they may be different.
+    """
+    models = device_models(cluster, setup)
+    result: dict[tuple, dict[int, list[int]]] = {}
+    named: dict[tuple, list[str]] = {}
+    for device in cluster.devices:
+        if device.family not in families:
+            continue
+        key = _equivalent(cluster, models[device.family]), _nics(cluster.nodes[device.table])
+        result.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
+        if device.family not in named.setdefault(key, []):
+            named[key].append(device.family)
+    pools = []
+    for key, nodes in result.items():
+        name = "+".join(named[key])
+        if sum(named[key] == others for others in named.values()) > 1:
+            name += f" on {'+'.join(sorted({nic[0] for nic in key[1][0]})) or 'no fabric'}"
+        pools.append(Pool(name, tuple(named[key]), models[named[key][0]], tuple(map(tuple, nodes.values()))))
+    return tuple(pools)
+
+
+def _equivalent(cluster: Cluster, device: DeviceModel) -> str:
+    """Return all that is said of a family but its name, also by the links that it has, and by its profile."""
+    name, links = device.name, []
+    for link in cluster.links:
+        if name in link.families:
+            others = sorted("" if family == name else family for family in link.families)
+            links.append(f"{others} {link.model_dump(exclude={'families'})}")
+    profile = device.profile.model_dump(exclude={"family"}) if device.profile else ""
+    return f"{device.family.model_dump()} {sorted(links)} {profile}"
+
+
+def _nics(nodes: Nodes) -> tuple:
+    nics = tuple((n.fabric, n.count, n.send_bytes_per_second, n.receive_bytes_per_second) for n in nodes.nics)
+    return nics, nodes.link_latency_seconds, nodes.link_bytes_per_second

@@ -1,0 +1,320 @@
+"""Cuts a shape, and estimates how long a step of it takes, by which shapes are ranked. Pure."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.uniform import with_families
+from hpctrain.planner.prediction.offload import offloaded_update_seconds
+from hpctrain.planner.prices.cost import update_seconds
+from hpctrain.planner.search.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
+from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
+from hpctrain.planner.search.stages import (
+    BlockLine,
+    Holders,
+    Passes,
+    StageCosts,
+    StageShape,
+    StageVariant,
+    StageVariants,
+    row_chunk_counts,
+)
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import BLOCK, EMBEDDING
+
+MANY_ROWS = 8
+"""So many rows at once show a device's speed."""
+ZERO_BUBBLE = 3
+"""How many times shorter bubbles are by ZB-H1, where all passes take as long."""
+
+
+def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
+    """Return about when each stage of a pipeline is done with all microbatches, by 1F1B.
+
+    The slowest stage does all of them, and waits for one of them in all the others, but for gradients of weights that
+    come after those which others wait for. A stage is done before those before it, which wait for its last gradient.
+    `messages` are the seconds of one to the next stage. Nothing hides them before the first microbatch is at the loss,
+    and after the last one. In between they delay nobody while a NIC passes those of both neighbours in time, since as
+    many microbatches are in flight as that takes.
+    """
+    slowest = max(passes, key=lambda each: each.both)
+    by_nic = max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
+    waits = sum(each.both - each.weight for each in passes) - (slowest.both - slowest.weight)
+    first = microbatches * max(slowest.both, by_nic) + waits + 2 * sum(messages)
+    drains = (each.backward - each.weight + to_next for each, to_next in zip(passes, messages, strict=False))
+    return list(itertools.accumulate(drains, lambda done, drain: done - drain, initial=first))
+
+
+def _sums(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return list(map(sum, zip(some, others, strict=True)))
+
+
+class Scorer:
+    """Scores shapes for one job on one cluster."""
+
+    def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
+        """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
+        self._is_roomy = is_short_of_nothing
+        self.costs, self.global_batch, self.space = costs, global_batch, space
+        self._model = costs.setup.model
+        self._families = [device.family for device in costs.cluster.devices]
+        self._variants = lru_cache(None)(self._make_variants)
+        self._between = lru_cache(None)(self._message_between)
+        self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
+        self._layer_seconds = lru_cache(None)(self._seconds_of_layer)
+
+    def least_seconds(self, shape: Shape) -> float:
+        """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
+        what is exchanged, as if blocks could be cut anywhere."""
+        rows, longest = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
+        if rows is None:
+            return math.inf
+        for each in zip(shape.pipelines, shape.choices, rows, strict=True):
+            depth = sum(choice.stages for choice in each[1])
+            shorter = ZERO_BUBBLE if shape.microbatches % depth else max(ZERO_BUBBLE, self.space.most_virtual_stages)
+            bubble = (depth - 1) / shorter
+            longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
+        return longest
+
+    def score(self, shape: Shape) -> SearchLayout | None:
+        """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
+        rows = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches)
+        if rows is None:
+            return None
+        if shape.zero < 2 or len(rows) == 1:
+            return self._place(shape, rows)
+        # Ranks exchange in each row chunk, and so all of them have as many.
+        least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
+        layouts = (self._place(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
+        return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
+
+    def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
+        """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
+        pipelines, done = [], []
+        for number, of_row in enumerate(rows):
+            stages = self._stages(shape, number, of_row, row_chunks)
+            variants = [self._variants(stage) for stage in stages]
+            blocks = self._cut_blocks(stages, of_row, variants)
+            if blocks is None:
+                return None
+            placed = [
+                Placed(stage, count, variant)
+                for stage, count, every in zip(stages, blocks, variants, strict=True)
+                if (variant := every.variant(count))  # there is one, or there were no blocks
+            ]
+            messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
+            pipelines.append(tuple(placed))
+            cuts: list[Sequence[float]] = [blocks]
+            if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
+                cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
+            every = [[of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts]
+            done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
+        after = self._seconds_after(shape, pipelines)
+        seconds = max(map(max, map(_sums, done, after))) + self.costs.agree_seconds
+        return SearchLayout(shape, tuple(rows), tuple(pipelines), seconds)
+
+    def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
+        """Return the stages of a pipeline that has so many rows."""
+        pairs = list(zip(shape.pipelines[number], shape.choices[number], strict=True))
+        pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
+        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
+        others = [row for i, row in enumerate(shape.choices) if i != number]
+        last, result = len(pairs) - 1, []
+        for i, (pool, choice) in enumerate(pairs):
+            each = choice.rank_rows(rows)
+            counts = [row_chunks] if row_chunks else [1]
+            if i == last and not row_chunks:
+                counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
+            result.append(
+                StageShape(
+                    pool,
+                    choice,
+                    each,
+                    ends=(i == 0, i == last),
+                    kept=min(last - i + 1, shape.microbatches),
+                    zero=shape.zero,
+                    holders=choice.replicas + sum(min(c.replicas for c in row) for row in others),
+                    # With whose grids it shares no more than regions: roughly, for it may be with other items.
+                    meets_mixed=any(other.grid != choice.grid for row in others for other in row),
+                    microbatches=shape.microbatches,
+                    row_chunks=tuple(counts),
+                    exchanging=Holders.of_stage(pool, choice, shape.zero, sharing if row_chunks else ()),
+                )
+            )
+        return result
+
+    def _make_variants(self, stage: StageShape) -> StageVariants:
+        """Return how a stage can be computed."""
+        costs, num_blocks = self.costs, self._model.num_layers
+
+        def variants(offload: str) -> Iterator[StageVariant]:
+            # Chunks of rows whose activations are offloaded took more memory in a rehearsal than by the memory model.
+            counts = [n for n in stage.row_chunks if n == 1 or offload in ("none", "optimizer")]
+            for recompute in self.space.recompute:
+                fitting, row_chunks = 0, 1
+                for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last keep least
+                    needs = costs.needs(stage, recompute, row_chunks, offload)
+                    most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
+                    if most > fitting:
+                        yield costs.variant(stage, recompute, row_chunks, offload, most, needs)
+                        fitting = most
+                    if fitting >= num_blocks:
+                        break  # nothing is gained by more row chunks
+                if fitting >= num_blocks and row_chunks == 1:
+                    break  # nor by recomputing more
+
+        first, *others = self.space.offload if costs.pools[stage.pool].device.family.kind != "cpu" else ("none",)
+        return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))
+
+    # ---- cuts --------------------------------------------------------------------------------------------------------
+
+    def _rows_by_pipeline(
+        self, pipelines: Pipelines, choices: tuple[tuple[StageChoice, ...], ...], microbatches: int
+    ) -> list[int] | None:
+        rows = self.global_batch // microbatches
+        least = [max(c.replicas * c.grid.z for c in row) for row in choices]
+        if self.space.cut == EVEN:
+            replicas = [row[0].replicas for row in choices]
+            return [rows // sum(replicas) * each for each in replicas]
+        pairs = zip(pipelines, choices, strict=True)
+        return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
+
+    def _cut_blocks(
+        self, stages: Sequence[StageShape], rows: int, variants: Sequence[StageVariants]
+    ) -> list[int] | None:
+        """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
+        num_blocks, num_stages = self._model.num_layers, len(stages)
+        if self.space.cut == BEST:
+            return cut_blocks(num_blocks, variants)
+        if num_stages > num_blocks:
+            return None
+        if self.space.cut == EVEN:
+            blocks = [part.size for part in cut_evenly(num_blocks, num_stages)]
+        else:
+            seconds = []
+            for stage in stages:
+                where = stage.pool, stage.choice
+                block, at_ends = self._layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
+                seconds.append(BlockLine(sum(self._layer_seconds(*where, end, rows) for end in at_ends), block).at)
+            blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
+        return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
+
+    def speed(self, pool: int, layer: Interval = BLOCK) -> float:
+        """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
+        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), layer, MANY_ROWS, self.space.recompute[0]).both
+
+    def even_seconds(self, pools: Sequence[int], choices: Sequence[StageChoice], rows: int) -> float:
+        """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
+        each = [self._layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
+        first = self._layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
+        last = self._layer_seconds(pools[-1], choices[-1], self.costs.head, rows) / each[-1]
+        stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
+        return (self._model.num_layers + first + last) / stages
+
+    def _seconds_of_layer(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
+        """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
+        each, grid = choice.rank_rows(rows), choice.grid
+        if self.space.cut == BY_SPEED:
+            return each / (self.speed(pool, layer) * grid.x * grid.y)
+        return self.costs.seconds(pool, grid, layer, each, self.space.recompute[0]).both
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[Placed]]) -> list[list[float]]:
+        """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
+        other, and to update its own."""
+        costs, setup = self.costs, self.costs.setup
+        seconds = [[0.0] * len(stages) for stages in pipelines]
+        for shared in self._shared_blocks(pipelines):
+            holders = sum(each.choice.replicas for each in shared.placed)
+            exchange = self._exchange_seconds(shape.zero, shared) if holders > 1 else 0.0
+            for (p, i), each, elements in zip(shared.members, shared.placed, shared.elements, strict=True):
+                own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
+                update = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
+                seconds[p][i] += exchange + update(setup, costs.pools[each.pool].device, own)
+        return seconds
+
+    def _shared_blocks(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
+        ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
+        start, at = 0, [0] * len(pipelines)
+        for stop in sorted(set(itertools.chain(*ends))):
+            is_first, is_last = start == 0, stop == self._model.num_layers
+            placed = [stages[i] for stages, i in zip(pipelines, at, strict=True)]
+            elements = [self.costs.elements(p.choice.grid, is_first, is_last).at(stop - start) for p in placed]
+            yield SharedBlocks(list(enumerate(at)), placed, elements, int(stop - start), is_first, is_last)
+            at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
+            start = stop
+
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> float:
+        """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
+        where they are overlapped in the next step's first forward pass.
+
+        Ranks of different grids meet in parts of what the finest has, one after the other. Where exchanges are
+        overlapped, that of an item at least is waited for: its gradients are made last, its weights needed first.
+        """
+        costs, setup, placed = self.costs, self.costs.setup, shared.placed
+        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
+        sizes = [size for _, size, _ in groups]
+        part, times = min(shared.elements), max(sizes) / min(sizes)
+        items = shared.blocks + shared.is_first + shared.is_last
+
+        def exchange(operation: str, element_bytes: int, meanwhile: str) -> float:
+            seconds = times * costs.sharing_seconds(groups, int(part * element_bytes), operation)
+            if not setup.bucket_bytes or not meanwhile:
+                return seconds
+            of_block = (getattr(each.variant, meanwhile).each / each.variant.row_chunks for each in placed)
+            return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
+
+        result = 0.0
+        if zero < 2:
+            result += exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
+        if zero in (1, 2):
+            is_early = len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1
+            result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
+        return result
+
+    def _message(self, source: Placed, target: Placed) -> float:
+        """Return the seconds of a message between two stages, or back."""
+        rows = min(placed.stage.rows * placed.choice.grid.z * placed.choice.replicas for placed in (source, target))
+        return self._between(source.pool, source.choice, target.pool, target.choice, rows)
+
+    def _message_between(self, source: int, choice: StageChoice, target: int, other: StageChoice, rows: int) -> float:
+        """Return about what a message takes from the last stage of a pool to the next one, or inside the pool, for a
+        microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
+        network, setup = self.costs.network, self.costs.setup
+        first = choice.replicas if source == target else 0
+        sending = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
+        receiving = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
+        senders, receivers = (tuple(itertools.chain(*slots)) for slots in (sending, receiving))
+        num_bytes = rows * setup.positions * self._model.hidden_size * setup.item_bytes
+        there, here = senders[0], receivers[0]
+        return max(
+            network.seconds(there, here, num_bytes / len(senders), network.flows(there, senders, here)),
+            network.seconds(there, here, num_bytes / len(receivers), network.flows(here, receivers, there)),
+        )
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(self, layout: SearchLayout) -> Plan:
+        """Return the plan of a layout."""
+        tiles: list[Tile] = []
+        at = 0
+        for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
+            slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
+            of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
+            for (placed, replicas), items in zip(of_stages, layout.items(number), strict=True):
+                for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
+                    how = {
+                        "recompute": placed.variant.recompute,
+                        "offload": placed.variant.offload,
+                        "zero": layout.shape.zero,
+                        "row_chunks": placed.variant.row_chunks,
+                    }
+                    tiles.append(Tile(items, rows.shift(at), ranks, placed.choice.grid, **how))
+            at += of_row
+        used = {rank for tile in tiles for rank in tile.ranks}
+        unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
+        return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)

@@ -1,0 +1,411 @@
+"""Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
+
+`planner/search/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement
+of pools and the number of microbatches in common. An estimate (`planner/search/score.py`) scores one plan of each, then
+those of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The
+layouts with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
+`planner/prediction/memory.py`. Of each the changes of `planner/search/changes.py` are tried. The answer depends on the
+budget, not on the machine; a limit in seconds ends it earlier.
+"""
+
+import gc
+import itertools
+import math
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.checks import check_passes
+from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.bound import least_seconds
+from hpctrain.planner.search.changes import Change, cuts_inside_blocks, more_in_flight, virtual_stages, zero_bubble
+from hpctrain.planner.search.cut import SearchLayout
+from hpctrain.planner.search.pools import Pool, pools_of
+from hpctrain.planner.search.score import Scorer
+from hpctrain.planner.search.shortlist import Shortlists
+from hpctrain.planner.search.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
+from hpctrain.planner.search.stages import StageCosts
+
+SCORED, TIMED = 2000, 10
+"""How many plans are scored, and timed, unless it is said."""
+PER_GROUP = 100
+"""About how many plans of a group are scored; see `MOST_CHOICES`."""
+TRIED = 3
+"""How many plans of a group are scored at first, until one fits in memory."""
+LOOKING_SHARE = 0.5
+"""Of the budget, for looking at one plan of each group."""
+UNUSED_PLACES = 3
+"""An unused pool puts a group as far back as so many worse numbers of microbatches."""
+SCORING_SHARE = 0.6
+"""Of a limit in seconds; the rest is for timing."""
+
+FEW = 5
+"""So many are timed at least."""
+ESTIMATE_ERROR = 0.03
+"""By more than this the estimate is rarely wrong: plans that are worse by it are not timed."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a search; `None`: it goes to the end."""
+
+    scored: int | None = SCORED
+    timed: int | None = TIMED
+    per_group: int | None = PER_GROUP
+    seconds: float | None = None
+
+
+EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
+"""All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan that fits, and how long it takes."""
+
+    layout: SearchLayout
+    predictor: Predictor
+    prediction: Prediction
+    plain_seconds: float | None = None
+    """Of a step without the last change of the plan (`planner/search/changes.py`), if there is one."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.predictor.plan
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def virtual_stages(self) -> int:
+        """Return how many tiles a rank has."""
+        return len(self.plan.virtual_stages(self.plan.tiles[0]))
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, as `SearchLayout.describe`, and how many virtual stages there are."""
+        several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        return self.layout.describe(names) + several
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    plans: tuple[SimulatedPlan, ...]
+    """The fastest first."""
+    pools: tuple[Pool, ...]
+    lower_bound_seconds: float
+    """No plan is predicted to take less, whether it was looked at or not; see `planner/search/bound.py`."""
+    searched: dict[str, int]
+    is_complete: bool
+    """Whether all plans of the space were scored and timed, so that none is faster."""
+    wall_seconds: float
+    first_plan_seconds: float
+    """After which the first plan was there that fits, by simulation."""
+    least_by_arrangement: dict[Pipelines, float]
+    """By the estimate, for each arrangement of pools that fits."""
+    least_by_microbatches: dict[int, float]
+
+    @property
+    def best(self) -> SimulatedPlan:
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """Return by which share the best one is above the lower bound."""
+        return self.best.seconds / self.lower_bound_seconds - 1
+
+
+def search(
+    setup: Setup,
+    global_batch: int,
+    cluster: Cluster,
+    families: Sequence[str] | None = None,
+    space: Space | None = None,
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    setup_of: Callable[[Plan], Setup] | None = None,
+) -> SearchResult:
+    """Return the best plans for a step of `global_batch` sequences on the devices of some families, or of all.
+
+    Plans are scored by `setup`, and timed by `setup_of` each of them, where that is given.
+    The others are unused. Raises PlanError, with the numbers, if none fits in memory, or if a family does
+    not compute in the dtype.
+    """
+    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock, setup_of).run()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave memory that nobody can reach, of which there is next to none, where it is: looking for it again and again
+    among all that a search knows takes a quarter of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_by_seconds = operator.attrgetter("seconds")
+
+
+class Search:
+    """A search in flight; see `search`."""
+
+    def __init__(self, setup, global_batch, cluster, families, space, limits, clock, setup_of=None):
+        self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
+        self._started = clock()
+        self._pools = pools_of(cluster, families or list(cluster.families), setup)
+        # The first ones to be looked at give some rows to each node: they fit in memory, and are not far from the best.
+        num_nodes = sum(len(pool.nodes) for pool in self._pools)
+        counts = space.microbatch_counts(global_batch)
+        self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
+        self._arrangements = space.arrangements(len(self._pools))
+        self.costs = StageCosts(setup, cluster, self._pools)
+        self.scorer = Scorer(self.costs, global_batch, space)
+        self._global_batch = global_batch
+        self._shortlists = Shortlists(self.scorer, limits.per_group)
+        self._setup_of = setup_of or (lambda _: setup)
+        self._cuts = (cuts_inside_blocks,) if space.cut == BEST else ()
+        self._schedules = more_in_flight, zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
+        self._shortage = ""
+        """What the first plan lacked that did not fit after all."""
+        self._first: SimulatedPlan | None = None
+        self._first_after = math.inf
+        self.layouts: list[SearchLayout] = []
+        self._least_seconds = math.inf
+        """Of all layouts, by the estimate."""
+        self._num_scored = self._num_groups = 0
+
+    def _is_over(self, share: float) -> bool:
+        seconds = self._limits.seconds
+        return seconds is not None and self._clock() - self._started > seconds * share
+
+    @_uncollected()
+    def fastest(self) -> tuple[list[SimulatedPlan], bool]:
+        """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
+        all_scored = self._score_groups() and not self._shortlists.left_out
+        self.layouts.sort(key=_by_seconds)
+        plans, all_timed = self._time()
+        if not plans and not self._shortage:
+            plans = list(filter(None, [self._simulate(self._nearest())]))
+        if not plans:
+            raise PlanError(self._shortage)
+        return plans, all_scored and all_timed
+
+    @_uncollected()
+    def run(self) -> SearchResult:
+        plans, is_complete = self.fastest()
+        return SearchResult(
+            plans=tuple(plans),
+            pools=self._pools,
+            lower_bound_seconds=least_seconds(self.costs, self._global_batch, self._space),
+            searched={
+                "groups": self._num_groups,
+                "scored": self._num_scored,
+                "fitting": len(self.layouts),
+                "timed": len(plans),
+            },
+            is_complete=is_complete,
+            wall_seconds=self._clock() - self._started,
+            first_plan_seconds=min(self._first_after, self._clock() - self._started),
+            least_by_arrangement=self._least(lambda shape: shape.pipelines),
+            least_by_microbatches=self._least(lambda shape: shape.microbatches),
+        )
+
+    def _least(self, key: Callable[[Shape], object]) -> dict:
+        """Return the least seconds of all layouts by something of their shapes."""
+        least: dict = {}
+        for layout in sorted(self.layouts, key=_by_seconds):
+            least.setdefault(key(layout.shape), layout.seconds)
+        return least
+
+    def _time_first(self, layout: SearchLayout) -> None:
+        """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
+        if self._first is None and len(self.layouts) <= TRIED:
+            self._first = self._simulate(layout)
+            self._first_after = self._clock() - self._started if self._first else math.inf
+
+    # ---- scoring -----------------------------------------------------------------------------------------------------
+
+    def _score_groups(self) -> bool:
+        """Score a plan that fits of each group, then the others, the most promising groups first; return whether all
+        were."""
+        looked: list[tuple[float, int, Iterator[Shape]]] = []
+        for group in self._groups():
+            if self.layouts and self._is_spent(LOOKING_SHARE):
+                break
+            seconds, shapes = math.inf, self._shapes(*group)
+            for shape in itertools.islice(shapes, TRIED):
+                seconds = self._score(shape)
+                if seconds < math.inf:
+                    break
+            looked.append((seconds, len(looked), shapes))
+        self._num_groups = len(looked)
+        for _, _, shapes in sorted(looked):
+            for shape in shapes:
+                if self.layouts and self._is_spent(1.0):
+                    return False
+                self._score(shape)
+        return len(looked) == len(self._arrangements) * len(self._counts)
+
+    def _groups(self) -> Iterator[tuple[Pipelines, int]]:
+        """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
+        first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
+        pools = range(len(self._pools))
+        ends = tuple((pool,) for pool in pools), (tuple(pools),)
+        first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
+        yield from itertools.product(first, self._counts)
+        least = self._least(lambda shape: shape.microbatches)
+        counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
+
+        def place(group: tuple[Pipelines, int]) -> int:
+            num_unused = len(pools) - sum(map(len, group[0]))
+            return counts.index(group[1]) + UNUSED_PLACES * num_unused
+
+        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
+        yield from sorted(itertools.product(others, self._counts), key=place)
+
+    def _nearest(self) -> SearchLayout:
+        """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
+        none."""
+        space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
+        roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
+        groups = itertools.product(self._arrangements, self._counts)
+        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
+        zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
+        layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
+
+        def shortage(layout: SearchLayout) -> float:
+            needed = ((each.pool, each.variant.needed_bytes.at(each.blocks)) for each in layout.all_stages)
+            return max(num_bytes - self._pools[pool].memory_bytes for pool, num_bytes in needed)
+
+        if nearest := min(filter(None, layouts), key=shortage, default=None):
+            return nearest
+        raise PlanError(
+            f"no {self._space.cut} plan of {self._cluster.describe()} for {self._global_batch} rows of a step and"
+            f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
+            " their number, or train on fewer"
+        )
+
+    def _is_spent(self, share: float) -> bool:
+        """Say whether a share of the budget, or of the time for scoring, is over."""
+        budget = self._limits.scored
+        return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
+
+    def _shapes(self, pipelines: Pipelines, microbatches: int):
+        """Yield the shapes of a group, those of the best choices first."""
+        if self._space.cut == EVEN:
+            slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
+            rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
+            for choices in even_choices(pipelines, slots, num_blocks, rows):
+                yield Shape(pipelines, choices, microbatches, 1)
+            return
+        lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
+        for places in sorted(itertools.product(*(range(len(result)) for result in lists)), key=sum):
+            resolved = iter(result[place] for result, place in zip(lists, places, strict=True))
+            choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
+            yield Shape(pipelines, choices, microbatches, 1)
+
+    def _score(self, shape: Shape) -> float:
+        """Score a shape with each ZeRO stage that may pay; return the least seconds.
+
+        One that cannot be near the best so far counts as scored, and its bound is returned.
+        """
+        if self._limits.scored is not None and self._space.cut == BEST:
+            bound = self.scorer.least_seconds(shape)
+            if bound > self._least_seconds * (1 + ESTIMATE_ERROR):
+                self._num_scored += 1
+                return bound
+        least, is_short = math.inf, False
+        for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
+            # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
+            if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
+                continue
+            self._num_scored += 1
+            layout = self.scorer.score(replace(shape, zero=zero))
+            is_short |= layout is None or layout.is_short_of_memory
+            if layout is not None:
+                self.layouts.append(layout)
+                self._time_first(layout)
+                least = min(least, layout.seconds)
+        self._least_seconds = min(self._least_seconds, least)
+        return least
+
+    # ---- timing ------------------------------------------------------------------------------------------------------
+
+    def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
+        return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
+
+    def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
+        """Return a layout with its time, changed as is the fastest and fits; None where it does not fit. Raises
+        PlanError where it has more passes than a plan may have."""
+        plan = self.scorer.plan(layout)
+        check_passes(plan)
+        counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
+        predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
+        if not prediction.fits:
+            self._shortage = self._shortage or self._format_shortage(plan, prediction)
+            return None
+        plain = SimulatedPlan(layout, predictor, prediction)
+        cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
+        if self._limits.timed is not None:
+            cuts = [min(cuts, key=_by_seconds)]
+        schedules = (each for cut in cuts for change in self._schedules for each in self._changed(cut, change))
+        return min((*cuts, *schedules), key=_by_seconds)
+
+    def _changed(self, base: SimulatedPlan, change: Change) -> Iterator[SimulatedPlan]:
+        """Yield what a change makes of a plan, if that fits and is faster: as much of the change as makes it faster
+        still, or all where the number of simulations is not limited."""
+        last = base.seconds
+        for plan in change(base.predictor):
+            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
+            prediction = predictor.predict()
+            if prediction.fits and prediction.step_seconds < base.seconds:
+                yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
+            if prediction.step_seconds >= last and self._limits.timed is not None:
+                return
+            last = prediction.step_seconds
+
+    def _format_shortage(self, plan: Plan, prediction: Prediction) -> str:
+        """Return the message that a plan does not fit in memory."""
+        what = f"no plan of {self._cluster.describe()} fits in memory"
+        if prediction.host_shortage:
+            return f"{what}: {prediction.host_shortage}"
+        stage = max(prediction.memory, key=lambda stage: stage.memory.total - stage.available_bytes)
+        needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
+        return (
+            f"{what}; the nearest ({plan.describe()}) needs {needed:,.1f} MiB for items {list(stage.tile.items)} on a"
+            f" rank of family '{stage.tile.family}', which has {available:,.1f} MiB: {needed - available:,.1f} MiB too"
+            f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
+        )
+
+    def _time(self) -> tuple[list[SimulatedPlan], bool]:
+        """Return the plans that fit of the layouts, which are sorted, the fastest first, and whether all were timed.
+
+        At least a few are, and at most as many as the limits say: in between those that are expected to be about as
+        fast as the best.
+        """
+        most, result, all_done = self._limits.timed, [self._first] if self._first else [], True
+        for number, layout in enumerate(self.layouts):
+            if self._first and layout is self._first.layout:
+                continue
+            best = min((timed.seconds for timed in result), default=math.inf)
+            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= FEW))
+            if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
+                all_done = False
+                break
+            result += filter(None, [self._simulate(layout)])
+        return sorted(result, key=_by_seconds), all_done

@@ -1,0 +1,414 @@
+"""Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
+
+Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same. Seconds are
+those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that exchange
+with tiles of different grids, about which a search knows only roughly.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
+
+from hpctrain.comm.network import Crowd
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.schedule import splits_freely
+from hpctrain.plan.tiling import Tile
+from hpctrain.planner.prediction.memory import RowBytes, gathered_bytes, layer_moved, row_bytes, state_of
+from hpctrain.planner.prediction.offload import host_share, offloaded_update_seconds
+from hpctrain.planner.prediction.predictor import AGREED_BYTES
+from hpctrain.planner.prices.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
+from hpctrain.planner.prices.cost import layer_elements, update_seconds
+from hpctrain.planner.prices.prices import Prices, Site, part_counts
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.pools import Pool
+from hpctrain.planner.search.space import StageChoice
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK, EMBEDDING
+from hpctrain.sharding.parameters import check_grid
+
+COMPARED_ROWS = 1, 8
+"""Positions of several rows are put in order, those of one are."""
+
+
+class Seconds(NamedTuple):
+    """Seconds of a forward and a backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+class Passes(NamedTuple):
+    """Seconds of a stage for one microbatch."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    """Of `backward`, the gradients of weights, where these may come later."""
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+class BlockLine(NamedTuple):
+    """A quantity of a stage with k blocks: base + k * each."""
+
+    base: float
+    each: float
+
+    def at(self, k: float) -> float:
+        return self.base + k * self.each
+
+    def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
+        return BlockLine(self.base + times * other.base, self.each + times * other.each)
+
+    def times(self, factor: float) -> "BlockLine":
+        return BlockLine(factor * self.base, factor * self.each)
+
+    def most(self, limit: float) -> int:
+        """Return for how many blocks it stays within a limit; 0 if for none."""
+        return max(0, math.floor((limit - self.base) / self.each))
+
+
+NOTHING = BlockLine(0.0, 0.0)
+
+
+class Holders(NamedTuple):
+    """The ranks with the same weights, where these are exchanged in every pass."""
+
+    zero: int = 1
+    groups: tuple[tuple[int, int], ...] = ()
+    """(pool, replicas) of each."""
+
+    @classmethod
+    def of_stage(
+        cls, pool: int, choice: StageChoice, zero: int, sharing: tuple[tuple[int, int], ...] = ()
+    ) -> "Holders":
+        """Return the holders of a stage's weights: its replicas, or those `sharing`, which are of several pipelines."""
+        groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
+        return cls(zero, groups) if zero >= 2 and groups else ALONE
+
+
+ALONE = Holders()
+
+
+class StageShape(NamedTuple):
+    """A stage of a shape, but for its number of blocks."""
+
+    pool: int
+    choice: StageChoice
+    rows: int
+    """Of a microbatch, of a rank with the most."""
+    ends: tuple[bool, bool] = (False, False)
+    """Whether it has the first item, and the last one."""
+    kept: float = 1.0
+    """Of how many microbatches it keeps all activations at once."""
+    zero: int = 1
+    holders: int = 1
+    """How many ranks at least hold what one of its ranks holds."""
+    meets_mixed: bool = False
+    """Whether other pipelines have other grids, for which weights are packed."""
+    microbatches: int = 1
+    row_chunks: tuple[int, ...] = (1,)
+    """In how many row chunks it may compute, from the fewest."""
+    exchanging: Holders = ALONE
+
+
+class StageVariant(NamedTuple):
+    """A variant of computing a stage."""
+
+    recompute: str
+    row_chunks: int
+    """In which it goes through its rows of a microbatch."""
+    forward: BlockLine
+    backward: BlockLine
+    most: int
+    """Blocks, as far as memory goes."""
+    needed_bytes: BlockLine
+    offload: str = "none"
+    """What it keeps in host memory."""
+    update: BlockLine = NOTHING
+    """What a microbatch's share of the update takes longer for that."""
+    weight: BlockLine = NOTHING
+    """Of `backward`, the gradients of weights, where these may come later."""
+
+    def seconds(self, blocks: float) -> float:
+        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
+        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class StageVariants:
+    """The variants of a stage, of which its number of blocks decides."""
+
+    variants: tuple[StageVariant, ...]
+    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
+    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
+
+    @cached_property
+    def _all(self) -> tuple[StageVariant, ...]:
+        return self.variants + self.offloading()
+
+    def variant(self, blocks: float) -> StageVariant | None:
+        """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
+        if self.variants and blocks <= self.variants[0].most:
+            return self.variants[0]
+        fitting = [variant for variant in self._all if blocks <= variant.most]
+        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
+
+    def passes(self, blocks: float) -> Passes:
+        """Return the seconds of one microbatch, of a number of blocks that fits."""
+        variant = self.variant(blocks)
+        assert variant is not None
+        return Passes(variant.forward.at(blocks), variant.backward.at(blocks), variant.weight.at(blocks))
+
+    def seconds(self, blocks: float) -> float:
+        """Return the time of one microbatch, forward and backward; without end where memory is short."""
+        variant = self.variant(blocks)
+        return variant.seconds(blocks) if variant else math.inf
+
+
+class Needs(NamedTuple):
+    """Bytes of a stage's rank."""
+
+    on_device: BlockLine
+    on_host: BlockLine
+
+
+def row_chunk_counts(most: int, fewest: int) -> list[int]:
+    """Return in how many row chunks ranks may go through so many rows: few, by twos and threes, and a row each."""
+    wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
+    result = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
+    # The fewest row chunks of those with as many rows.
+    at_once = {-(-most // count): count for count in reversed(result)}
+    return sorted(at_once.values())
+
+
+class StageCosts:
+    """Prices of stages on one cluster."""
+
+    def __init__(self, setup: Setup, cluster: Cluster, pools: Sequence[Pool]):
+        self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
+        self.prices = Prices(setup, cluster)
+        self.network, self.head = self.prices.network, setup.head
+        self.seconds = lru_cache(None)(self._seconds)
+        self.weight_seconds = lru_cache(None)(self._weight_seconds)
+        self.part_count = lru_cache(None)(self._best_count)
+        self._site = lru_cache(None)(self._first_site)
+        self._splits = lru_cache(None)(self._splits_backward)
+        self.elements = lru_cache(None)(self._elements)
+        self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
+        """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
+        self._row = lru_cache(None)(self._row_bytes)
+        self._sharing = lru_cache(None)(self._sharing_seconds)
+        self._crowd = lru_cache(None)(self._all_ranks)
+        self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
+        self._host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
+        """Of each pool, what a rank may fill of its host's memory."""
+        self.grids = [self._grids(number) for number in range(len(self.pools))]
+
+    def _grids(self, number: int) -> list[TensorGrid]:
+        """Return the grids that have room on a node of a pool and cut the model, where y cuts positions too.
+
+        One that does not is also there where it is faster: the other one needs less memory, and sends less.
+        """
+        result = []
+        for grid in self.pools[number].grids():
+            try:
+                check_grid(self.setup.model, grid)
+            except PlanError:
+                continue
+            if grid.y == 1 or self.setup.positions % grid.y or self.setup.stack.sequence_parallel:
+                result.append(grid)
+                continue
+            cut = grid._replace(sequence_parallel=True)
+            both = [[self.seconds(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
+            is_faster = all(own <= other for pair in both for own, other in zip(*pair, strict=True))
+            result += [cut] if is_faster else [grid, cut]
+        return result
+
+    def layers(self, ends: tuple[bool, bool], blocks: int = 1) -> list[Interval]:
+        """Return the layers of a stage with so many blocks, of which one stands for all, and its ends."""
+        return [*[EMBEDDING] * ends[0], *[BLOCK] * blocks, *[self.head] * ends[1]]
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    def _seconds(
+        self,
+        number: int,
+        grid: TensorGrid,
+        layer: Interval,
+        rows: int,
+        recompute: str = "none",
+        holders: Holders = ALONE,
+        parts: int | None = None,
+    ) -> Seconds:
+        """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
+        in so many parts, or in the best number."""
+        site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
+        what = site, layer, rows, recompute, parts
+        return Seconds(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
+
+    def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
+        """Return what of a backward pass makes gradients of weights."""
+        site = self._site(number, grid, ALONE)
+        return self.prices.price("backward_weight", site, layer, rows, recompute, self.part_count(number, grid)).seconds
+
+    def _best_count(self, number: int, grid: TensorGrid) -> int:
+        """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
+        stands for all, though a plan may have another one. More are tried while they pay."""
+        best, *others = part_counts(self.setup, [grid])
+        least = math.inf
+        for count in (best, *others) if others else ():
+            seconds = self.seconds(number, grid, BLOCK, COMPARED_ROWS[-1], parts=count).both
+            if seconds >= least:
+                break
+            best, least = count, seconds
+        return best
+
+    def _first_site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
+        """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
+        tile = Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
+        if not holders.groups:
+            return self.prices.site(tile, holders.zero)
+        slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
+        sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
+        return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
+
+    def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
+        """Return what a layer takes a stage that goes through the rows of a rank in chunks."""
+        few, more = divmod(stage.rows, row_chunks)
+        chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
+        where = stage.pool, stage.choice.grid, layer
+        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
+        return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
+
+    def variant(
+        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int, needs: Needs
+    ) -> StageVariant:
+        """Return a variant of a stage for up to so many blocks."""
+        layers = BLOCK, *self.layers(stage.ends, 0)
+        block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
+        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
+        update = weight = NOTHING
+        if offload in ("optimizer", "all"):
+            longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
+            update = longer.times(1 / stage.microbatches)
+        if offload in ("activations", "all"):
+            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute)
+            copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
+            forward = BlockLine(forward.base, max(forward.each, copies))
+            backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
+        elif row_chunks == 1 and not stage.ends[0] and self._splits(stage.choice.grid, recompute, stage.zero):
+            each, *ends = (self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers)
+            weight = BlockLine(sum(ends), each)
+        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)
+
+    def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
+        """Say whether such stages, all but the first, send gradients before they compute those of weights."""
+        tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
+        return self.setup.stack.splits_backward and splits_freely(tile)
+
+    def _offloaded_update(self, stage: StageShape, share: float) -> BlockLine:
+        """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
+        stored, device = self.elements(stage.choice.grid, *stage.ends), self.pools[stage.pool].device
+        many = max(1, int(share * stored.at(self.setup.model.num_layers)))
+        longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
+        return stored.times(share * longer / many)
+
+    def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+        """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
+
+        `groups` are (pool, ranks of a tensor grid, replicas). As if each began at the first node of its pool: an
+        estimate, which ranks plans. Between powers of two it is a line.
+        """
+        if num_bytes < 1:
+            return 0.0
+        power = num_bytes.bit_length() - 1
+        low, high = (self._sharing(groups, 1 << n, operation) for n in (power, power + 1))
+        return low + (high - low) * (num_bytes / (1 << power) - 1)
+
+    def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+        ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
+        overlapped = self._crowd(tuple((number, size) for number, size, _ in groups))
+        return self.network.group_seconds(operation, num_bytes, ranks, overlapped)
+
+    def _all_ranks(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
+        """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""
+        places = (slot for number, size in grids for slot in self.pools[number].slots(size))
+        return self.network.crowd(tuple(itertools.chain(*places)))
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
+        """Return how many weights a rank of a stage stores."""
+        base = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
+        if self.setup.model.description.tied_head and is_last and not is_first:
+            base += self.elements_of(grid, EMBEDDING)
+        return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
+
+    def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
+        """Return what a rank of a stage needs; see `memory_of`."""
+        setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
+        zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
+        share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
+        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
+        of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
+        stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
+        splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
+        block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
+        messages = 0 if all(ends) else 2 + setup.expected_messages
+        buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
+        sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
+        pair = self.elements_of(grid, BLOCK) + max(sizes)
+        buffers += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
+        kept = BlockLine(others.kept, block.kept).times(at_once)
+        on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
+        if setup.stack.is_hpctrain:
+            on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
+        return Needs(
+            on_device._replace(base=on_device.base + buffers),
+            stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
+        )
+
+    def _scratch(self, stage: StageShape, zero: int, stored: BlockLine, kept: float) -> BlockLine:
+        """Return about what sums take on top of `kept` activations of a block; see `buffers.py`."""
+        setup, grid, base, each = self.setup, stage.choice.grid, 0.0, 0.0
+        items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
+        unit = SUMMED_BYTES * largest_unit(setup, grid, items)
+        if "z" in setup.overlaps:
+            base += unit * (1 - 1 / grid.z)
+        if stage.holders > 1:
+            state, bucket = SUMMED_BYTES * stored.each, setup.bucket_bytes
+            if zero >= 2:
+                base += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
+            elif bucket is not None and 2 * bucket < state * setup.model.num_layers:  # else all is summed at the end
+                base += EXCHANGED_SHARE * bucket
+                each = max(0.0, stage.meets_mixed * state - kept)
+            else:
+                each = max(0.0, (EXCHANGED_SHARE + stage.meets_mixed) * state - kept)
+        return BlockLine(base, each)
+
+    def most_blocks(self, stage: StageShape, needs: Needs) -> int:
+        """Return for how many blocks a stage has memory, of its devices and of their host."""
+        most = needs.on_device.most(self.pools[stage.pool].memory_bytes)
+        return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
+
+    def _row_bytes(
+        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], moves: bool, splits: bool, rows: int
+    ) -> tuple[RowBytes, RowBytes]:
+        """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with, of
+        so many at once: of other numbers than one and several those of the head alone differ."""
+        options = {"offloads": moves, "splits": splits, "rows": rows}
+        one, two = (row_bytes(self.setup, grid, self.layers(ends, n), recompute, **options) for n in (1, 2))
+        block = two.minus(one)
+        return block, one.minus(block)._replace(computing=two.computing)

@@ -1,0 +1,75 @@
+"""The tags of groups, and what ranks that make groups in different orders are told."""
+
+import pickle
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.comm.transports.members import MOST_TAGS, OBJECTS, Members, MessageSpace, choose_tag
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.config.errors import CommError
+
+
+def test_groups_that_share_a_rank_have_different_tags():
+    """Groups are opened and closed at random, more often than there are tags."""
+    last, taken = [0] * 6, [set() for _ in range(6)]
+    groups: dict[tuple[int, ...], int] = {}
+    draw = random.Random(1)
+    for number in range(MOST_TAGS + 2000):
+        ranks = tuple(draw.sample(range(6), draw.randint(2, 6))) + (-number,)
+        members = ranks[:-1]
+        tag = choose_tag([(last[rank], sorted(taken[rank])) for rank in members])
+        assert OBJECTS < tag <= MOST_TAGS
+        assert all(tag != other for theirs, other in groups.items() if set(theirs[:-1]) & set(members))
+        groups[ranks] = tag
+        for rank in members:
+            last[rank] = tag
+            taken[rank].add(tag)
+        while len(groups) > 8:
+            closed = draw.choice(list(groups))
+            for rank in closed[:-1]:
+                taken[rank].discard(groups[closed])
+            del groups[closed]
+
+
+def test_a_tag_is_used_again_as_late_as_possible():
+    assert choose_tag([(4, [4]), (9, [2])]) == 10
+    assert choose_tag([(MOST_TAGS, [1, 3]), (9, [2])]) == 4
+
+
+class Answering:
+    """The communicator of rank 0, to which rank 1 says one thing for a group of its own."""
+
+    rank = 0
+
+    def __init__(self, ranks, value):
+        self._content = hash(ranks), value
+
+    def improbe(self, source, tag):
+        return SimpleNamespace(recv=lambda: self._content)
+
+    def Isend(self, buffer, dest, tag):  # noqa: N802
+        self.sent = pickle.loads(buffer[0])
+
+
+MPI = SimpleNamespace(BYTE=1, Request=SimpleNamespace(Testall=lambda requests: True))
+PATIENCE = Patience(Phase("a test", 1.0, "no.key"))
+
+
+def test_all_tags_taken_is_an_error_on_all_members():
+    comm = Answering((0, 1), (5, list(range(1, MOST_TAGS))))
+    space = MessageSpace(MPI, comm, PATIENCE)
+    members = Members(space, (0, 1))
+    assert space.take_tag(members) == MOST_TAGS
+    with pytest.raises(CommError, match=r"a group of 2 ranks \(0, 1\) cannot communicate: .* all 32,767 tags of MPI"):
+        space.take_tag(members)
+    assert comm.sent == (hash((0, 1)), OBJECTS)
+    space.give_back(MOST_TAGS)
+    assert space.take_tag(members) == MOST_TAGS
+
+
+def test_ranks_that_make_groups_in_different_orders_are_told():
+    members = Members(MessageSpace(MPI, Answering((0, 1, 2), None), PATIENCE), (0, 1))
+    with pytest.raises(CommError, match=r"rank 1 makes another group than a group of 2 ranks \(0, 1\)"):
+        members.barrier()

@@ -1,0 +1,150 @@
+"""Training arithmetic against torch itself: AdamW, clipping by the global norm, and the schedule of rates."""
+
+import math
+
+import pytest
+import torch
+
+from hpctrain.data.order import Batch, open_datasets
+from hpctrain.engine.step.optimizer import learning_rate
+from hpctrain.sharding.intervals import Interval
+from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens
+from tests.unit.model.test_model import plain_loss
+
+STEPS, WARMUP, ROWS = 50, 5, 8
+RATES = {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": WARMUP, "steps": STEPS}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.bin")
+
+
+def trainer_of(tokens, model: str, zero: int = 1, **train):
+    plan = {"data": 1, "zero": zero}
+    job = make_job(tokens, model, plan, {"num_layers": 2}, global_batch=ROWS, **RATES | train)
+    trainer = make_trainer(Alone(), job)
+    trainer.initialise()
+    return trainer
+
+
+def each_parameter(trainer):
+    """Return by name the shard and the region of each parameter; one rank has them whole."""
+    regions = [(shard, region) for shard in trainer.optimizer.shards for region in shard.group.regions(shard.updated)]
+    return {region.parameter.name: (shard, region) for shard, region in regions}
+
+
+def masters(trainer) -> dict[str, torch.Tensor]:
+    return {
+        name: shard.of(shard.master, region.at).view(region.parameter.shape).clone()
+        for name, (shard, region) in each_parameter(trainer).items()
+    }
+
+
+class Reference:
+    """The same weights under torch's optimizer, clipping and schedulers."""
+
+    def __init__(self, trainer):
+        train = trainer.job.train
+        self.clip = train.clip_norm
+        self.weights = {name: weight.requires_grad_() for name, weight in masters(trainer).items()}
+        groups = [
+            {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
+            {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
+        ]
+        assert all(group["params"] for group in groups)
+        betas = (train.beta1, train.beta2)
+        self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon)
+        warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARMUP, total_iters=WARMUP - 1)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS - WARMUP, train.min_learning_rate)
+        self.schedule = torch.optim.lr_scheduler.SequentialLR(self.optimizer, [warmup, cosine], [WARMUP])
+
+    def step(self) -> tuple[float, float]:
+        """Return the rate, and the norm before clipping."""
+        rate = self.schedule.get_last_lr()[0]
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return rate, float(norm)
+
+
+def largest_error(result: dict[str, torch.Tensor], reference: Reference) -> float:
+    """Return the largest difference of a parameter, relative to its largest element."""
+    return max(
+        float((result[name] - wanted.detach()).abs().max() / wanted.detach().abs().max())
+        for name, wanted in reference.weights.items()
+    )
+
+
+def test_the_rate_is_that_of_torch_s_schedulers_and_of_the_closed_formula(tokens):
+    trainer = trainer_of(tokens, "llama")
+    train, reference = trainer.job.train, Reference(trainer)
+    for step in range(STEPS):
+        for weight in reference.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        rate = learning_rate(train, step)
+        assert rate == pytest.approx(reference.step()[0], rel=1e-9)
+        if step < WARMUP:
+            assert rate == pytest.approx(1e-2 * (step + 1) / WARMUP, rel=1e-12)
+        else:
+            angle = math.pi * (step - WARMUP) / (STEPS - WARMUP)
+            assert rate == pytest.approx(1e-3 + 9e-3 * math.cos(angle / 2) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_fifty_updates_are_those_of_torch_adamw_with_clipping(tokens, dtype, zero):
+    """From the same gradients. bf16 weights are rounded fp32 masters, which are updated as fp32 weights are."""
+    trainer = trainer_of(tokens, "gpt2", zero, dtype=dtype, weight_decay=0.3)
+    reference, parameters = Reference(trainer), each_parameter(trainer)
+    generator, clipped = torch.Generator().manual_seed(zero), []
+    count = sum(weight.numel() for weight in reference.weights.values())
+    for step in range(STEPS):
+        size = (0.2, 5.0, 1.0)[step % 3] / math.sqrt(count)
+        for name, (shard, region) in parameters.items():
+            grad = size * torch.randn(region.parameter.shape, generator=generator)
+            reference.weights[name].grad = grad
+            shard.of(shard.grads, region.at).copy_(grad.flatten())
+        norm = math.sqrt(trainer.optimizer.squared_norm())
+        trainer.optimizer.update(step, norm)
+        _, expected = reference.step()
+        assert norm == pytest.approx(expected, rel=1e-6)
+        clipped.append(norm > trainer.job.train.clip_norm)
+    assert 10 < sum(clipped) < 40
+    result = masters(trainer)
+    assert largest_error(result, reference) < 1e-6
+    for name, (shard, region) in parameters.items():
+        in_use = shard.group.weights_at(region.at)
+        assert in_use.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        assert torch.equal(in_use, result[name].flatten().to(in_use.dtype)), name
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_fifty_steps_of_training_are_those_of_plain_torch(tokens, model):
+    """The model, its gradients, clipping, AdamW and the schedule together, on the same batches."""
+    trainer = trainer_of(tokens, model, clip_norm=1.0)
+    job, reference = trainer.job, Reference(trainer)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    clipped, losses = [], []
+    for step in range(STEPS):
+        batch = torch.from_numpy(Batch.of_step(training, step, ROWS).rows(Interval(0, ROWS)))
+        loss = plain_loss(job.model, reference.weights, batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+        loss.backward()
+        rate, norm = reference.step()
+        loss = float(loss.detach())
+        summary, _ = trainer.step(training)
+        assert summary["loss"] == pytest.approx(loss, rel=1e-5), f"step {step}"
+        assert summary["grad_norm"] == pytest.approx(norm, rel=1e-4), f"step {step}"
+        assert summary["learning_rate"] == pytest.approx(rate, rel=1e-9)
+        clipped.append(norm > job.train.clip_norm)
+        losses.append(loss)
+    assert 0 < sum(clipped) < STEPS, "clipping is active in some steps, and not in others"
+    assert losses[-1] < 0.8 * losses[0]
+    result = masters(trainer)
+    for name in [name for name in result if name.endswith("attention.k.bias")]:
+        # Softmax does not depend on it: its gradient is rounding errors alone, which AdamW makes as large as others.
+        del result[name], reference.weights[name]
+    error = largest_error(result, reference)
+    print(f"{model}: clipped in {sum(clipped)} of {STEPS} steps; weights differ by {error:.1e} at the end")
+    assert error < 1e-4

@@ -1,0 +1,325 @@
+"""Scripts of starts: no text of a user changes what a script runs, and every ready cluster has one."""
+
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.config.clusters.cluster_file import load_cluster, parse_cluster, ready_clusters
+from hpctrain.config.clusters.launch import Launch
+from hpctrain.config.errors import LaunchError, TopologyError
+from hpctrain.config.job import load_job
+from hpctrain.launch.components import Component, components_of
+from hpctrain.launch.files import launch_files, write_files
+from hpctrain.launch.mpi import kind_of
+from hpctrain.launch.scripts import (
+    SlurmOptions,
+    Start,
+    batch_script,
+    chain_script,
+    host_lines,
+    job_name,
+    mpirun_script,
+)
+
+HOSTILE = st.text(
+    st.sampled_from("ab/ '\"$`\\;&|<>()*?[]{}#!~%=\n\t-") | st.characters(codec="utf-8", exclude_characters="\0"),
+    min_size=1,
+    max_size=12,
+)
+EVIL = ("$(touch bad)", "`touch bad`", "'; touch bad; '", '"; touch bad; "', "a b", "x\ntouch bad", "-n 9", "%j", "#")
+TEXTS = HOSTILE | st.sampled_from(EVIL)
+RECORDER = """#!{python}
+import json, os, subprocess, sys
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]) + "\\n")
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+class Recorder:
+    """Programs in a folder of their own that write their arguments down."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.record, self.start = folder, folder / "record", folder / "start"
+        self.start.mkdir()
+        for name in ("srun", "scontrol", "sbatch", "mpirun", "hpctrain", "module"):
+            program = folder / name
+            program.write_text(RECORDER.format(python=sys.executable))
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, script: Path, *arguments: str, **variables: str) -> tuple[int, list[tuple[str, str, list[str]]]]:
+        """Run a script; return its exit code, and program, folder and arguments of each call. It may write no file."""
+        import json
+
+        self.record.write_text("")
+        path = {"PATH": f"{self.folder}:/usr/bin:/bin", "RECORD": str(self.record)}
+        command = ["bash", str(script), *arguments]
+        done = subprocess.run(command, cwd=self.start, env=path | variables, capture_output=True, text=True)
+        assert not list(self.start.iterdir()), "what was to be a text was run"
+        calls = [tuple(json.loads(line)) for line in self.record.read_text().splitlines()]
+        return done.returncode, calls
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory) -> Recorder:
+    return Recorder(tmp_path_factory.mktemp("programs"))
+
+
+ONE = (Component(2, {"a": 4}, {"a": Launch(partition="fast")}, {"a": "cuda"}),)
+TWO = (*ONE, Component(1, {"b": 2}, {"b": Launch(partition="slow", cores_per_rank=3)}))
+IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "16(x2)"}
+IN_MIXED = IN_JOB | {
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "16(x2)",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "8",
+}
+
+
+def is_path(text: str) -> bool:
+    return "/" not in text and text not in (".", "..") and len(text.encode()) < 200
+
+
+@settings(deadline=None, max_examples=40)
+@given(name=TEXTS, run=TEXTS.filter(is_path), folder=TEXTS.filter(is_path))
+def test_no_name_or_path_changes_what_a_batch_script_runs(recorder, tmp_path_factory, name, run, folder):
+    base = tmp_path_factory.mktemp("job")
+    folder, run = base / f"f{folder}", base / f"r{run}"
+    folder.mkdir()
+    start = Start(name, run, folder, TWO, ("--cluster", '"$run/launch/cluster.toml"'))
+    text = batch_script(start, SlurmOptions())
+    write_files(run, {"job.sbatch": text})
+    head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert all(
+        set(line) <= set("#SBATCH -=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_./%@:,0123456789")
+        for line in head
+    )
+    code, calls = recorder.run(run / "job.sbatch", **IN_MIXED)
+    job = f"{run}/launch/job.toml"
+    rest = ["--run", str(run), "--cluster", f"{run}/launch/cluster.toml"]
+    first = ["--het-group=0", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=4", f"{run}/launch/rank-0.sh"]
+    second = ["--het-group=1", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=3", f"{run}/launch/rank-1.sh"]
+    common = ["--mpi=pmi2", "--kill-on-bad-exit=1"]
+    expected = [*common, *first, "train", job, *rest, ":", *second, "train", job, *rest]
+    assert (code, calls) == (0, [("srun", str(folder), expected)])
+
+
+@settings(deadline=None, max_examples=40)
+@given(texts=st.lists(TEXTS, min_size=4, max_size=4), arguments=st.lists(TEXTS, max_size=3))
+def test_no_text_of_a_cluster_file_changes_what_a_rank_runs(recorder, tmp_path_factory, texts, arguments):
+    family, value, venv, module = texts
+    base = tmp_path_factory.mktemp("rank")
+    venv = base / f"v{venv.replace('/', '')}"
+    (venv / "bin").mkdir(parents=True)
+    program = venv / "bin" / "hpctrain"
+    program.write_text((recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]", SEEN))
+    program.chmod(0o755)
+    launch = Launch(environment={"MINE": value}, venv=str(venv), modules=(f"m{module}",))
+    component = Component(1, {family: 2}, {family: launch})
+    write_files(base, {"rank.sh": launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]})
+    code, calls = recorder.run(base / "rank.sh", *arguments)
+    assert code == 0
+    assert calls[0][0::2] == ("module", ["load", f"m{module}"])
+    assert calls[1][2] == [family, value, "1", *arguments]
+    assert not list(base.rglob("bad"))
+
+
+SEEN = '[os.environ[name] for name in ("HPCTRAIN_FAMILY", "MINE", "OMP_NUM_THREADS")] + sys.argv[1:]'
+JOB = load_job("tiny")
+
+
+@pytest.mark.parametrize("text", ["a b", "a\nb", "$(x)", "a'b", "", "a#b", 'a"b', "a;b"])
+def test_words_for_slurm_that_it_would_split_are_refused(text):
+    with pytest.raises(ValueError, match="partition"):
+        Launch(partition=text)
+    assert job_name(text) == job_name(job_name(text))
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [
+        (0, 0, False),
+        (75, 9, True),
+        (76, 0, True),
+        (76, 3, False),
+        (84, 0, True),
+        (137, 2, True),
+        (137, 3, False),
+        (81, 0, False),
+        (1, 0, False),
+    ],
+)
+def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
+    write_files(tmp_path, {"job.sbatch": batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(retries=3))})
+    variables = IN_JOB | {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
+    result, calls = recorder.run(tmp_path / "job.sbatch", **variables)
+    assert result == code
+    assert [call[2] for call in calls if call[0] == "scontrol"] == ([["requeue", "7"]] if requeued else [])
+
+
+def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
+    text = batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(requeues=False))
+    script = tmp_path / "job.sbatch"
+    files = {"job.sbatch": text, "chain.sh": chain_script(script, tmp_path, 3)}
+    write_files(tmp_path, files)
+    assert "#SBATCH --no-requeue" in files["job.sbatch"]
+    code, calls = recorder.run(script, **IN_JOB, CODE="75")
+    assert code == 75 and [name for name, *_ in calls] == ["srun"]
+    code, calls = recorder.run(script, **IN_JOB, CODE="81")
+    assert code == 81 and [name for name, *_ in calls] == ["srun"]
+    code, calls = recorder.run(script, **IN_JOB)
+    assert (code, calls) == (0, [])
+    code, calls = recorder.run(tmp_path / "chain.sh")
+    assert code == 0 and [name for name, *_ in calls] == ["sbatch"] * 3
+    assert "--kill-on-invalid-dep=yes" in calls[1][2]
+    code, calls = recorder.run(script, **IN_JOB)
+    assert [name for name, *_ in calls] == ["srun"]
+
+
+@pytest.mark.parametrize("name", ready_clusters())
+def test_every_ready_cluster_has_a_script(name):
+    components = components_of(load_cluster(ready_clusters()[name]), name)
+    text = batch_script(Start(name, Path("/run"), Path("/"), components), SlurmOptions())
+    assert text.count("hetjob") == len(components) - 1
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
+    for script in launch_files(JOB, None, None, components).values():
+        if script.startswith("#!"):
+            assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).returncode == 0
+
+
+CLUSTER = """
+[families.a]
+kind = "cuda"
+model = "A100-80"
+launch = {partition = "x", min_nodes = 1, environment = {KEY = "va lue"}}
+[families.b]
+kind = "cuda"
+model = "V100-32"
+launch = {partition = "x", min_nodes = 1, gres = "gpu:v100"}
+[fabrics.ib]
+network = "HDR"
+[[nodes]]
+devices = {a = 2, b = 1}
+count = 2
+origin = "assumed"
+link_latency_seconds = 1e-6
+link_bytes_per_second = 1e10
+nics = [{fabric = "ib", send_bytes_per_second = 1e10, receive_bytes_per_second = 1e10, origin = "assumed"}]
+[[nodes]]
+devices = {a = 2, b = 1}
+origin = "assumed"
+link_latency_seconds = 2e-6
+link_bytes_per_second = 1e10
+nics = [{fabric = "ib", send_bytes_per_second = 1e9, receive_bytes_per_second = 1e9, origin = "assumed"}]
+"""
+
+
+def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
+    (component,) = components_of(parse_cluster(CLUSTER, "c.toml"), "c.toml")
+    assert (component.num_nodes, component.min_nodes, component.ranks_per_node) == (3, 1, 3)
+    assert component.gres == {"gpu": 2, "gpu:v100": 1}
+    text = batch_script(Start("n", tmp_path, tmp_path, (component,)), SlurmOptions())
+    assert "#SBATCH --nodes=1-3" in text and "#SBATCH --gres=gpu:2,gpu:v100:1" in text
+    script = launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]
+    script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
+    (recorder.folder / "hpctrain").write_text(
+        (recorder.folder / "hpctrain")
+        .read_text()
+        .replace("sys.argv[1:]]", '[os.environ[name] for name in ("HPCTRAIN_FAMILY", "HPCTRAIN_DEVICE")]]')
+    )
+    write_files(tmp_path, {"rank.sh": script})
+    seen = [recorder.run(tmp_path / "rank.sh", SLURM_LOCALID=str(rank)) for rank in range(4)]
+    assert [calls[0][2] for code, calls in seen[:3]] == [["a", "cuda"], ["a", "cuda"], ["b", "cuda"]]
+    assert seen[3] == (82, [])
+    number = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}  # of mpirun in a job's script
+    assert recorder.run(tmp_path / "rank.sh", **number)[1][0][2] == ["b", "cuda"]
+
+
+@pytest.mark.parametrize("has_variables", [True, False])
+def test_files_with_variables_are_for_the_owner_alone(tmp_path, has_variables):
+    cluster = parse_cluster(CLUSTER, "c.toml")
+    if not has_variables:
+        cluster = cluster.without_environment()
+        assert cluster.families["a"].launch == Launch(partition="x", min_nodes=1)
+    components = components_of(cluster, "c.toml")
+    for _ in range(2):  # written again over files of an older version too
+        write_files(tmp_path, launch_files(JOB, None, cluster, components), components)
+        for name in ("rank-0.sh", "cluster.toml", "job.toml"):
+            path = tmp_path / "launch" / name
+            is_private = has_variables and name != "job.toml"
+            assert ("va lue" in path.read_text()) == is_private
+            assert bool(path.stat().st_mode & 0o077) != is_private
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('gres = "gpu:v100"', "", None),
+        ('{partition = "x", min_nodes = 1, gres', '{partition = "y", min_nodes = 1, gres', "launch.partition is 'x'"),
+        ("min_nodes = 1", "min_nodes = 9", "launch.min_nodes 9 is more than the 3 nodes"),
+    ],
+)
+def test_what_no_batch_system_could_start_is_refused(old, new, message):
+    cluster = parse_cluster(CLUSTER.replace(old, new).replace("min_nodes = 1, }", "min_nodes = 1}"), "c.toml")
+    if message is None:
+        components_of(cluster, "c.toml")
+        return
+    with pytest.raises(LaunchError, match=message):
+        components_of(cluster, "c.toml")
+
+
+def test_mistakes_in_launch_are_named():
+    with pytest.raises(TopologyError, match=r"families.a.launch.partition: 'a b' cannot be in a batch script"):
+        parse_cluster(CLUSTER.replace('partition = "x", min_nodes = 1, env', 'partition = "a b", env'), "c.toml")
+    with pytest.raises(TopologyError, match="families.a.launch.partitio: unknown key; did you mean 'partition'"):
+        parse_cluster(CLUSTER.replace('partition = "x", min_nodes = 1, env', 'partitio = "x", env'), "c.toml")
+    with pytest.raises(TopologyError, match="'K-' is no name of an environment variable"):
+        parse_cluster(CLUSTER.replace("KEY", '"K-"'), "c.toml")
+
+
+@settings(deadline=None, max_examples=20)
+@given(run=TEXTS.filter(is_path), extra=st.lists(TEXTS, max_size=2))
+def test_no_path_changes_what_a_start_with_mpirun_runs(recorder, tmp_path_factory, run, extra):
+    base = tmp_path_factory.mktemp("mpi")
+    run = base / f"r{run}"
+    text = mpirun_script(Start("n", run, base, TWO, ("--cluster", '"$run/c.toml"')), "openmpi", True)
+    own = Path(sys.executable).with_name("mpirun")
+    text = text.replace(f"exec {shlex.quote(str(own))} ", "exec mpirun ")
+    write_files(run, {"start.sh": text})
+    code, calls = recorder.run(run / "start.sh", *extra)
+    job = [f"{run}/launch/job.toml", "--run", str(run), "--cluster", f"{run}/c.toml", *extra]
+    first = ["-n", "8", f"{run}/launch/rank-0.sh", "train", *job]
+    second = ["-n", "2", f"{run}/launch/rank-1.sh", "train", *job]
+    expected = ["--hostfile", f"{run}/launch/hosts", *first, ":", *second]
+    assert (code, calls) == (0, [("mpirun", str(base), expected)])
+
+
+def test_hosts_are_listed_with_their_ranks():
+    start = Start("n", Path("/run"), Path("/"), TWO)
+    assert host_lines(start, ["n1", "n2", "n3"], "mpich") == "n1:4\nn2:4\nn3:2\n"
+    assert host_lines(start, ["n1", "n2", "n3"], "openmpi") == "n1 slots=4\nn2 slots=4\nn3 slots=2\n"
+    with pytest.raises(LaunchError, match="2 hosts for 3 nodes"):
+        host_lines(start, ["n1", "n2"], "mpich")
+    with pytest.raises(LaunchError, match="'n1 -x' is no name of a host"):
+        host_lines(start, ["n1 -x", "n2", "n3"], "mpich")
+
+
+def test_libraries_are_known_by_what_they_say():
+    assert kind_of("MPICH Version:      5.0.2") == "mpich"
+    assert kind_of("Open MPI v5.0.11, package: Open MPI") == "openmpi"
+    assert kind_of("Intel(R) MPI Library 2021.13 for Linux* OS") == "intel"
+    assert kind_of("MPI VERSION    : CRAY MPICH version 8.1.29") == "cray"
+
+
+def test_a_script_can_be_written_where_its_texts_are_no_utf8(tmp_path):
+    run = tmp_path / os.fsdecode(b"r\xff")
+    write_files(run, {"job.sbatch": batch_script(Start("n", run, tmp_path, ONE), SlurmOptions())})
+    assert os.fsencode(run) in (run / "job.sbatch").read_bytes()

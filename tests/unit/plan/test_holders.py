@@ -1,0 +1,258 @@
+"""Who holds what: every element has one owner, and all holders of anything agree, whatever the tiling."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.model.parallel.axes import Axes
+from hpctrain.model.storage.store import Store
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.holders import check_zero, rank_shards_of
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.sharding.parameters import all_parameters, units, whole_rows
+from tests.examples import costly
+from tests.tilings import tilings
+
+MODELS = [
+    Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),
+    Model(architecture="llama", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=13),
+    Model(architecture="gpt2", num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=1, ffn_size=24, vocab_size=7),
+]
+EVEN = st.builds(
+    lambda model, x, y, z, pipeline, data, zero: (
+        model,
+        even_plan(model.num_items, TensorGrid(x, y, z), min(pipeline, model.num_layers), data, 1, 12, zero=zero),
+    ),
+    st.sampled_from(MODELS),
+    *[st.sampled_from([1, 2, 4])] * 2,
+    *[st.integers(1, 3)] * 2,
+    st.integers(1, 2),
+    st.integers(0, 3),
+)
+INTERLEAVED = st.builds(
+    lambda model, x, y, z, data, zero: (
+        model,
+        even_plan(model.num_items, TensorGrid(x, y, z), 2, data, 2, 12, virtual_stages=2, zero=zero),
+    ),
+    st.sampled_from([model for model in MODELS if model.num_layers >= 4]),
+    *[st.sampled_from([1, 2])] * 2,
+    *[st.integers(1, 2)] * 2,
+    st.integers(0, 3),
+)
+
+
+def any_tiling(exchanging: bool):
+    return st.tuples(st.sampled_from(MODELS), st.integers(1, 12)).flatmap(
+        lambda pair: st.tuples(st.just(pair[0]), tilings(pair[0], pair[1], 8, 1, exchanging=exchanging))
+    )
+
+
+ANY, AT_ONCE = any_tiling(True), any_tiling(False)
+
+
+class Position(Communicator):
+    """A communicator that only knows where it is."""
+
+    def __init__(self, rank, size):
+        super().__init__(range(size))
+        self.rank = rank
+
+
+def store_of(model: Model, plan, rank: int):
+    """Return a rank's store, and its shard groups."""
+    tile = plan.tile_of(rank)
+    sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
+    axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
+    shards = rank_shards_of(model, plan, rank)
+    groups = [Position(shard_group.ranks.index(rank), len(shard_group.ranks)) for shard_group in shards.shard_groups]
+    return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards
+
+
+@settings(max_examples=costly(100), deadline=None)
+@given(EVEN | INTERLEAVED | ANY)
+def test_owners_cover_every_element_once(drawn):
+    model, plan = drawn
+    check_tiling(plan, model.num_items)
+    seen = {name: np.zeros(p.shape, int).reshape(p.shape[0], -1) for name, p in all_parameters(model).items()}
+    for rank in plan.ranks:
+        store, shards = store_of(model, plan, rank)
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
+            owned = shard_group.cuts(group.size)[shard_group.ranks.index(rank)]
+            for region in group.regions(owned):
+                if region.counts:
+                    for rows, columns, _ in whole_rows(region.parameter, region.box, region.elements):
+                        seen[region.parameter.name][slice(*rows), columns] += 1
+    assert all((count == 1).all() for count in seen.values())
+
+
+@settings(max_examples=costly(100), deadline=None)
+@given(EVEN | INTERLEAVED | ANY)
+def test_holders_agree_about_each_other_and_their_order(drawn):
+    model, plan = drawn
+    of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
+    for rank, (_, shards) in of_rank.items():
+        sets = [shard_group.ranks for shard_group in shards.shard_groups]
+        exchanged_at_once = [shard_group.ranks for shard_group in shards.shard_groups if shard_group.zero < 2]
+        assert len(set(exchanged_at_once)) == len(exchanged_at_once)
+        for ranks in sets:
+            assert rank in ranks
+        # the plan-wide order: any two ranks come to their common groups in the same order
+        for other, (_, theirs) in of_rank.items():
+            common = [ranks for ranks in sets if other in ranks]
+            assert common == [shard_group.ranks for shard_group in theirs.shard_groups if rank in shard_group.ranks]
+    summary = defaultdict(set)
+    for store, shards in of_rank.values():
+        said = defaultdict(list)
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
+            regions = tuple((p.parameter.name, p.at) for p in group.regions(Interval(0, group.size)))
+            said[shard_group.ranks].append((regions, group.size, shard_group.shares, shard_group.zero))
+        for ranks, all_of_them in said.items():
+            summary[ranks].add(tuple(all_of_them))
+    assert {len(different) for different in summary.values()} == {1}
+
+
+def gradient(name: str, shape, salt: int) -> np.ndarray:
+    """Whole numbers, so that sums are exact."""
+    rng = np.random.default_rng([sum(map(ord, name)), salt])
+    return rng.integers(-99, 99, shape).astype(np.float32)
+
+
+@given(AT_ONCE)
+def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
+    """Each tile has a gradient of its own; ranks that share a key/value head have parts of it."""
+    model, plan = drawn
+    parameters = all_parameters(model)
+    expected = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
+    result = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
+    sums: dict[tuple, torch.Tensor] = {}
+    regions: dict[tuple, list] = {}
+    for number, tile in enumerate(plan.tiles):
+        used = {p.name: p for u in units(model, tile.tensor) if any(map(tile.contains, u.items)) for p in u.parameters}
+        for name, parameter in used.items():
+            copies = tile.tensor.y // parameter.heads if parameter.is_shared_over_y(tile.tensor) else 1
+            expected[name] += copies * gradient(name, parameter.shape, number)
+    for rank in plan.ranks:
+        store, shards = store_of(model, plan, rank)
+        tile = plan.tile_of(rank)
+        number = plan.tiles.index(tile) if not tile.is_idle else -1
+        for arrays in store.arrays:  # zero is 0 or 1 here
+            for layout, shard, at in arrays.units.placed:
+                for parameter, box, placed in layout.placed():
+                    inside = placed.intersect(shard)
+                    if not inside.size:
+                        continue
+                    whole = gradient(parameter.name, parameter.shape, number).reshape(parameter.shape[0], -1)
+                    where = inside.shift(at - shard.start)
+                    for rows, columns, taken in whole_rows(parameter, box, inside.shift(-placed.start)):
+                        values = torch.from_numpy(whole[slice(*rows), columns].reshape(-1).copy())
+                        first = where.start + taken.start - (inside.start - placed.start)
+                        arrays.grads[first : first + values.numel()] = values
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
+            sums[shard_group.ranks] = sums.get(shard_group.ranks, 0) + group.own_grads()
+            regions[shard_group.ranks] = [p for p in group.regions(Interval(0, group.size)) if p.counts] or regions.get(
+                shard_group.ranks, []
+            )
+    for ranks, total in sums.items():
+        for region in regions[ranks]:
+            for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
+                values = total[slice(*taken.shift(region.at.start - region.elements.start))].numpy()
+                target = result[region.parameter.name].reshape(region.parameter.shape[0], -1)
+                target[slice(*rows), columns] = values.reshape(rows.size, -1)
+    for name in parameters:
+        assert np.array_equal(result[name], expected[name]), name
+
+
+def test_equal_grids_exchange_whole_units():
+    for model in MODELS:
+        shards = rank_shards_of(model, even_plan(model.num_items, TensorGrid(2, 2, 2), 2, 2, 1, 8), 3)
+        assert not shards.cut_units
+        assert all(shard_group.layouts and not shard_group.regions for shard_group in shards.shard_groups)
+
+
+def test_shared_heads_and_tied_embeddings_have_more_holders():
+    gpt2, llama, _ = MODELS
+    plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
+    shared = [h for h in rank_shards_of(llama, plan, 1).shard_groups if any(u.unit.shared_over_y for u in h.layouts)]
+    assert {p.name.split(".")[-2] for h in shared for u in h.layouts for p in u.unit.parameters} == {"k", "v"}
+    assert [h.ranks for h in shared] == [(0, 1)]
+    tied = next(h for h in rank_shards_of(gpt2, plan, 1).shard_groups if len(h.layouts[0].unit.items) == 2)
+    assert tied.ranks == (1, 5)
+
+
+def different_pair(**options) -> Plan:
+    """Rank 0 computes half of the rows alone, ranks 1 and 2 the others with y = 2."""
+    items = Interval(0, MODELS[0].num_items)
+    first = Tile(items, Interval(0, 2), (0,), **options)
+    return Plan((first, Tile(items, Interval(2, 4), (1, 2), TensorGrid(y=2))), 1, 4)
+
+
+def test_different_grids_hold_regions_together():
+    sets = [shard_group.ranks for shard_group in rank_shards_of(MODELS[0], different_pair(), 0).shard_groups]
+    assert sets == [(0, 1), (0, 2), (0, 1, 2)], "a half with each of the two, norms and such with both"
+    for rank in (1, 2):
+        shards = rank_shards_of(MODELS[0], different_pair(), rank)
+        assert [shard_group.ranks for shard_group in shards.shard_groups] == [(0, rank), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_everybody_updates_everything_only_where_all_are_equal(zero):
+    items, other = Interval(0, MODELS[0].num_items), {"family": "a100"}
+    tiles = [Tile(items, Interval(i, i + 1), (i,), zero=0) for i in range(2)]
+    stages = [
+        (Plan(tuple(tiles), 1, 2), 0),
+        (Plan((tiles[0], Tile(items, Interval(1, 2), (1,), zero=1)), 1, 2), 1),
+        (Plan((tiles[0], Tile(items, Interval(1, 2), (1,), zero=0, **other)), 1, 2), 1),
+        (different_pair(zero=zero), 1),
+    ]
+    for plan, expected in stages:
+        assert {h.zero for h in rank_shards_of(MODELS[0], plan, 0).shard_groups} == {expected}
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_cuts_by_shares_are_in_proportion(size, shares):
+    cuts = cut_by_shares(size, tuple(shares))
+    assert cuts[0].start == 0
+    assert cuts[-1].stop == size
+    for cut, share in zip(cuts, shares, strict=True):
+        assert abs(cut.size - size * share / sum(shares)) <= 1
+    assert cut_by_shares(size, (3,) * len(shares)) == cut_evenly(size, len(shares))
+
+
+def test_zero_2_and_3_go_through_items_together():
+    items = Interval(0, MODELS[0].num_items)
+    tiles = [Tile(items, Interval(2 * i, 2 * i + 2), (i,), zero=3) for i in range(2)]
+    check_zero(Plan(tuple(tiles), 1, 4), "p.toml")
+    for change, summary in [
+        ({"zero": 1}, "zero: 3 and 1"),
+        ({"row_chunks": 2}, "row_chunks: 1 and 2"),
+        ({"items": Interval(0, 3)}, r"items: \[0, 10\] and \[0, 3\]"),
+    ]:
+        plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
+        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have different {summary}; make them equal"):
+            check_zero(plan, "p.toml")
+    mixed = Plan((tiles[0], replace(tiles[1], tensor=TensorGrid(z=2), ranks=(1, 2))), 1, 4)
+    check_zero(mixed, "p.toml")
+    shards = rank_shards_of(MODELS[0], mixed, 0).shard_groups
+    assert {(h.final_after, h.zero) for h in shards} == {(0, 1), *((item, 3) for item in range(10))}
+    stages = {
+        h.layouts[0].unit.items: h.zero for h in rank_shards_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).shard_groups
+    }
+    assert stages == {(0, 9): 1, **{(item,): 3 for item in range(10)}}, "tied: no more than 1"
+
+
+def test_a_share_is_that_of_the_tile_which_has_it():
+    items = Interval(0, MODELS[0].num_items)
+    tiles = (Tile(items, Interval(0, 2), (1,), state_share=3), Tile(items, Interval(2, 4), (0,)))
+    (shard_group,) = rank_shards_of(MODELS[0], Plan(tiles, 1, 4), 0).shard_groups
+    sizes = dict(zip(shard_group.ranks, (cut.size for cut in shard_group.cuts(400)), strict=True))
+    assert sizes == {1: 300, 0: 100}

@@ -1,0 +1,95 @@
+"""What messages take that share NICs: compared with the fluid that a rehearsal's network is."""
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import RowShape, receives
+from hpctrain.planner.prediction.arrivals import arrivals
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
+from hpctrain.rehearsal.fabric import PretendedNetwork, max_min_rates
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from tests import clusters
+
+MODEL = Model(architecture="llama", num_layers=4, hidden_size=64, num_heads=8, vocab_size=64)
+SETUP = Setup(MODEL, 128, "fp32", HPCTRAIN)
+ROW_SECONDS = SETUP.positions * MODEL.hidden_size * 4 / 1e5
+GRIDS = [TensorGrid(), TensorGrid(y=2), TensorGrid(z=2), TensorGrid(x=2), TensorGrid(y=4), TensorGrid(y=2, z=2)]
+GRIDS += [TensorGrid(y=2, sequence_parallel=True)]
+
+
+def network_of(num_nodes: int, num_devices: int = 4) -> ClusterNetwork:
+    """Return equal nodes, each with a NIC by which a row takes `ROW_SECONDS`, and links that take no time."""
+    fast = {"link_latency_seconds": 1e-12, "link_bytes_per_second": 1e15}
+    nodes = clusters.nodes({"a": num_devices}, 1e5, count=num_nodes, **fast)
+    return ClusterNetwork(parse_cluster(clusters.family("a") + clusters.fabric(latency_seconds=1e-9) + nodes, ""))
+
+
+def two_stages(grids: tuple[TensorGrid, TensorGrid], devices: tuple[int, int], shares: tuple[int, ...] = ()) -> Plan:
+    """Return a pipeline of two stages with replicas on all of their devices. Rows of the first are cut by `shares`."""
+    replicas = [count // grid.size for grid, count in zip(grids, devices, strict=True)]
+    rows = 4 * max(replicas)
+    cuts = cut_by_shares(rows, shares or (1,) * replicas[0]), cut_evenly(rows, replicas[1])
+    first = (0, devices[0])
+    tiles = [
+        Tile(Interval(5 * stage, 5 * stage + 5), part, tuple(range(at + i * grid.size, at + (i + 1) * grid.size)), grid)
+        for stage, (grid, at, parts) in enumerate(zip(grids, first, cuts, strict=True))
+        for i, part in enumerate(parts)
+    ]
+    return Plan(tuple(tiles), 4, rows)
+
+
+def fluid(network: ClusterNetwork, plan: Plan, forward: bool) -> Mapping[tuple[Tile, Tile], float]:
+    """Return when the last message of each tile to each other one ends, where all start at once and share max-min
+    fairly."""
+    ports, tile_of = PretendedNetwork(network.cluster), {rank: tile for tile in plan.tiles for rank in tile.ranks}
+    row = RowShape(SETUP.positions, MODEL.hidden_size)
+    left = {
+        (transfer.sender, rank): 4.0 * transfer.num_elements
+        for tile in plan.tiles
+        for rank in tile.ranks
+        for transfer in receives(plan, tile, rank, row, forward, network.is_near)
+    }
+    now, result = 0.0, {}
+    while left:
+        paths = [ports.paths[sender * ports.num_ranks + receiver].ports for sender, receiver in left]
+        rates = dict(zip(left, max_min_rates(paths, ports.bandwidths), strict=True))
+        passed = min(num_bytes / rates[ends] for ends, num_bytes in left.items())
+        now += passed
+        left = {ends: num_bytes - rates[ends] * passed for ends, num_bytes in left.items()}
+        for ends in [ends for ends, num_bytes in left.items() if num_bytes < 1e-6]:
+            result[tile_of[ends[0]], tile_of[ends[1]]] = now
+            del left[ends]
+    return result
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("grids", list(itertools.product(GRIDS, GRIDS)))
+def test_messages_of_replicas_on_any_number_of_nodes_take_as_long_as_by_a_fluid(nodes, grids):
+    network, plan = network_of(sum(nodes)), two_stages(grids, (4 * nodes[0], 4 * nodes[1]))
+    seconds = arrivals(SETUP, plan, network)
+    for forward in (True, False):
+        for pair, expected in fluid(network, plan, forward).items():
+            assert seconds[pair] == pytest.approx(expected, rel=1e-3)
+
+
+@given(st.data())
+def test_messages_of_different_sizes_share_nics_about_as_by_a_fluid(data):
+    nodes = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    grids = data.draw(st.tuples(st.sampled_from(GRIDS), st.sampled_from(GRIDS)))
+    replicas = 4 * nodes[0] // grids[0].size
+    shares = data.draw(st.lists(st.integers(1, 4), min_size=replicas, max_size=replicas))
+    network, plan = network_of(sum(nodes)), two_stages(grids, (4 * nodes[0], 4 * nodes[1]), tuple(shares))
+    seconds = arrivals(SETUP, plan, network)
+    for forward in (True, False):
+        expected = fluid(network, plan, forward)
+        last, ours = max(expected.values()), max(seconds[pair] for pair in expected)
+        assert 0.8 * last < ours < 1.001 * last

@@ -1,0 +1,168 @@
+"""What ranks plans before they are simulated: near what decides, never below a bound, cut as no other cut is better."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hpctrain.planner.search.cut as cut
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.checks import check_tiling
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.search.cut import MANY_ROWS, cut_blocks, cut_rows
+from hpctrain.planner.search.pools import Pool
+from hpctrain.planner.search.search import Search, search
+from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
+from hpctrain.planner.search.space import arrangements
+from hpctrain.planner.search.stages import BlockLine, StageVariant, StageVariants
+from tests.examples import costly
+from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
+
+
+def lie_the_same(pool: Pool, size: int, replicas: int) -> bool:
+    """Say whether all stages of so many replicas, of `size` ranks each, have equal places on a pool's nodes."""
+    in_node = {len(ranks) // size for ranks in pool.nodes}
+    return len(in_node) == len(pool.families) == 1 and not (replicas % min(in_node) and min(in_node) % replicas)
+
+
+@settings(max_examples=costly(100), deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(buckets=(*BUCKETS, ALL_IN_ONE)))
+def test_no_plan_is_below_the_bound(case):
+    setup, batch, cluster, space = case
+    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
+    result = searching.run()
+    least = result.lower_bound_seconds
+    assert all(least <= timed.seconds * (1 + 1e-9) for timed in result.plans), "changed plans, too"
+    for layout in searching.layouts[:20]:
+        seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
+        assert least <= seconds * (1 + 1e-9)
+        # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
+        # those that lie across nodes differently, nor that unused ones go through no NIC.
+        resolved = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
+        if all(lie_the_same(searching.costs.pools[pool], c.grid.size, c.replicas) for pool, c in resolved):
+            assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
+
+
+@settings(max_examples=costly(150), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    case=cases(batches=(4, 6, 16), buckets=(*BUCKETS, ALL_IN_ONE)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9])
+)
+def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
+    """Then stages recompute, have more or fewer blocks, or go through their rows in chunks."""
+    setup, batch, cluster, space = case
+    space = replace(space, recompute=("none", "full"))
+    most = max(stage.memory.total for stage in search(setup, batch, cluster, None, space).best.prediction.memory)
+    tight = {name: f.model_copy(update={"memory_bytes": int(most * share)}) for name, f in cluster.families.items()}
+    cluster = cluster.model_copy(update={"families": tight})
+    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
+    try:
+        least = searching.run().lower_bound_seconds
+    except PlanError as error:
+        assert "MiB too few" in str(error)
+        return
+    for layout in searching.layouts[:20]:
+        plan = searching.scorer.plan(layout)
+        check_tiling(plan, setup.model.num_items)
+        assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
+        for stage in Predictor(setup, plan, cluster).memory:
+            assert stage.memory.total <= 1.02 * stage.available_bytes, "what is scored has about the memory it needs"
+
+
+@settings(max_examples=costly(50), deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(), st.integers(2, 6))
+def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
+    setup, batch, cluster, space = case
+    scorer = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).scorer
+    lists = Shortlists(scorer, per_group)
+    (microbatches,), row = space.microbatches, tuple(range(len(scorer.costs.pools)))
+    rows = batch // microbatches
+    for pool in row:
+        result = lists.choices(microbatches, pool, row, (row,))
+        every, best = lists._rates(pool, rows)
+        others = sum(lists._rates(other, rows)[1] for other in row if other != pool)
+        considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE]
+        scores = [
+            lists._score(pool, choice, rate, others, rows, microbatches, len(row) == 1) for rate, choice in considered
+        ]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
+        assert result == [considered[i][1] for i in order[: len(result)]]
+        assert len(result) >= min(2, len(considered))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_blocks_are_cut_as_no_other_cut_is_better(data):
+    each = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=4))
+    num_blocks = data.draw(st.integers(1, 9))
+    stages = []
+    for seconds in each:
+        base, kept, again = data.draw(st.tuples(st.sampled_from([0.0, 0.4]), st.integers(0, 5), st.integers(0, 9)))
+        chunked = data.draw(st.tuples(st.sampled_from([1.1, 1.6]), st.sampled_from([1, 4]), st.integers(0, 9)))
+        variants = [(1.0, 1, kept), (1.3, 1, max(kept, again)), chunked]
+        stages.append(
+            StageVariants(
+                tuple(
+                    StageVariant(
+                        "",
+                        1,
+                        BlockLine(base * head, seconds * more),
+                        BlockLine(0, 0),
+                        most,
+                        BlockLine(0, 1),
+                    )
+                    for more, head, most in variants
+                )
+            )
+        )
+    every = [blocks for blocks in itertools.product(range(1, 10), repeat=len(each)) if sum(blocks) == num_blocks]
+    times = [max(stage.seconds(k) for stage, k in zip(stages, each, strict=True)) for each in every]
+    result = cut_blocks(num_blocks, stages)
+    if not times or min(times) == float("inf"):
+        assert result is None
+    else:
+        assert max(stage.seconds(k) for stage, k in zip(stages, result, strict=True)) == min(times)
+        assert sum(result) == num_blocks
+
+
+@pytest.mark.parametrize("many_rows", [MANY_ROWS, 0])
+@settings(max_examples=200, deadline=None)
+@given(
+    pipelines=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 1.7, 3.0])), min_size=1, max_size=3),
+    num_rows=st.integers(1, 12),
+)
+def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
+    least = [first for first, _ in pipelines]
+    times = [lambda n, least=least, speed=speed: -(-n // least) / speed for least, speed in pipelines]
+    every = itertools.product(*(range(first, num_rows + 1) for first in least))
+    every = [max(of(n) for of, n in zip(times, rows, strict=True)) for rows in every if sum(rows) == num_rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "MANY_ROWS", many_rows)
+        result = cut_rows(num_rows, least, times)
+    if not every:
+        assert result is None
+    else:
+        assert sum(result) == num_rows and all(n >= first for n, first in zip(result, least, strict=True))
+        assert max(of(n) for of, n in zip(times, result, strict=True)) == min(every)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 40.0)), min_size=2, max_size=5), st.integers(100, 3000))
+def test_many_rows_are_cut_as_if_they_were_given_one_by_one(pipelines, num_rows):
+    least = [first for first, _ in pipelines]
+    times = [lambda n, least=least, speed=speed: (3 + -(-n // least)) / speed for least, speed in pipelines]
+    result = cut_rows(num_rows, least, times)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "MANY_ROWS", num_rows)
+        assert result == cut_rows(num_rows, least, times)
+    assert sum(result) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("num_pools", "count"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)]
+)
+def test_every_arrangement_is_there_once(num_pools, count):
+    result = list(arrangements(num_pools))
+    assert len(result) == len(set(result)) == count, "Lah numbers of all subsets"
+    assert set(result) == every_arrangement(list(range(num_pools)))

@@ -1,0 +1,209 @@
+"""Offload as the planner sees it, and the buckets in which the optimizer's state goes through a device."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, cluster_of, needed_bytes, plan_of
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.config.clusters.cluster import Nodes
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import load_job
+from hpctrain.engine.step.host_state import buckets_of
+from hpctrain.model.host_activations import HostActivations, KeptLayer
+from hpctrain.model.parallel.axes import Axes
+from hpctrain.model.recompute import unpack
+from hpctrain.model.storage.groups import Group, PlacedUnits
+from hpctrain.model.storage.shard import make_shard
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.holders import ShardGroup
+from hpctrain.plan.tiling import even_plan
+from hpctrain.planner.explain import reasons
+from hpctrain.planner.prediction.memory import state_bytes
+from hpctrain.planner.prediction.offload import ADAMW_SHARE, exposed_copies, offloaded_update_seconds
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.cost import update_seconds
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import search
+from hpctrain.planner.search.space import Space
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.host_buckets import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
+from hpctrain.sharding.intervals import Interval
+
+JOB = load_job("tiny", list(SETTINGS))
+SETUP = Setup.of_job(JOB, "fp32")
+
+
+def shard_of(*sizes_and_decays: tuple[int, bool]) -> Any:
+    """Return what `buckets_of` asks of a shard, which begins at element 5 of its group."""
+    regions, at = [], 5
+    for size, decays in sizes_and_decays:
+        regions.append(SimpleNamespace(at=Interval(at, at + size), parameter=SimpleNamespace(decay=decays)))
+        at += size
+    return SimpleNamespace(updated=Interval(5, at), group=SimpleNamespace(regions=lambda within: regions))
+
+
+@given(st.lists(st.tuples(st.integers(1, 700), st.booleans()), min_size=1, max_size=8), st.integers(1, 5))
+def test_buckets_cover_a_shard_once_and_cut_tensors_at_aligned_places(sizes, times):
+    shard, most = shard_of(*sizes), times * ALIGNED
+    buckets = list(buckets_of(shard, most))
+    assert all(bucket.at.size <= most for bucket in buckets)
+    seen = [element for bucket in buckets for run in bucket.stretches for element in range(*run.at)]
+    assert seen == list(range(*shard.updated))
+    whole = {}
+    for run in (run for bucket in buckets_of(shard, 10**6 * ALIGNED) for run in bucket.stretches):
+        whole |= dict.fromkeys(range(*run.at), (run.at.start, run.decays))
+    for run in (run for bucket in buckets for run in bucket.stretches):
+        start, decays = whole[run.at.start]
+        assert (run.at.start - start) % ALIGNED == 0 and run.decays == decays
+
+
+def test_plan_files_keep_it_and_refuse_other_words():
+    plan = plan_of(JOB, "all")
+    text = dump_plan(plan)
+    assert parse_plan(text, "x") == plan and 'offload = "all"' in text
+    with pytest.raises(PlanError, match=r"offload"):
+        parse_plan(text.replace('"all"', '"disk"'), "x")
+    interleaved = even_plan(JOB.model.num_items, TensorGrid(), 2, 1, 4, 16, virtual_stages=2)
+    first, *others = interleaved.tiles
+    with pytest.raises(PlanError, match="different offload: all, none"):
+        check_tiling(replace(interleaved, tiles=(replace(first, offload="all"), *others)), JOB.model.num_items)
+
+
+@pytest.mark.parametrize(("copy", "expected", "at_loss"), [(0.5, (0.0, 0.5), 0.0), (3.0, (5.0, 6.0), 3.0)])
+def test_copies_are_exposed_where_they_take_longer_than_a_block(copy, expected, at_loss):
+    """Four blocks of 1 s forward and 2 s backward. The first copy back is always waited for, but at the loss."""
+    assert exposed_copies([(1.0, 2.0)] * 4, [copy] * 4, is_last=False) == expected
+    with_head = exposed_copies([(1.0, 2.0)] * 4 + [(1.0, 1.0)], [copy] * 4 + [0.0], is_last=True)
+    assert with_head[1] == at_loss
+
+
+def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
+    device = predictor_device()
+    one_way = 8 * 10**6 / device.host_copy_bytes_per_second
+    seconds = offloaded_update_seconds(SETUP, device, 10**6)
+    assert one_way < seconds < 2 * one_way * (1 + 4 / BUCKETS), "both ways overlap"
+    fast = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": 1e15}))
+    assert offloaded_update_seconds(SETUP, fast, 10**6) == pytest.approx(
+        10**6 * SETUP.stack.update_bytes / device.memory_bytes_per_second, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("updates_of_copy", [0.1, 0.5, 1.0, 2.0, 10.0])
+def test_an_update_takes_what_its_buckets_take_one_by_one(updates_of_copy):
+    device, num_elements = predictor_device(), 200 * LARGEST_BUCKET
+    each = ADAMW_SHARE * update_seconds(SETUP, device, LARGEST_BUCKET)
+    copy = each / updates_of_copy
+    speed = LARGEST_BUCKET * state_bytes(SETUP) / copy
+    device = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": speed}))
+    come = updated = 0.0
+    gone = [0.0] * SLOTS
+    for _ in range(200):
+        come = max(come, gone[-SLOTS]) + copy
+        updated = max(updated, come) + each
+        gone.append(max(gone[-1], updated) + copy)
+    rest = (1 - ADAMW_SHARE) * update_seconds(SETUP, device, num_elements)
+    assert offloaded_update_seconds(SETUP, device, num_elements) == pytest.approx(gone[-1] + rest, rel=0.005)
+
+
+def predictor_device():
+    from hpctrain.planner.prices.devices import DeviceModel
+
+    name, family = next(iter(cluster_of(DEVICE).families.items()))
+    return DeviceModel(name, family)
+
+
+def test_buckets_are_aligned_and_bounded():
+    for count in (0, 1, 63, 10**4, 10**7, 10**10):
+        assert bucket_elements(count) % ALIGNED == 0 and ALIGNED <= bucket_elements(count) <= 1 << 22
+
+
+def short_of_memory() -> int:
+    """Return the memory of devices on which plans fit that offload, and of those that do not only slower ones."""
+    without, with_all = (needed_bytes(SETUP, plan_of(JOB, how), cluster_of(DEVICE)) for how in ("none", "all"))
+    return with_all + (without - with_all) // 6
+
+
+def test_the_search_offloads_where_memory_is_short_and_says_why():
+    cluster = cluster_of(DEVICE.model_copy(update={"memory_bytes": short_of_memory()}))
+    space = Space(largest_grid=1, recompute=("none",), zero=(1,))
+    result = search(SETUP, GLOBAL_BATCH, cluster, space=space)
+    assert {tile.offload for tile in result.best.plan.tiles} != {"none"}
+    assert any("without host memory" in reason for reason in reasons(result))
+    try:
+        without = search(SETUP, GLOBAL_BATCH, cluster, space=replace(space, offload=("none",))).best.seconds
+    except PlanError:
+        without = float("inf")
+    assert result.best.seconds < without
+    roomy = search(SETUP, GLOBAL_BATCH, cluster_of(DEVICE), space=space).best.plan
+    assert {tile.offload for tile in roomy.tiles} == {"none"}
+
+
+def test_hosts_must_have_room_for_what_is_offloaded():
+    cluster, plan = cluster_of(DEVICE), plan_of(JOB, "all")
+
+    def with_host(num_bytes: int | None):
+        nodes = tuple(each.model_copy(update={"host_memory_bytes": num_bytes}) for each in cluster.nodes)
+        assert all(isinstance(each, Nodes) for each in nodes)
+        return cluster.model_copy(update={"nodes": nodes})
+
+    needed = {rank: stage.memory.on_host for stage in predict(SETUP, plan, cluster).memory for rank in stage.tile.ranks}
+    assert all(needed.values())
+    unknown = predict(SETUP, plan, with_host(None))
+    assert unknown.fits and any("host_memory_bytes: enough" in guess for guess in unknown.assumed_inputs)
+    assert predict(SETUP, plan, with_host(10**9)).fits
+    small = predict(SETUP, plan, with_host(max(needed.values()) // 2))
+    assert not small.fits and "ranks of node 0 offload" in small.host_shortage
+    limited = cluster_of(DEVICE.model_copy(update={"memory_bytes": short_of_memory()}))
+    nodes = tuple(each.model_copy(update={"host_memory_bytes": 1000}) for each in limited.nodes)
+    space = Space(largest_grid=1, recompute=("none",), zero=(1,))
+    try:
+        best = search(SETUP, GLOBAL_BATCH, limited.model_copy(update={"nodes": nodes}), space=space).best
+    except PlanError:
+        return
+    assert {tile.offload for tile in best.plan.tiles} == {"none"}
+
+
+def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype():
+    """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
+    places = PlacedUnits([], Axes())
+    places.size, waits = 8, []
+    group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
+    group.grads = torch.zeros(8)
+    shard = make_shard(group, Communicator((0,)), ShardGroup((0,), (1,), 1), CpuAccelerator().host_buffer)
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default and args[1].data_ptr() == shard.master.data_ptr():
+                waits.append(not (args[2:] and args[2]))
+            return func(*args, **(kwargs or {}))
+
+    shard.master.fill_(3.0)
+    with Copies():
+        shard.start_gather().wait()
+    assert waits == [False]
+    assert (group.weights == 3).all()
+
+
+def test_the_kept_storage_of_a_block_is_the_same_after_it_was_away():
+    host = HostActivations(CpuAccelerator())
+    values = torch.arange(64.0).view(8, 8)
+    layer = KeptLayer(host, values, 1)
+    small = torch.ones(4)
+    assert layer.pack(small) is small, "statistics stay"
+    places = [layer.pack(values[2:].t()), layer.pack(values)]
+    host.computed(layer)
+    host.begin_backward([])
+    layer.fetch()
+    layer.begin_backward()
+    assert torch.equal(unpack(places[0]), values[2:].t()) and torch.equal(unpack(places[1]), values)
+    assert unpack(places[0]).untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+    layer.end()

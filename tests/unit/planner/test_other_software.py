@@ -1,0 +1,116 @@
+"""What other software does differently from our engine, as physics: less is sent, kept or waited for, by how much."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.nccl import NcclNetwork
+from benchmarks.evidence.stacks import DEEPSPEED, EAGER, MEGATRON
+from hpctrain.planner.prediction.arrivals import arrivals
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.cost import layer_cost
+from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup, Stack
+from hpctrain.sharding.grid import TensorGrid
+
+# Two stages of eight gaming cards each, a node a stage, one slow port a node.
+CARDS = DescribedRun(
+    4096, 8, 32, 2048, 8, 2, 1, 1, 8, "RTX-3090", network="Ethernet-10", nics_per_node=1, dtype="fp16", tie_head=False
+)
+
+
+def message_seconds(run: DescribedRun, stack: Stack) -> float:
+    setup: Setup = run.setup(stack)
+    return max(arrivals(setup, run.plan, NcclNetwork(run.cluster)).values())
+
+
+def test_ranks_of_a_stage_share_a_message_and_gather_it_inside_the_node():
+    whole = message_seconds(CARDS, replace(MEGATRON, gathers_parts=False))
+    cut = message_seconds(CARDS, MEGATRON)
+    scattered = message_seconds(CARDS, replace(MEGATRON, sequence_parallel=True))
+    num_bytes = 2048 * 4096 * 2
+    once = num_bytes / (1.25e9 * 0.85)
+    assert whole == pytest.approx(8 * once, rel=0.01), "eight copies through one port"
+    assert scattered == pytest.approx(once, rel=0.05), "an eighth each"
+    assert scattered < cut < 1.3 * once, "and gathered in the node"
+
+
+def test_products_whose_dims_are_no_multiples_take_longer():
+    device = DeviceModel("a", CARDS.cluster.families["RTX-3090"])
+    whole, half, odd = (device.product_seconds("fp16", 4096, 1024, n) for n in (50304, 50272, 50257))
+    assert whole < half < odd
+    assert half == pytest.approx(1.05 * whole, rel=0.02)
+    assert odd == pytest.approx(1.33 * whole, rel=0.02)
+    assert device.product_seconds("fp32", 4096, 1024, 50257) <= device.product_seconds("fp32", 4096, 1024, 50304)
+
+
+def test_batched_products_that_tensor_cores_cannot_load_are_computed_without_them():
+    device = DeviceModel("a", replace(CARDS, accelerator="A100-80").cluster.families["A100-80"])
+    heads = [device.product_seconds("fp16", 2048, size, 2048, batch=64) for size in (104, 108, 112)]
+    assert heads[0] < heads[2] < 0.2 * heads[1]
+    assert heads[1] == device.product_seconds("fp32", 2048, 108, 2048, batch=64)
+    one, odd = (device.product_seconds("fp16", 4096, 4096, n) for n in (4096, 4092))
+    assert odd < 1.4 * one, "a single product is padded"
+
+
+def test_a_host_that_waits_for_each_operation_starts_none_ahead():
+    run = replace(CARDS, accelerator="A100-80", stack="megatron-deepspeed")
+    ahead, waiting = (replace(run, blocking_launches=each).predict().step_seconds for each in (False, True))
+    operations = 4 * (30 + 50 + 18)  # of the blocks of a stage
+    passes = 8 + 1  # of the slower stage, after the other's first
+    assert waiting - ahead == pytest.approx(passes * operations * DEEPSPEED.dispatch_seconds, rel=0.15)
+
+
+def test_interleaving_shortens_no_wait_for_a_slower_stage():
+    run = replace(CARDS, vocabulary=512_000, network="NDR", global_batch=16)
+    plain, twice = (replace(run, interleave=each).predict() for each in (1, 2))
+    slowest = plain.step_seconds - plain.breakdown_seconds["data"] - plain.breakdown_seconds["optimizer"]
+    assert 16 / 17 * slowest < twice.step_seconds < plain.step_seconds
+
+
+def test_megatron_pads_its_vocabulary_and_others_do_not():
+    run = replace(CARDS, vocabulary=50257, tensor=1, pipeline=1)
+
+    def columns(stack: Stack) -> int:
+        setup = run.setup(stack)
+        return layer_cost(setup, TensorGrid(), setup.head, 1).forward.products[0].n
+
+    assert columns(MEGATRON) == 50304
+    assert columns(EAGER) == 50257
+
+
+def test_recomputing_whole_blocks_keeps_a_part_of_their_inputs_where_norms_are_cut():
+    run = replace(CARDS, recompute="full", microbatch=4, global_batch=32)
+    whole, cut = (replace(run, sequence_parallel=each).memory()[0].memory.activations for each in (False, True))
+    assert cut == pytest.approx(whole / run.tensor, rel=0.02)
+
+
+def test_a_distributed_optimizer_needs_what_megatrons_readme_says():
+    run = replace(CARDS, dtype="bf16", zero=1, data=4, tensor=1, pipeline=1, global_batch=32, stack="megatron-core")
+    memory, weights = run.memory()[0].memory, 12 * 4096**2 * 8 + 2 * 4096 * 51200
+    result = (memory.weights + memory.gradients + memory.moments) / weights
+    assert result == pytest.approx(6 + 12 / 4, rel=0.03)
+
+
+def test_each_communicator_takes_memory():
+    def needed(run: DescribedRun, num_bytes: float) -> int:
+        setup = run.setup(replace(MEGATRON, communicator_bytes=num_bytes))
+        return Predictor(setup, run.plan, run.cluster).memory[0].memory.total
+
+    for data, groups in ((1, 2), (4, 3)):  # of the tensor grid, between stages, of replicas
+        run = replace(CARDS, data=data, global_batch=32)
+        assert needed(run, 1e9) - needed(run, 0.0) == pytest.approx(groups * 1e9)
+
+
+def test_zero_0_of_other_software_stays_0_where_families_hold_the_same():
+    run = replace(CARDS, tensor=1, pipeline=1, data=2, devices_per_node=1, global_batch=8)
+    nodes = [run.cluster.nodes[0].model_copy(update={"count": 1, "devices": {name: 1}}) for name in ("one", "other")]
+    families = {name: run.cluster.families["RTX-3090"] for name in ("one", "other")}
+    cluster = run.cluster.model_copy(update={"families": families, "nodes": tuple(nodes)})
+    tiles = (replace(tile, family=name) for tile, name in zip(run.plan.tiles, families, strict=True))
+    plan = replace(run.plan, tiles=tuple(tiles))
+    ours, theirs = (
+        Predictor(replace(run.setup(), stack=stack), plan, cluster).memory[0].memory for stack in (HPCTRAIN, MEGATRON)
+    )
+    assert theirs.moments == pytest.approx(2 * ours.moments, rel=0.01)

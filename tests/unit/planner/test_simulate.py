@@ -1,0 +1,97 @@
+"""The simulation runs pipelines that are equal once: that may not change any result."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hpctrain.planner.prediction.simulate as simulation
+from hpctrain.config.job import Model
+from hpctrain.plan.schedule import one_f_one_b, schedule_of
+from hpctrain.plan.schedule_run import ScheduleRun
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prediction.simulate import simulate
+from hpctrain.planner.prices.prices import Costs, PassCost, Sharing, TileCost
+from hpctrain.sharding.intervals import Interval
+from tests.tilings import tilings
+
+MODEL = Model(architecture="llama", num_layers=5, hidden_size=16, num_heads=4, vocab_size=64)
+TILINGS = st.integers(1, 6).flatmap(lambda ranks: st.integers(1, 6).flatmap(lambda m: tilings(MODEL, ranks, 5, m)))
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 2.5])
+
+
+def beside_itself(plan: Plan) -> tuple[Plan, dict[Tile, Tile]]:
+    """Return a plan and its copy on other ranks and rows, as one plan; and by tile its copy."""
+    num_ranks = max(rank for tile in plan.tiles for rank in tile.ranks) + 1
+    copies = {
+        tile: replace(
+            tile,
+            rows=tile.rows.shift(plan.rows),
+            ranks=tuple(rank + num_ranks for rank in tile.ranks),
+        )
+        for tile in plan.tiles
+    }
+    return Plan((*plan.tiles, *copies.values()), plan.microbatches, 2 * plan.rows, plan.schedule), copies
+
+
+@settings(max_examples=300, deadline=None)
+@given(TILINGS, st.data())
+def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
+    plan, copies = beside_itself(replace(drawn, unused=()))
+    tiles: dict[Tile, TileCost] = {}
+    for tile, copy in copies.items():
+        passes = [(PassCost(data.draw(SECONDS)),) * tile.row_chunks for _ in range(4)]
+        cost = TileCost(passes[0], passes[1], 0.25, passes[2], passes[3], overlap_slowdown=1.5)
+        tiles[tile] = tiles[copy] = cost
+    pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
+    messages = {pair: data.draw(SECONDS) for pair in pairs}
+    messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
+    leaving = {pair for pair in pairs if data.draw(st.booleans())}
+    leaving |= {(copies[a], copies[b]) for a, b in leaving}
+    sharings = []
+    for items in sorted({tile.items for tile in plan.tiles}):
+        sharing = tuple(tile for tile in plan.tiles if tile.items == items)
+        ready, needed = (dict.fromkeys(sharing, data.draw(SECONDS)) for _ in range(2))
+        sharings.append(Sharing(sharing, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
+    if pairs and data.draw(st.booleans()):  # the copy is not quite one
+        a, b = data.draw(st.sampled_from(pairs))
+        messages[copies[a], copies[b]] = messages[a, b] + 0.75
+    elif data.draw(st.booleans()):
+        tile = data.draw(st.sampled_from(list(copies)))
+        tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
+    costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1, leaving=frozenset(leaving))
+    schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
+    merged = simulate(plan, schedules, costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation.Simulation, "copies", lambda _: {})
+        apart = simulate(plan, schedules, costs)
+    assert merged == apart
+
+
+def test_a_copy_is_run_once(monkeypatch):
+    ran = []
+    advance = ScheduleRun._advance
+    monkeypatch.setattr(
+        ScheduleRun, "_advance", lambda self, each: ran.append(each.virtual_stages[0]) or advance(self, each)
+    )
+    first = [Tile(Interval(0, 3), Interval(row, row + 1), (row,)) for row in (0, 1)]
+    meeting = Plan((*first, Tile(Interval(3, 7), Interval(0, 2), (2,))), 4, 2)
+    plan, _ = beside_itself(meeting)
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
+    messages = {pair: 1.0 for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))}
+    simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, Costs(cost, messages))
+    assert set(ran) == set(meeting.tiles)
+
+
+def test_what_a_stage_sends_forward_and_backward_shares_its_nic():
+    """Stages on a node each, whose messages take longer than they compute: the one in the middle sends most."""
+    plan = Plan(tuple(Tile(Interval(3 * i, 3 * i + 3), Interval(0, 1), (i,)) for i in range(3)), 20, 1)
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(0.1),), (PassCost(0.2),)))
+    pairs = [pair for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))]
+    messages = dict.fromkeys(pairs, 1.0)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    inside = simulate(plan, schedules, Costs(cost, messages)).step_seconds
+    across = simulate(plan, schedules, Costs(cost, messages, leaving=frozenset(pairs))).step_seconds
+    assert across >= 2 * plan.microbatches * 1.0, "forty messages leave one node"
+    assert inside < across

@@ -1,0 +1,1 @@
+"""Tests of the project's own rules: its imports, words, pages and tests."""
