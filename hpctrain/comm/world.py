@@ -251,7 +251,7 @@ class World:
 
     def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
         rehearsal = self.settings.rehearsal
-        pace = rehearsal.pace() if rehearsal else None
+        pace = rehearsal.pace(name) if rehearsal else None
         return Instruments(self.oversight.recorder, name or "group", ranks, self.tracer, pace, which)
 
     def _routes(self):

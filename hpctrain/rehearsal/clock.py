@@ -133,8 +133,8 @@ class Clock:
 class RehearsedPace:
     """Lets the operations of one group begin and end when they would on pretended devices."""
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self, clock: Clock, group: str = ""):
+        self.clock, self.group = clock, group
         self.stream = DeviceQueue()
         """The group's; its transports start messages at its time, and advance it to their arrival."""
 

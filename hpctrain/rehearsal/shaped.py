@@ -267,8 +267,8 @@ class RehearsedNetwork:
         """`network` is shared by all ranks, and owned from now on; `clock` is this rank's."""
         self._network, self._clock = network, clock
 
-    def pace(self) -> RehearsedPace:
-        return RehearsedPace(self._clock)
+    def pace(self, group: str = "") -> RehearsedPace:
+        return RehearsedPace(self._clock, group)
 
     def transport(self, messages: GroupMessages, pace: RehearsedPace | None) -> ShapedTransport:
         return ShapedTransport(self._network, messages, pace and pace.stream)

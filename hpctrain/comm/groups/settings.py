@@ -21,8 +21,8 @@ KEPT_CHOICES = 256
 class Rehearsal(Protocol):
     """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
 
-    def pace(self) -> Pace:
-        """Return the pace of a new group."""
+    def pace(self, group: str = "") -> Pace:
+        """Return the pace of a new group of this name."""
         ...
 
     def transport(self, messages: "GroupMessages", pace: Pace | None) -> "Transport":

@@ -80,11 +80,11 @@ class Solo:
         backend = Backend(silent, None, "alone", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
         lane = None
         if overlapped:
-            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments())
-        return Communicator(ranks, backend, instruments=self._instruments(), lane=lane)
+            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments(name))
+        return Communicator(ranks, backend, instruments=self._instruments(name), lane=lane)
 
-    def _instruments(self) -> Instruments:
-        return Instruments(pace=self._rehearsal.pace() if self._rehearsal else None)
+    def _instruments(self, name: str) -> Instruments:
+        return Instruments(pace=self._rehearsal.pace(name) if self._rehearsal else None)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""
