@@ -69,7 +69,7 @@ EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 """All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
 
 
-class Group(NamedTuple):
+class PlanGroup(NamedTuple):
     """The plans with an arrangement of pools and a number of microbatches in common."""
 
     pipelines: Pipelines
@@ -282,29 +282,29 @@ class Search:
                 self._score(shape)
         return len(looked) == len(self._arrangements) * len(self._counts)
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[PlanGroup]:
         """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
         first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
         pools = range(len(self._pools))
         ends = tuple((pool,) for pool in pools), (tuple(pools),)
         first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
-        yield from itertools.starmap(Group, itertools.product(first, self._counts))
+        yield from itertools.starmap(PlanGroup, itertools.product(first, self._counts))
         least = self._least(lambda shape: shape.microbatches)
         counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
 
-        def how_late(group: Group) -> int:
+        def how_late(group: PlanGroup) -> int:
             num_unused = len(pools) - sum(map(len, group.pipelines))
             return counts.index(group.microbatches) + COUNTS_PER_UNUSED_POOL * num_unused
 
         others = [pipelines for pipelines in self._arrangements if pipelines not in first]
-        yield from sorted(itertools.starmap(Group, itertools.product(others, self._counts)), key=how_late)
+        yield from sorted(itertools.starmap(PlanGroup, itertools.product(others, self._counts)), key=how_late)
 
     def _nearest(self) -> CutShape:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
         none."""
         space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
         roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
-        groups = itertools.starmap(Group, itertools.product(self._arrangements, self._counts))
+        groups = itertools.starmap(PlanGroup, itertools.product(self._arrangements, self._counts))
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(group), self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
@@ -326,7 +326,7 @@ class Search:
         budget = self._limits.scored
         return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
 
-    def _shapes(self, group: Group) -> Iterator[Shape]:
+    def _shapes(self, group: PlanGroup) -> Iterator[Shape]:
         """Yield the shapes of a group, those of the best choices first."""
         pipelines, microbatches = group
         if self._space.cut == EVEN:
