@@ -120,9 +120,9 @@ class PlanBenchmark:
                 setup, batch = Setup.of_job(self.job), self.job.train.global_batch
                 plans = search(setup, batch, self.cluster, families, space, limits).plans
                 fastest: dict[tuple, Candidate] = {}
-                for timed in plans:
-                    key = timed.layout.shape.pipelines, timed.layout.shape.choices
-                    fastest.setdefault(key, Candidate(name, timed.plan, timed.seconds))
+                for simulated in plans:
+                    key = simulated.layout.shape.pipelines, simulated.layout.shape.choices
+                    fastest.setdefault(key, Candidate(name, simulated.plan, simulated.seconds))
                 result = list(fastest.values())
             except PlanError as error:
                 result = error

@@ -182,11 +182,11 @@ def search_plan(
     best = [
         {
             "layout": _layout(result, number),
-            "step_seconds": timed.seconds,
-            "tokens_per_second": timed.prediction.tokens_per_second,
-            "mfu": timed.prediction.mfu,
+            "step_seconds": simulated.seconds,
+            "tokens_per_second": simulated.prediction.tokens_per_second,
+            "mfu": simulated.prediction.mfu,
         }
-        for number, timed in enumerate(result.plans[:top])
+        for number, simulated in enumerate(result.plans[:top])
     ]
     return result, {
         **summary,

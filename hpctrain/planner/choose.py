@@ -16,7 +16,7 @@ from hpctrain.planner.prediction.predictor import Prediction, predict
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult, search
-from hpctrain.planner.search.space import Space, StageChoice
+from hpctrain.planner.search.space import PoolUse, Space
 from hpctrain.planner.search.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
@@ -96,7 +96,7 @@ def search_best(
 ) -> SearchResult:
     """Search for the plan of a job whose dtype and overlaps are values, in a space or among all plans.
 
-    `setup_of` returns the setup by which a plan is timed, where that depends on the plan; left out: the job's.
+    `setup_of` returns the setup by which a plan is simulated, where that depends on the plan; left out: the job's.
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     families = families_in(job, cluster, where)
@@ -208,7 +208,7 @@ def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:
     num_devices, num_blocks = costs.cluster.num_devices, costs.setup.model.num_layers
 
     def is_short(rows: int) -> bool:
-        stage = StageShape(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
+        stage = StageShape(0, PoolUse(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
         return costs.needs(stage, "none", 1).on_device.at(num_blocks) > available_bytes
 
     return bisect_left(range(1, MOST_ROWS), True, key=is_short)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.plan.tiling import counted
-from hpctrain.planner.search.cut import Placed
+from hpctrain.planner.search.cut import CutStage
 from hpctrain.planner.search.search import SearchResult, SimulatedPlan
 from hpctrain.planner.search.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
@@ -109,9 +109,9 @@ def _than(other: float, own: float) -> str:
 def _memory(best: SimulatedPlan) -> list[str]:
     stages, summary = best.layout.all_stages, []
 
-    def which(option: str) -> tuple[str, list[Placed]]:
+    def which(option: str) -> tuple[str, list[CutStage]]:
         """Return the stages with an option of memory, in words and as they are."""
-        numbers = [i for i, placed in enumerate(stages) if getattr(placed.variant, option) != "none"]
+        numbers = [i for i, stage in enumerate(stages) if getattr(stage.variant, option) != "none"]
         words = f"{counted(len(numbers), 'stage')} of {len(stages)}, stage {numbers[0]} the first," if numbers else ""
         return words, [stages[number] for number in numbers]
 

@@ -31,7 +31,7 @@ VERY_MANY_ROWS = 1 << 16
 """By the formula, no number has more rows per second, but one, whose positions need no sorting."""
 
 
-def least_seconds(costs: StageCosts, global_batch: int, space: Space) -> float:
+def lower_bound(costs: StageCosts, global_batch: int, space: Space) -> float:
     """Return seconds that no plan's step takes less than."""
     setup, speed, head = costs.setup, 0.0, float("inf")
     for number in range(len(costs.pools)):

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
-from hpctrain.planner.search.space import Shape, StageChoice
+from hpctrain.planner.search.space import PoolUse, Shape
 from hpctrain.planner.search.stages import StageShape, StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval
 
-MANY_ROWS = 64
-"""More of each pipeline, or blocks of each stage, are not all given one by one."""
+GIVEN_ONE_BY_ONE = 64
+"""Rows of each pipeline, or blocks of each stage: of more, most are given at once."""
 TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
-"""Of halving the time by which rows are given at once."""
+"""Of halving the time by which many are given at once."""
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1) -> list[int] | None:
@@ -31,36 +31,37 @@ def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1)
     """
     seconds = [lambda n, stage=stage: round(stage.seconds(n / parts), TIE_DIGITS) for stage in stages]
     # The deepest of equal stages is given more first: it keeps the fewest activations.
-    deepest_first = cut_rows(num_blocks * parts, [1] * len(stages), seconds[::-1])
+    deepest_first = deal_out(num_blocks * parts, [1] * len(stages), seconds[::-1])
     cuts = deepest_first and deepest_first[::-1]
     return cuts if cuts and all(stage.variant(n / parts) for stage, n in zip(stages, cuts, strict=True)) else None
 
 
-def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
-    """Return how many rows each pipeline takes, so that the slowest is as fast as can be; None if there are too few.
+def deal_out(number: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
+    """Return how many of some rows each pipeline takes, or of some blocks each stage, so that the slowest is as fast as
+    can be; None if there are too few.
 
-    `seconds` say what a pipeline takes with so many rows.
+    Each takes its `least` at any rate. `seconds` say what each takes with so many.
     """
-    rows = list(least)
-    left = num_rows - sum(rows)
+    counts = list(least)
+    left = number - sum(counts)
     if left < 0:
         return None
-    if len(rows) == 1:
-        return [num_rows]
-    if left > MANY_ROWS * len(rows):
-        rows = _most_at_once(rows, left, seconds)
-        left = num_rows - sum(rows)
-    with_one_more = [of(n + 1) for of, n in zip(seconds, rows, strict=True)]
+    if len(counts) == 1:
+        return [number]
+    if left > GIVEN_ONE_BY_ONE * len(counts):
+        counts = _most_at_once(counts, left, seconds)
+        left = number - sum(counts)
+    with_one_more = [of(n + 1) for of, n in zip(seconds, counts, strict=True)]
     for _ in range(left):
         i = with_one_more.index(min(with_one_more))
-        rows[i] += 1
-        with_one_more[i] = seconds[i](rows[i] + 1)
-    return rows
+        counts[i] += 1
+        with_one_more[i] = seconds[i](counts[i] + 1)
+    return counts
 
 
 def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[int], float]]) -> list[int]:
-    """Return rows of which each pipeline would be given as many, or more, one by one: all that it does before some
-    time, by which no more than all are done."""
+    """Return counts of which each would be given as many, or more, one by one: all that it does before some time, by
+    which no more than all are done."""
 
     def done_before(limit: float) -> list[int]:
         return [
@@ -68,39 +69,39 @@ def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[i
         ]
 
     low, high = 0.0, max(of(n + left) for of, n in zip(seconds, least, strict=True))
-    rows = list(least)
+    counts = list(least)
     for _ in range(ROUNDS):
         middle = (low + high) / 2
         some = done_before(middle)
         if sum(some) - sum(least) <= left:
-            low, rows = middle, some
+            low, counts = middle, some
         else:
             high = middle
-    return rows
+    return counts
 
 
-class Placed(NamedTuple):
+class CutStage(NamedTuple):
     """A stage of a pipeline, with its cut."""
 
-    stage: StageShape
+    shape: StageShape
     blocks: int
     variant: StageVariant
 
     @property
     def pool(self) -> int:
-        return self.stage.pool
+        return self.shape.pool
 
     @property
-    def choice(self) -> StageChoice:
-        return self.stage.choice
+    def choice(self) -> PoolUse:
+        return self.shape.choice
 
 
 class SharedBlocks(NamedTuple):
     """Blocks, and maybe ends of the model, that the same stages hold."""
 
     members: list[tuple[int, int]]
-    """These stages: pipeline, and place in it."""
-    placed: list[Placed]
+    """These stages: pipeline, and number in it."""
+    stages: list[CutStage]
     elements: list[float]
     """For each of them how many weights a rank has."""
     blocks: int
@@ -109,31 +110,31 @@ class SharedBlocks(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SearchLayout:
+class CutShape:
     """A shape with its cuts."""
 
     shape: Shape
     rows: tuple[int, ...]
     """Of a microbatch, for each pipeline."""
-    stages: tuple[tuple[Placed, ...], ...]
+    stages: tuple[tuple[CutStage, ...], ...]
     """Of each pipeline."""
     seconds: float
     """Of a step, by the estimate that ranks layouts."""
 
     def items(self, pipeline: int) -> list[Interval]:
         """Return the items of each stage of a pipeline."""
-        *ends, last = itertools.accumulate(2 * placed.blocks for placed in self.stages[pipeline])
+        *ends, last = itertools.accumulate(2 * stage.blocks for stage in self.stages[pipeline])
         return [Interval(*pair) for pair in itertools.pairwise((0, *(end + 1 for end in ends), last + 2))]
 
     @property
     def is_short_of_memory(self) -> bool:
         """Say whether some stage could do better with more memory."""
         return any(
-            placed.variant.recompute != "none"
-            or placed.variant.offload != "none"
-            or placed.variant.row_chunks > 1
-            or placed.variant.most < placed.blocks + 1
-            for placed in self.all_stages
+            stage.variant.recompute != "none"
+            or stage.variant.offload != "none"
+            or stage.variant.row_chunks > 1
+            or stage.variant.most < stage.blocks + 1
+            for stage in self.all_stages
         )
 
     def describe(self, names: Sequence[str]) -> str:
@@ -147,5 +148,5 @@ class SearchLayout:
         return f"{'; side by side with '.join(rows)}; {microbatches}, ZeRO {shape.zero}"
 
     @property
-    def all_stages(self) -> list[Placed]:
-        return [placed for stages in self.stages for placed in stages]
+    def all_stages(self) -> list[CutStage]:
+        return [stage for stages in self.stages for stage in stages]

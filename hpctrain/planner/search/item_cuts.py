@@ -25,8 +25,8 @@ class PricedItems(NamedTuple):
 
     def first(self, stop: int, limit: float) -> int:
         """Return the first item from which it can go up to another one in a time."""
-        places = range(max(0, stop - self.most), stop)
-        return places.start + bisect_left(places, True, key=lambda i: self.taken(i, stop) <= limit)
+        starts = range(max(0, stop - self.most), stop)
+        return starts.start + bisect_left(starts, True, key=lambda i: self.taken(i, stop) <= limit)
 
     def taken(self, start: int, stop: int) -> float:
         return self.seconds[stop] - self.seconds[start]

@@ -42,7 +42,7 @@ class Pool:
         return {}
 
     def slots(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the places for tensor grids of `size` ranks, none of which leaves its node."""
+        """Return the slots of tensor grids of `size` ranks, which are their ranks: none leaves its node."""
         if size not in self._slots:
             starts = ((ranks, i * size) for ranks in self.nodes for i in range(len(ranks) // size))
             self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)

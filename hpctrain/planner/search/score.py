@@ -9,8 +9,8 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
-from hpctrain.planner.search.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
-from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
+from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
+from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
     BlockLine,
     Holders,
@@ -25,7 +25,7 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 
-MANY_ROWS = 8
+ROWS_OF_FULL_SPEED = 8
 """So many rows at once show a device's speed."""
 ZERO_BUBBLE = 3
 """How many times shorter bubbles are by ZB-H1, where all passes take as long."""
@@ -66,7 +66,7 @@ class Scorer:
         self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
         self._layer_seconds = lru_cache(None)(self._seconds_of_layer)
 
-    def least_seconds(self, shape: Shape) -> float:
+    def bound_seconds(self, shape: Shape) -> float:
         """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
         what is exchanged, as if blocks could be cut anywhere."""
         rows, longest = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
@@ -79,19 +79,19 @@ class Scorer:
             longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
         return longest
 
-    def score(self, shape: Shape) -> SearchLayout | None:
+    def score(self, shape: Shape) -> CutShape | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
         rows = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches)
         if rows is None:
             return None
         if shape.zero < 2 or len(rows) == 1:
-            return self._place(shape, rows)
+            return self._cut_shape(shape, rows)
         # Ranks exchange in each row chunk, and so all of them have as many.
         least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
-        layouts = (self._place(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
+        layouts = (self._cut_shape(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
-    def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
+    def _cut_shape(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> CutShape | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
         pipelines, done = [], []
         for number, of_row in enumerate(rows):
@@ -100,13 +100,13 @@ class Scorer:
             blocks = self._cut_blocks(stages, of_row, variants)
             if blocks is None:
                 return None
-            placed = [
-                Placed(stage, count, variant)
+            cut_stages = [
+                CutStage(stage, count, variant)
                 for stage, count, every in zip(stages, blocks, variants, strict=True)
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
-            messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
-            pipelines.append(tuple(placed))
+            messages = list(itertools.starmap(self._message, itertools.pairwise(cut_stages)))
+            pipelines.append(tuple(cut_stages))
             cuts: list[Sequence[float]] = [blocks]
             if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
                 cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
@@ -114,7 +114,7 @@ class Scorer:
             done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
         after = self._seconds_after(shape, pipelines)
         seconds = max(map(max, map(_sums, done, after))) + self.costs.agree_seconds
-        return SearchLayout(shape, tuple(rows), tuple(pipelines), seconds)
+        return CutShape(shape, tuple(rows), tuple(pipelines), seconds)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""
@@ -172,7 +172,7 @@ class Scorer:
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
     def _rows_by_pipeline(
-        self, pipelines: Pipelines, choices: tuple[tuple[StageChoice, ...], ...], microbatches: int
+        self, pipelines: Pipelines, choices: tuple[tuple[PoolUse, ...], ...], microbatches: int
     ) -> list[int] | None:
         rows = self.global_batch // microbatches
         least = [max(c.replicas * c.grid.z for c in row) for row in choices]
@@ -180,7 +180,7 @@ class Scorer:
             replicas = [row[0].replicas for row in choices]
             return [rows // sum(replicas) * each for each in replicas]
         pairs = zip(pipelines, choices, strict=True)
-        return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
+        return deal_out(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
 
     def _cut_blocks(
         self, stages: Sequence[StageShape], rows: int, variants: Sequence[StageVariants]
@@ -199,14 +199,15 @@ class Scorer:
                 where = stage.pool, stage.choice
                 block, at_ends = self._layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
                 seconds.append(BlockLine(sum(self._layer_seconds(*where, end, rows) for end in at_ends), block).at)
-            blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
+            blocks = deal_out(num_blocks, [1] * num_stages, seconds)
         return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
 
     def speed(self, pool: int, layer: Interval = BLOCK) -> float:
         """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
-        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), layer, MANY_ROWS, self.space.recompute[0]).both
+        rows = ROWS_OF_FULL_SPEED
+        return rows / self.costs.seconds(pool, TensorGrid(), layer, rows, self.space.recompute[0]).both
 
-    def even_seconds(self, pools: Sequence[int], choices: Sequence[StageChoice], rows: int) -> float:
+    def even_seconds(self, pools: Sequence[int], choices: Sequence[PoolUse], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
         each = [self._layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
         first = self._layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
@@ -214,7 +215,7 @@ class Scorer:
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
         return (self._model.num_layers + first + last) / stages
 
-    def _seconds_of_layer(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
+    def _seconds_of_layer(self, pool: int, choice: PoolUse, layer: Interval, rows: int) -> float:
         """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
@@ -223,28 +224,28 @@ class Scorer:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[Placed]]) -> list[list[float]]:
+    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[CutStage]]) -> list[list[float]]:
         """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
         other, and to update its own."""
         costs, setup = self.costs, self.costs.setup
         seconds = [[0.0] * len(stages) for stages in pipelines]
         for shared in self._shared_blocks(pipelines):
-            holders = sum(each.choice.replicas for each in shared.placed)
+            holders = sum(each.choice.replicas for each in shared.stages)
             exchange = self._exchange_seconds(shape.zero, shared) if holders > 1 else 0.0
-            for (p, i), each, elements in zip(shared.members, shared.placed, shared.elements, strict=True):
+            for (p, i), each, elements in zip(shared.members, shared.stages, shared.elements, strict=True):
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
                 update = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
                 seconds[p][i] += exchange + update(setup, costs.pools[each.pool].device, own)
         return seconds
 
-    def _shared_blocks(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
-        ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
+    def _shared_blocks(self, pipelines: Sequence[Sequence[CutStage]]) -> Iterator[SharedBlocks]:
+        ends = [list(itertools.accumulate(stage.blocks for stage in stages)) for stages in pipelines]
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
             is_first, is_last = start == 0, stop == self._model.num_layers
-            placed = [stages[i] for stages, i in zip(pipelines, at, strict=True)]
-            elements = [self.costs.elements(p.choice.grid, is_first, is_last).at(stop - start) for p in placed]
-            yield SharedBlocks(list(enumerate(at)), placed, elements, int(stop - start), is_first, is_last)
+            sharing = [stages[i] for stages, i in zip(pipelines, at, strict=True)]
+            elements = [self.costs.elements(s.choice.grid, is_first, is_last).at(stop - start) for s in sharing]
+            yield SharedBlocks(list(enumerate(at)), sharing, elements, int(stop - start), is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
@@ -255,8 +256,8 @@ class Scorer:
         Ranks of different grids meet in parts of what the finest has, one after the other. Where exchanges are
         overlapped, that of an item at least is waited for: its gradients are made last, its weights needed first.
         """
-        costs, setup, placed = self.costs, self.costs.setup, shared.placed
-        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
+        costs, setup, stages = self.costs, self.costs.setup, shared.stages
+        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in stages)
         sizes = [size for _, size, _ in groups]
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
@@ -265,23 +266,23 @@ class Scorer:
             seconds = times * costs.sharing_seconds(groups, int(part * element_bytes), operation)
             if not setup.bucket_bytes or not meanwhile:
                 return seconds
-            of_block = (getattr(each.variant, meanwhile).each / each.variant.row_chunks for each in placed)
+            of_block = (getattr(each.variant, meanwhile).per_block / each.variant.row_chunks for each in stages)
             return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
 
         result = 0.0
         if zero < 2:
             result += exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
         if zero in (1, 2):
-            is_early = len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1
+            is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.z == 1
             result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return result
 
-    def _message(self, source: Placed, target: Placed) -> float:
+    def _message(self, source: CutStage, target: CutStage) -> float:
         """Return the seconds of a message between two stages, or back."""
-        rows = min(placed.stage.rows * placed.choice.grid.z * placed.choice.replicas for placed in (source, target))
+        rows = min(stage.shape.rows * stage.choice.grid.z * stage.choice.replicas for stage in (source, target))
         return self._between(source.pool, source.choice, target.pool, target.choice, rows)
 
-    def _message_between(self, source: int, choice: StageChoice, target: int, other: StageChoice, rows: int) -> float:
+    def _message_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> float:
         """Return about what a message takes from the last stage of a pool to the next one, or inside the pool, for a
         microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
         network, setup = self.costs.network, self.costs.setup
@@ -298,22 +299,22 @@ class Scorer:
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
-    def plan(self, layout: SearchLayout) -> Plan:
+    def plan(self, layout: CutShape) -> Plan:
         """Return the plan of a layout."""
         tiles: list[Tile] = []
         at = 0
         for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
             of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
-            for (placed, replicas), items in zip(of_stages, layout.items(number), strict=True):
+            for (stage, replicas), items in zip(of_stages, layout.items(number), strict=True):
                 for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
                     how = {
-                        "recompute": placed.variant.recompute,
-                        "offload": placed.variant.offload,
+                        "recompute": stage.variant.recompute,
+                        "offload": stage.variant.offload,
                         "zero": layout.shape.zero,
-                        "row_chunks": placed.variant.row_chunks,
+                        "row_chunks": stage.variant.row_chunks,
                     }
-                    tiles.append(Tile(items, rows.shift(at), ranks, placed.choice.grid, **how))
+                    tiles.append(Tile(items, rows.shift(at), ranks, stage.choice.grid, **how))
             at += of_row
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)

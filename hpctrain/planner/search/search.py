@@ -3,7 +3,7 @@
 `planner/search/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement
 of pools and the number of microbatches in common. An estimate (`planner/search/score.py`) scores one plan of each, then
 those of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The
-layouts with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
+layouts with the best scores are simulated, instruction by instruction, which alone decides, and must fit by
 `planner/prediction/memory.py`. Of each the changes of `planner/search/changes.py` are tried. The answer depends on the
 budget, not on the machine; a limit in seconds ends it earlier.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
@@ -24,32 +25,32 @@ from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.planner.search.bound import least_seconds
+from hpctrain.planner.search.bound import lower_bound
 from hpctrain.planner.search.changes import Change, cuts_inside_blocks, more_in_flight, virtual_stages, zero_bubble
-from hpctrain.planner.search.cut import SearchLayout
+from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.score import Scorer
 from hpctrain.planner.search.shortlist import Shortlists
 from hpctrain.planner.search.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.search.stages import StageCosts
 
-SCORED, TIMED = 2000, 10
-"""How many plans are scored, and timed, unless it is said."""
+SCORED, SIMULATED = 2000, 10
+"""How many plans are scored, and simulated, unless a user limits it."""
 PER_GROUP = 100
-"""About how many plans of a group are scored; see `MOST_CHOICES`."""
+"""About how many plans of a group are scored, unless a user limits it; see `MOST_CHOICES`."""
+
 TRIED = 3
 """How many plans of a group are scored at first, until one fits in memory."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
-UNUSED_PLACES = 3
+COUNTS_PER_UNUSED_POOL = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
 SCORING_SHARE = 0.6
-"""Of a limit in seconds; the rest is for timing."""
-
-FEW = 5
-"""So many are timed at least."""
+"""Of a limit in seconds; the rest is for simulating."""
+LEAST_SIMULATED = 5
+"""Plans, also where the next ones are expected to be slower than the best."""
 ESTIMATE_ERROR = 0.03
-"""By more than this the estimate is rarely wrong: plans that are worse by it are not timed."""
+"""By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
 MIB = 2**20
 
 
@@ -58,7 +59,8 @@ class Limits:
     """The limits of a search; `None`: it goes to the end."""
 
     scored: int | None = SCORED
-    timed: int | None = TIMED
+    timed: int | None = SIMULATED
+    """How many plans that fit are simulated."""
     per_group: int | None = PER_GROUP
     seconds: float | None = None
 
@@ -67,11 +69,29 @@ EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 """All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
 
 
+class PlanGroup(NamedTuple):
+    """The plans with an arrangement of pools and a number of microbatches in common."""
+
+    pipelines: Pipelines
+    microbatches: int
+
+
+class LookedAt(NamedTuple):
+    """A group of which the first plans were scored. Sorted, the most promising are first."""
+
+    seconds: float
+    """By the estimate, of the first of these that fits, or its bound; infinite where none of them fits."""
+    number: int
+    """By which no two are equal."""
+    others: Iterator[Shape]
+    """That were not scored yet."""
+
+
 @dataclass(frozen=True)
 class SimulatedPlan:
     """A plan that fits, and how long it takes."""
 
-    layout: SearchLayout
+    layout: CutShape
     predictor: Predictor
     prediction: Prediction
     plain_seconds: float | None = None
@@ -91,7 +111,7 @@ class SimulatedPlan:
         return len(self.plan.virtual_stages(self.plan.tiles[0]))
 
     def describe(self, names: Sequence[str]) -> str:
-        """Return what each pool does, as `SearchLayout.describe`, and how many virtual stages there are."""
+        """Return what each pool does, as `CutShape.describe`, and how many virtual stages there are."""
         several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         return self.layout.describe(names) + several
 
@@ -107,7 +127,7 @@ class SearchResult:
     """No plan is predicted to take less, whether it was looked at or not; see `planner/search/bound.py`."""
     searched: dict[str, int]
     is_complete: bool
-    """Whether all plans of the space were scored and timed, so that none is faster."""
+    """Whether all plans of the space were scored and simulated, so that none is faster."""
     wall_seconds: float
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
@@ -137,9 +157,9 @@ def search(
 ) -> SearchResult:
     """Return the best plans for a step of `global_batch` sequences on the devices of some families, or of all.
 
-    Plans are scored by `setup`, and timed by `setup_of` each of them, where that is given.
-    The others are unused. Raises PlanError, with the numbers, if none fits in memory, or if a family does
-    not compute in the dtype.
+    Devices of other families are unused. Plans are scored by `setup`, and simulated by `setup_of` each of them, where
+    that is given. Raises PlanError, with the numbers, if none fits in memory, or if a family does not compute in the
+    dtype.
     """
     return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock, setup_of).run()
 
@@ -183,9 +203,9 @@ class Search:
         """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
-        self.layouts: list[SearchLayout] = []
-        self._least_seconds = math.inf
-        """Of all layouts, by the estimate."""
+        self.layouts: list[CutShape] = []
+        self._best_score = math.inf
+        """The least seconds of all layouts, by the estimate."""
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -194,15 +214,17 @@ class Search:
 
     @_uncollected()
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
-        """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_scored = self._score_groups() and not self._shortlists.left_out
+        """Return the plans that were simulated, the fastest first, and whether no other one of the space is faster."""
+        all_groups_scored = self._score_groups()
+        all_scored = all_groups_scored and not self._shortlists.left_out
         self.layouts.sort(key=_by_seconds)
-        plans, all_timed = self._time()
+        plans, all_simulated = self._simulate_layouts()
         if not plans and not self._shortage:
+            # By the estimate nothing fits. Simulating what comes nearest says what it lacks, if it does not fit either.
             plans = list(filter(None, [self._simulate(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        return plans, all_scored and all_timed
+        return plans, all_scored and all_simulated
 
     @_uncollected()
     def run(self) -> SearchResult:
@@ -210,7 +232,7 @@ class Search:
         return SearchResult(
             plans=tuple(plans),
             pools=self._pools,
-            lower_bound_seconds=least_seconds(self.costs, self._global_batch, self._space),
+            lower_bound_seconds=lower_bound(self.costs, self._global_batch, self._space),
             searched={
                 "groups": self._num_groups,
                 "scored": self._num_scored,
@@ -231,8 +253,8 @@ class Search:
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
-    def _time_first(self, layout: SearchLayout) -> None:
-        """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
+    def _simulate_first(self, layout: CutShape) -> None:
+        """Simulate the first plan at once, so that there is one; or the next one, where that does not fit after all."""
         if self._first is None and len(self.layouts) <= TRIED:
             self._first = self._simulate(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
@@ -242,52 +264,52 @@ class Search:
     def _score_groups(self) -> bool:
         """Score a plan that fits of each group, then the others, the most promising groups first; return whether all
         were."""
-        looked: list[tuple[float, int, Iterator[Shape]]] = []
+        looked: list[LookedAt] = []
         for group in self._groups():
             if self.layouts and self._is_spent(LOOKING_SHARE):
                 break
-            seconds, shapes = math.inf, self._shapes(*group)
+            seconds, shapes = math.inf, self._shapes(group)
             for shape in itertools.islice(shapes, TRIED):
                 seconds = self._score(shape)
                 if seconds < math.inf:
                     break
-            looked.append((seconds, len(looked), shapes))
+            looked.append(LookedAt(seconds, len(looked), shapes))
         self._num_groups = len(looked)
-        for _, _, shapes in sorted(looked):
-            for shape in shapes:
+        for promising in sorted(looked):
+            for shape in promising.others:
                 if self.layouts and self._is_spent(1.0):
                     return False
                 self._score(shape)
         return len(looked) == len(self._arrangements) * len(self._counts)
 
-    def _groups(self) -> Iterator[tuple[Pipelines, int]]:
+    def _groups(self) -> Iterator[PlanGroup]:
         """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
         first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
         pools = range(len(self._pools))
         ends = tuple((pool,) for pool in pools), (tuple(pools),)
         first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
-        yield from itertools.product(first, self._counts)
+        yield from itertools.starmap(PlanGroup, itertools.product(first, self._counts))
         least = self._least(lambda shape: shape.microbatches)
         counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
 
-        def place(group: tuple[Pipelines, int]) -> int:
-            num_unused = len(pools) - sum(map(len, group[0]))
-            return counts.index(group[1]) + UNUSED_PLACES * num_unused
+        def how_late(group: PlanGroup) -> int:
+            num_unused = len(pools) - sum(map(len, group.pipelines))
+            return counts.index(group.microbatches) + COUNTS_PER_UNUSED_POOL * num_unused
 
         others = [pipelines for pipelines in self._arrangements if pipelines not in first]
-        yield from sorted(itertools.product(others, self._counts), key=place)
+        yield from sorted(itertools.starmap(PlanGroup, itertools.product(others, self._counts)), key=how_late)
 
-    def _nearest(self) -> SearchLayout:
+    def _nearest(self) -> CutShape:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
         none."""
         space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
         roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
-        groups = itertools.product(self._arrangements, self._counts)
-        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
+        groups = itertools.starmap(PlanGroup, itertools.product(self._arrangements, self._counts))
+        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(group), self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
-        def shortage(layout: SearchLayout) -> float:
+        def shortage(layout: CutShape) -> float:
             needed = ((each.pool, each.variant.needed_bytes.at(each.blocks)) for each in layout.all_stages)
             return max(num_bytes - self._pools[pool].memory_bytes for pool, num_bytes in needed)
 
@@ -304,8 +326,9 @@ class Search:
         budget = self._limits.scored
         return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
 
-    def _shapes(self, pipelines: Pipelines, microbatches: int):
+    def _shapes(self, group: PlanGroup) -> Iterator[Shape]:
         """Yield the shapes of a group, those of the best choices first."""
+        pipelines, microbatches = group
         if self._space.cut == EVEN:
             slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
             rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
@@ -313,8 +336,8 @@ class Search:
                 yield Shape(pipelines, choices, microbatches, 1)
             return
         lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
-        for places in sorted(itertools.product(*(range(len(result)) for result in lists)), key=sum):
-            resolved = iter(result[place] for result, place in zip(lists, places, strict=True))
+        for numbers in sorted(itertools.product(*(range(len(result)) for result in lists)), key=sum):
+            resolved = iter(result[number] for result, number in zip(lists, numbers, strict=True))
             choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
             yield Shape(pipelines, choices, microbatches, 1)
 
@@ -324,36 +347,43 @@ class Search:
         One that cannot be near the best so far counts as scored, and its bound is returned.
         """
         if self._limits.scored is not None and self._space.cut == BEST:
-            bound = self.scorer.least_seconds(shape)
-            if bound > self._least_seconds * (1 + ESTIMATE_ERROR):
+            bound = self.scorer.bound_seconds(shape)
+            if bound > self._best_score * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
                 return bound
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
-            # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
-            if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
+            if not self._may_pay(zero, is_short):
                 continue
             self._num_scored += 1
             layout = self.scorer.score(replace(shape, zero=zero))
             is_short |= layout is None or layout.is_short_of_memory
             if layout is not None:
                 self.layouts.append(layout)
-                self._time_first(layout)
+                self._simulate_first(layout)
                 least = min(least, layout.seconds)
-        self._least_seconds = min(self._least_seconds, least)
+        self._best_score = min(self._best_score, least)
         return least
 
-    # ---- timing ------------------------------------------------------------------------------------------------------
+    def _may_pay(self, zero: int, is_short: bool) -> bool:
+        """Say whether a ZeRO stage may be faster than 1, where that is allowed, if memory was short so far or was not:
+        0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone."""
+        if 1 not in self._space.zero or zero == 1:
+            return True
+        return is_short if zero >= 2 else not is_short
+
+    # ---- simulating --------------------------------------------------------------------------------------------------
 
     def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
         return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
-    def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
+    def _simulate(self, layout: CutShape) -> SimulatedPlan | None:
         """Return a layout with its time, changed as is the fastest and fits; None where it does not fit. Raises
         PlanError where it has more passes than a plan may have."""
         plan = self.scorer.plan(layout)
         check_passes(plan)
-        counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
+        # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
+        counts = {self.costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
         predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
         if not prediction.fits:
             self._shortage = self._shortage or self._format_shortage(plan, prediction)
@@ -391,8 +421,8 @@ class Search:
             f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
         )
 
-    def _time(self) -> tuple[list[SimulatedPlan], bool]:
-        """Return the plans that fit of the layouts, which are sorted, the fastest first, and whether all were timed.
+    def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
+        """Return the plans that fit of the sorted layouts, the fastest first, and whether all layouts were simulated.
 
         At least a few are, and at most as many as the limits say: in between those that are expected to be about as
         fast as the best.
@@ -401,10 +431,10 @@ class Search:
         for number, layout in enumerate(self.layouts):
             if self._first and layout is self._first.layout:
                 continue
-            best = min((timed.seconds for timed in result), default=math.inf)
+            best = min(map(_by_seconds, result), default=math.inf)
             is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
-            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= FEW))
-            if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= LEAST_SIMULATED))
+            if (result and is_enough) or ((result or number >= LEAST_SIMULATED) and self._is_over(1.0)):
                 all_done = False
                 break
             result += filter(None, [self._simulate(layout)])

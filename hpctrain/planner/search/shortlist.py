@@ -4,8 +4,8 @@ from bisect import insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-from hpctrain.planner.search.score import MANY_ROWS, Scorer
-from hpctrain.planner.search.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
+from hpctrain.planner.search.score import ROWS_OF_FULL_SPEED, Scorer
+from hpctrain.planner.search.space import BEST, Pipelines, PoolUse, choices_of, choices_of_all
 from hpctrain.planner.search.stages import StageShape
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
@@ -31,12 +31,12 @@ class Shortlists:
         self.left_out = 0
         """Choices that were not returned."""
 
-    def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[StageChoice]:
+    def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[PoolUse]:
         """Return the choices for a pool of a pipeline `row`, the best first."""
         used = tuple(sorted(number for other in pipelines for number in other))
         return self._choose(microbatches, pool, tuple(sorted(row)), used)
 
-    def _rates_of(self, pool: int, rows: int) -> tuple[list[tuple[float, StageChoice]], float]:
+    def _rates_of(self, pool: int, rows: int) -> tuple[list[tuple[float, PoolUse]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
         costs, space = self._costs, self._scorer.space
         every = choices_of if space.cut == BEST else choices_of_all
@@ -57,9 +57,7 @@ class Shortlists:
             rows / low - 1
         )
 
-    def _best_choices(
-        self, microbatches: int, pool: int, row: tuple[int, ...], used: tuple[int, ...]
-    ) -> list[StageChoice]:
+    def _best_choices(self, microbatches: int, pool: int, row: tuple[int, ...], used: tuple[int, ...]) -> list[PoolUse]:
         rows = self._scorer.global_batch // microbatches
         if self._per_group is None:
             return [choice for _, choice in self._rates(pool, rows)[0]]
@@ -85,7 +83,7 @@ class Shortlists:
         return [considered[i][1] for _, i in scored[:width]]
 
     def _score(
-        self, pool: int, choice: StageChoice, rate: float, others: float, rows: int, microbatches: int, is_alone: bool
+        self, pool: int, choice: PoolUse, rate: float, others: float, rows: int, microbatches: int, is_alone: bool
     ) -> tuple[bool, float]:
         """Return about what a step takes with this choice, after whether it is short of memory at any rate; `is_alone`:
         in its pipeline."""
@@ -101,9 +99,9 @@ class Shortlists:
 
         first, last = space.recompute[0], space.recompute[-1]
         if is_short(first, min(space.zero, key=lambda zero: abs(zero - 1))):
-            few = min(each, MANY_ROWS)  # as many times as long whatever the rows, once they are not too few
+            few = min(each, ROWS_OF_FULL_SPEED)  # as many times as long whatever the rows, once they are not too few
             again, once = (costs.seconds(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
             slowest *= again / once
-        exchanged = 4 * int(costs.elements(grid, False, False).each * of_stage)
+        exchanged = 4 * int(costs.elements(grid, False, False).per_block * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")
         return is_short(last, max(space.zero), space.offload[-1]), (microbatches - 1 + stages) * slowest + ends

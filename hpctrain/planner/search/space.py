@@ -5,7 +5,7 @@ A *shape* says everything but the cuts:
 - some of the pools (see `planner/search/pools.py`), divided into *pipelines* side by side, each of which is a sequence
 of
   pools: the families as one pipeline. Pools in no pipeline are unused;
-- for each of these pools a `StageChoice`. Tensor grids take their pool's places node by node, those of a stage side by
+- for each of these pools a `PoolUse`. Tensor grids take their pool's slots node by node, those of a stage side by
   side, stage after stage; what is left is unused;
 - the number of microbatches;
 - a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
@@ -39,7 +39,7 @@ MOST_VIRTUAL_STAGES = 10
 BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
-class StageChoice(NamedTuple):
+class PoolUse(NamedTuple):
     """The use of the devices of a pool: so many stages of so many replicas, each by a tensor grid."""
 
     grid: TensorGrid
@@ -83,7 +83,7 @@ class Space:
         return [p for p in every if sum(map(len, p)) == num_pools and len(p) in num_pipelines]
 
     def num_slots(self, pool: Pool, grids: Iterable[TensorGrid]) -> dict[TensorGrid, int]:
-        """Return how many places a pool has for each of some tensor grids; restricted spaces use all devices."""
+        """Return how many slots a pool has for each of some tensor grids; restricted spaces use all devices."""
         result = {g: len(pool.slots(g.size)) for g in grids if g.size <= (self.largest_grid or g.size)}
         return result if self.cut == BEST else {g: n for g, n in result.items() if n * g.size == pool.num_devices}
 
@@ -103,7 +103,7 @@ class Shape:
     """Everything of a plan but its cuts."""
 
     pipelines: Pipelines
-    choices: tuple[tuple[StageChoice, ...], ...]
+    choices: tuple[tuple[PoolUse, ...], ...]
     """For each pool of each pipeline."""
     microbatches: int
     zero: int
@@ -155,32 +155,32 @@ def replica_counts(most: int, rows: int) -> list[int]:
 
 
 def stage_counts(most: int, num_blocks: int) -> list[int]:
-    """Return how many stages a pool may have: all counts up to 8, beyond those that divide the blocks or the places."""
+    """Return how many stages a pool may have: all counts up to 8, beyond those that divide the blocks or the slots."""
     limit = min(most, num_blocks)
     wanted = {count for number in (num_blocks, most) for count in divisors(number) if count <= limit}
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
 
 
-def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:
-    """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch."""
+def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[PoolUse]:
+    """Yield what a pool can become that has so many slots for each tensor grid, for `rows` rows of a microbatch."""
     for grid, slots in num_slots.items():
         for stages in stage_counts(slots, num_blocks):
             for replicas in replica_counts(slots // stages, rows // grid.z):
-                yield StageChoice(grid, stages, replicas)
+                yield PoolUse(grid, stages, replicas)
 
 
-def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:
-    """Yield what a pool can become that uses all of its places."""
+def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[PoolUse]:
+    """Yield what a pool can become that uses all of its slots."""
     for grid, slots in num_slots.items():
         for stages in divisors(slots):
             if stages <= num_blocks and slots // stages * grid.z <= rows:
-                yield StageChoice(grid, stages, slots // stages)
+                yield PoolUse(grid, stages, slots // stages)
 
 
 def even_choices(
     pipelines: Pipelines, num_slots: Sequence[dict[TensorGrid, int]], num_blocks: int, rows: int
-) -> Iterator[tuple[tuple[StageChoice, ...], ...]]:
-    """Yield what the pools of an arrangement can become in even plans, which use all places of each pool."""
+) -> Iterator[tuple[tuple[PoolUse, ...], ...]]:
+    """Yield what the pools of an arrangement can become in even plans, which use all slots of each pool."""
     for grid in num_slots[0]:
         if not all(grid in slots for slots in num_slots):
             continue
@@ -190,7 +190,7 @@ def even_choices(
             divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
             if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
                 yield tuple(
-                    tuple(StageChoice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True)
+                    tuple(PoolUse(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True)
                 )
 
 

@@ -1,8 +1,8 @@
 """Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
-Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same. Seconds are
-those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that exchange
-with tiles of different grids, about which a search knows only roughly.
+Blocks are equal, so a stage of k blocks takes a fixed part (of the embedding or the head) and k times the same.
+Seconds are those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that
+exchange with tiles of different grids, about which a search knows only roughly.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from hpctrain.planner.prices.cost import layer_elements, update_seconds
 from hpctrain.planner.prices.prices import Prices, Site, part_counts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import Pool
-from hpctrain.planner.search.space import StageChoice
+from hpctrain.planner.search.space import PoolUse
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -60,23 +60,23 @@ class Passes(NamedTuple):
 
 
 class BlockLine(NamedTuple):
-    """A quantity of a stage with k blocks: base + k * each."""
+    """A quantity of a stage with k blocks: fixed + k * per_block."""
 
-    base: float
-    each: float
+    fixed: float
+    per_block: float
 
     def at(self, k: float) -> float:
-        return self.base + k * self.each
+        return self.fixed + k * self.per_block
 
     def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
-        return BlockLine(self.base + times * other.base, self.each + times * other.each)
+        return BlockLine(self.fixed + times * other.fixed, self.per_block + times * other.per_block)
 
     def times(self, factor: float) -> "BlockLine":
-        return BlockLine(factor * self.base, factor * self.each)
+        return BlockLine(factor * self.fixed, factor * self.per_block)
 
     def most(self, limit: float) -> int:
         """Return for how many blocks it stays within a limit; 0 if for none."""
-        return max(0, math.floor((limit - self.base) / self.each))
+        return max(0, math.floor((limit - self.fixed) / self.per_block))
 
 
 NOTHING = BlockLine(0.0, 0.0)
@@ -90,9 +90,7 @@ class Holders(NamedTuple):
     """(pool, replicas) of each."""
 
     @classmethod
-    def of_stage(
-        cls, pool: int, choice: StageChoice, zero: int, sharing: tuple[tuple[int, int], ...] = ()
-    ) -> "Holders":
+    def of_stage(cls, pool: int, choice: PoolUse, zero: int, sharing: tuple[tuple[int, int], ...] = ()) -> "Holders":
         """Return the holders of a stage's weights: its replicas, or those `sharing`, which are of several pipelines."""
         groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
         return cls(zero, groups) if zero >= 2 and groups else ALONE
@@ -105,7 +103,7 @@ class StageShape(NamedTuple):
     """A stage of a shape, but for its number of blocks."""
 
     pool: int
-    choice: StageChoice
+    choice: PoolUse
     rows: int
     """Of a microbatch, of a rank with the most."""
     ends: tuple[bool, bool] = (False, False)
@@ -306,11 +304,14 @@ class StageCosts:
         if offload in ("activations", "all"):
             moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute)
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
-            forward = BlockLine(forward.base, max(forward.each, copies))
-            backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
+            forward = BlockLine(forward.fixed, max(forward.per_block, copies))
+            exposed = 0.0 if stage.ends[1] else copies
+            backward = BlockLine(backward.fixed + exposed, max(backward.per_block, copies))
         elif row_chunks == 1 and not stage.ends[0] and self._splits(stage.choice.grid, recompute, stage.zero):
-            each, *ends = (self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers)
-            weight = BlockLine(sum(ends), each)
+            block, *ends = (
+                self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers
+            )
+            weight = BlockLine(sum(ends), block)
         return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
@@ -343,18 +344,18 @@ class StageCosts:
         return self.network.group_seconds(operation, num_bytes, ranks, overlapped)
 
     def _all_ranks(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
-        """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""
-        places = (slot for number, size in grids for slot in self.pools[number].slots(size))
-        return self.network.crowd(tuple(itertools.chain(*places)))
+        """Return the ranks of all slots for tensor grids; these are (pool, ranks of one)."""
+        slots = (slot for number, size in grids for slot in self.pools[number].slots(size))
+        return self.network.crowd(tuple(itertools.chain(*slots)))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
-        base = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
+        fixed = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
-            base += self.elements_of(grid, EMBEDDING)
-        return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
+            fixed += self.elements_of(grid, EMBEDDING)
+        return BlockLine(fixed / grid.z, self.elements_of(grid, BLOCK) / grid.z)
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
@@ -374,29 +375,29 @@ class StageCosts:
         kept = BlockLine(others.kept, block.kept).times(at_once)
         on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
         if setup.stack.is_hpctrain:
-            on_device = on_device.plus(self._scratch(stage, zero, stored, kept.each * stage.kept))
+            on_device = on_device.plus(self._scratch(stage, zero, stored, kept.per_block * stage.kept))
         return Needs(
-            on_device._replace(base=on_device.base + buffers),
+            on_device._replace(fixed=on_device.fixed + buffers),
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
 
     def _scratch(self, stage: StageShape, zero: int, stored: BlockLine, kept: float) -> BlockLine:
         """Return about what sums take on top of `kept` activations of a block; see `buffers.py`."""
-        setup, grid, base, each = self.setup, stage.choice.grid, 0.0, 0.0
+        setup, grid, fixed, per_block = self.setup, stage.choice.grid, 0.0, 0.0
         items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
         unit = SUMMED_BYTES * largest_unit(setup, grid, items)
         if "z" in setup.overlaps:
-            base += unit * (1 - 1 / grid.z)
+            fixed += unit * (1 - 1 / grid.z)
         if stage.holders > 1:
-            state, bucket = SUMMED_BYTES * stored.each, setup.bucket_bytes
+            state, bucket = SUMMED_BYTES * stored.per_block, setup.bucket_bytes
             if zero >= 2:
-                base += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
+                fixed += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
             elif bucket is not None and 2 * bucket < state * setup.model.num_layers:  # else all is summed at the end
-                base += EXCHANGED_SHARE * bucket
-                each = max(0.0, stage.meets_mixed * state - kept)
+                fixed += EXCHANGED_SHARE * bucket
+                per_block = max(0.0, stage.meets_mixed * state - kept)
             else:
-                each = max(0.0, (EXCHANGED_SHARE + stage.meets_mixed) * state - kept)
-        return BlockLine(base, each)
+                per_block = max(0.0, (EXCHANGED_SHARE + stage.meets_mixed) * state - kept)
+        return BlockLine(fixed, per_block)
 
     def most_blocks(self, stage: StageShape, needs: Needs) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""

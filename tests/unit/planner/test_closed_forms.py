@@ -11,7 +11,7 @@ import hpctrain.planner.search.cut as cut
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_tiling
 from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.search.cut import MANY_ROWS, cut_blocks, cut_rows
+from hpctrain.planner.search.cut import GIVEN_ONE_BY_ONE, cut_blocks, deal_out
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import Search, search
 from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
@@ -34,7 +34,7 @@ def test_no_plan_is_below_the_bound(case):
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     result = searching.run()
     least = result.lower_bound_seconds
-    assert all(least <= timed.seconds * (1 + 1e-9) for timed in result.plans), "changed plans, too"
+    assert all(least <= simulated.seconds * (1 + 1e-9) for simulated in result.plans), "changed plans, too"
     for layout in searching.layouts[:20]:
         seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
         assert least <= seconds * (1 + 1e-9)
@@ -126,20 +126,20 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
         assert sum(result) == num_blocks
 
 
-@pytest.mark.parametrize("many_rows", [MANY_ROWS, 0])
+@pytest.mark.parametrize("one_by_one", [GIVEN_ONE_BY_ONE, 0])
 @settings(max_examples=200, deadline=None)
 @given(
     pipelines=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 1.7, 3.0])), min_size=1, max_size=3),
     num_rows=st.integers(1, 12),
 )
-def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
+def test_rows_are_cut_as_no_other_cut_is_better(one_by_one, pipelines, num_rows):
     least = [first for first, _ in pipelines]
     times = [lambda n, least=least, speed=speed: -(-n // least) / speed for least, speed in pipelines]
     every = itertools.product(*(range(first, num_rows + 1) for first in least))
     every = [max(of(n) for of, n in zip(times, rows, strict=True)) for rows in every if sum(rows) == num_rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "MANY_ROWS", many_rows)
-        result = cut_rows(num_rows, least, times)
+        patch.setattr(cut, "GIVEN_ONE_BY_ONE", one_by_one)
+        result = deal_out(num_rows, least, times)
     if not every:
         assert result is None
     else:
@@ -152,10 +152,10 @@ def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
 def test_many_rows_are_cut_as_if_they_were_given_one_by_one(pipelines, num_rows):
     least = [first for first, _ in pipelines]
     times = [lambda n, least=least, speed=speed: (3 + -(-n // least)) / speed for least, speed in pipelines]
-    result = cut_rows(num_rows, least, times)
+    result = deal_out(num_rows, least, times)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "MANY_ROWS", num_rows)
-        assert result == cut_rows(num_rows, least, times)
+        patch.setattr(cut, "GIVEN_ONE_BY_ONE", num_rows)
+        assert result == deal_out(num_rows, least, times)
     assert sum(result) == num_rows
 
 

@@ -28,7 +28,7 @@ from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.profiled import device_models, timed_profiles
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search import pools as pools_module
-from hpctrain.planner.search.bound import least_seconds
+from hpctrain.planner.search.bound import lower_bound
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space
 from hpctrain.planner.search.stages import StageCosts
@@ -267,7 +267,7 @@ def bounded():
     cluster, batch = profiled(times=times), 1 << 20
     pools = pools_module.pools_of(cluster, ["fast", "slow"], SETUP)
     costs = StageCosts(SETUP, cluster, pools)
-    return pools, costs, batch, least_seconds(costs, batch, Space())  # agreeing and updating are next to nothing
+    return pools, costs, batch, lower_bound(costs, batch, Space())  # agreeing and updating are next to nothing
 
 
 @pytest.mark.parametrize("rows", range(1, 17))

@@ -71,10 +71,10 @@ def test_a_family_alone_uses_its_devices_only():
     own = {device.rank for device in CLUSTER.devices if device.family == FAMILY}
     result = searched(Space())
     assert len(result.plans) >= 5
-    for timed in result.plans:
-        check_runs(JOB, timed.plan, "alone")
-        assert {rank for tile in timed.plan.tiles for rank in tile.ranks} <= own
-        assert set(range(CLUSTER.num_devices)) - own <= set(timed.plan.unused)
+    for simulated in result.plans:
+        check_runs(JOB, simulated.plan, "alone")
+        assert {rank for tile in simulated.plan.tiles for rank in tile.ranks} <= own
+        assert set(range(CLUSTER.num_devices)) - own <= set(simulated.plan.unused)
 
 
 # ---- even plans ------------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_an_even_plan_is_even(case):
         assert batch % devices, "replicas alone would do"
         assert setup.model.num_layers < devices, "and so would a pipeline of all devices"
         return
-    for timed in result.plans:
-        check_even(timed.plan, setup.model.num_layers)
+    for simulated in result.plans:
+        check_even(simulated.plan, setup.model.num_layers)
 
 
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
@@ -119,13 +119,13 @@ def test_plans_of_a_ready_cluster_can_run_and_restricted_ones_are_not_faster(nam
         search(setup, job.train.global_batch, cluster, space=space, limits=limits)
         for space in (Space(), by_speed_space(), even_space())
     )
-    for timed in (*best.plans, *by_speed.plans, *even.plans):
-        check_runs(job, timed.plan, "a plan of the search")
-    for timed in (*by_speed.plans, *even.plans):
-        assert not timed.plan.unused
-        assert timed.prediction.fits
-    for timed in even.plans:
-        check_even(timed.plan, job.model.num_layers)
+    for simulated in (*best.plans, *by_speed.plans, *even.plans):
+        check_runs(job, simulated.plan, "a plan of the search")
+    for simulated in (*by_speed.plans, *even.plans):
+        assert not simulated.plan.unused
+        assert simulated.prediction.fits
+    for simulated in even.plans:
+        check_even(simulated.plan, job.model.num_layers)
     assert best.best.seconds <= by_speed.best.seconds * (1 + ESTIMATE_ERROR)
     assert best.best.seconds <= even.best.seconds * (1 + ESTIMATE_ERROR)
     assert by_speed.best.seconds <= even.best.seconds * (1 + ESTIMATE_ERROR)
@@ -196,7 +196,7 @@ def test_by_speed_rows_and_blocks_are_in_proportion():
     assert {((0,), 8), ((1,), 24)} == {pair for cut in rows if len(cut) == 2 for pair in cut.items()}
     for layout in result.layouts:
         if len(layout.stages) == 1 and all(c.stages == 1 for row in layout.shape.choices for c in row):
-            assert {placed.pool: placed.blocks for placed in layout.all_stages} == {0: 4, 1: 12}
+            assert {stage.pool: stage.blocks for stage in layout.all_stages} == {0: 4, 1: 12}
 
 
 def test_by_speed_memory_is_not_considered_when_cutting():
