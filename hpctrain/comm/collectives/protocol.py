@@ -1,12 +1,12 @@
-"""What every route offers. `groups/maker.py` chooses one for a group:
+"""Every route offers the same collectives. `groups/maker.py` chooses one for a group:
 
-| class                       | for                                                                    |
-|-----------------------------|------------------------------------------------------------------------|
-| `SharedCollectives`         | ranks of one host, through its memory                                  |
-| `FlatCollectives`           | ranks that are all equally far from each other, by messages            |
-| `HierarchicalCollectives`   | several domains: one of the others inside each, and messages across    |
-| `NativeCollectives`         | devices of one family, by their maker's library (`transports/native.py`) |
-| `ByMemory`                  | such devices: the library for their memory, messages for the host's    |
+| class                     | for                                                                      |
+|---------------------------|--------------------------------------------------------------------------|
+| `SharedCollectives`       | ranks of one host, through its memory                                    |
+| `FlatCollectives`         | ranks that are all equally far from each other, by messages              |
+| `HierarchicalCollectives` | several domains: one of the others inside each, and messages across      |
+| `NativeCollectives`       | devices of one family, by their maker's library (`transports/native.py`) |
+| `ByMemory`                | such devices: the library for their memory, messages for the host's      |
 """
 
 from collections.abc import Sequence
