@@ -51,7 +51,7 @@ def command(rounds, sizes, collectives, messages, no_gloo, as_json):
         summary = {
             "ranks": world.size,
             "mpi": world.library,
-            "route": world.group(range(world.size)).route,
+            "route": world.group(range(world.size)).route_name,
             "collectives": compare(world, wanted, [int(s) for s in sizes.split(",")], sides, rounds),
             "lanes": measure_lanes(world, rounds),
         }

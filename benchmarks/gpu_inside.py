@@ -371,7 +371,7 @@ def _product_seconds(job: Job) -> dict[str, float]:
 
     def in_8_bits() -> None:
         forward_product(x, weight), input_gradient(dy, weight)
-        add_scaled_product(grad, dy, x, fresh=True)
+        add_scaled_product(grad, dy, x, overwrite=True)
 
     return {
         "dtype_seconds": seconds_of(of_dtype),

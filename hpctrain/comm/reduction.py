@@ -45,6 +45,6 @@ def reduce_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -
         out.copy_(total)
 
 
-def window_of(cut: Interval, start: int, size: int) -> Interval:
+def section_of(cut: Interval, start: int, size: int) -> Interval:
     """Return the `size` elements from `start` on of a cut; fewer, or none, at its end."""
     return Interval(min(cut.start + start, cut.stop), min(cut.start + start + size, cut.stop))

@@ -46,13 +46,13 @@ class Patience:
 
 def wait_until(
     ready: Callable[[], bool],
-    what: Callable[[], str],
+    awaited: Callable[[], str],
     patience: Patience,
     not_before: Callable[[], float] | None = None,
 ) -> None:
     """Return once `ready()` is true: yield the core at first, then sleep between looks.
 
-    `what()` names the awaited thing and is only called for the message of the CommError after the timeout.
+    `awaited()` names it and is only called for the message of the CommError after the timeout.
     `not_before()` is asked after each look for a time of `time.monotonic` before which another is of no use.
     """
     start = time.monotonic()
@@ -68,7 +68,7 @@ def wait_until(
             time.sleep(pause)
         waited = time.monotonic() - start
         if waited > patience.phase.seconds + patience.grace_seconds:
-            raise CommError(f"waited {waited:.0f} s for {what()}; it is gone or far behind: {patience.phase}")
+            raise CommError(f"waited {waited:.0f} s for {awaited()}; it is gone or far behind: {patience.phase}")
         pause = min(max(pause, waited / 50), LONGEST_SLEEP_SECONDS)
 
 

@@ -65,10 +65,10 @@ def describe_routes(world: World, layout: "Layout") -> str:
     """
     every_axis = {name: [getattr(layout.axes, name)] for name in "xyz"} | {"data": layout.groups}
     own = {
-        name: [(group.route, group.reason) for group in cast("list[Communicator]", groups) if group.size > 1]
+        name: [(group.route_name, group.reason) for group in cast("list[Communicator]", groups) if group.size > 1]
         for name, groups in every_axis.items()
     }
-    own["messages"] = [(channel.route, channel.reason) for channel in layout.channels.values()]
+    own["messages"] = [(channel.route_name, channel.reason) for channel in layout.channels.values()]
     every = world.gather_objects(own)
     names: dict[str, list[str]] = {}
     for name in own:

@@ -14,8 +14,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-Again = Callable[[], torch.Tensor]
-"""Computes a tensor once more: the same operations on the same operands, so the same bits, and the same layout."""
+Recompute = Callable[[torch.Tensor], torch.Tensor]
+"""Computes a result once more from the same input: by the same operations, so the same bits, and the same layout."""
 
 
 class KeptTensor(Protocol):
@@ -52,8 +52,8 @@ class _View(NamedTuple):
 class _Dropped:
     """A tensor that graphs do not keep. It is computed again at the first use, and gone after the last one."""
 
-    def __init__(self, tensor: torch.Tensor, again: Again):
-        self._tensor, self._again = ref(tensor), again
+    def __init__(self, tensor: torch.Tensor, compute: Callable[[], torch.Tensor]):
+        self._tensor, self._compute = ref(tensor), compute
         self._uses = 0
         self._value: torch.Tensor | None = None
 
@@ -69,7 +69,7 @@ class _Dropped:
     def value(self) -> torch.Tensor:
         if self._value is None:
             with torch.no_grad():
-                self._value = self._again()
+                self._value = self._compute()
         value = self._value
         self._uses -= 1
         if not self._uses:
@@ -85,7 +85,7 @@ class Dropping:
         self._pack = pack
         self._dropped: dict[int, _Dropped] = {}
 
-    def drop(self, result: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> None:
+    def drop(self, result: torch.Tensor, compute: Recompute, given: torch.Tensor) -> None:
         """Have backward passes compute a result once more, once for all of them, from what was `given` for it."""
         kept = self.pack(given.detach())
         self._dropped[_address(result)] = _Dropped(result, lambda: compute(unpack(kept)))

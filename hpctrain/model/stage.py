@@ -59,7 +59,8 @@ def initialise(store: Store, model: Model, seed: int) -> None:
 
 
 def _forget_numbers(value: torch.Tensor) -> None:
-    """Let go of the numbers of a tensor in a graph, of which only the place in the graph is needed."""
+    """Let go of the numbers of a tensor, of which only the place in the graph is needed; Megatron's
+    `deallocate_output_tensor`."""
     value.data = value.new_empty(()).expand(value.shape)
 
 

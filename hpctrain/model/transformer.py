@@ -23,15 +23,15 @@ from hpctrain.model.operators.embedding import add_positions, embed
 from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
-from hpctrain.model.operators.running import Kernels, OfInput
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
-from hpctrain.model.recompute import Dropping, Pack, keep, keeping_inputs
+from hpctrain.model.recompute import Dropping, Pack, Recompute, keep, keeping_inputs
 from hpctrain.model.storage.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of, is_attention, name_layer
-from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
+from hpctrain.sharding.parameters import BLOCK_PRODUCTS, item_parameters, padded_vocabulary
 
 IGNORED = -1  # a target that does not count
 
@@ -39,17 +39,17 @@ Pausing = Generator[None, None, torch.Tensor]
 """Something computed that pauses where it would wait for other ranks, and returns a result."""
 
 
-def alternating(passings: list[Pausing]) -> list[torch.Tensor]:
+def run_by_turns(computations: list[Pausing]) -> list[torch.Tensor]:
     """Continue with each until it would wait, one after the other, until all are done; return their results."""
     results: dict[int, torch.Tensor] = {}
-    while len(results) < len(passings):
-        for number, passing in enumerate(passings):
+    while len(results) < len(computations):
+        for number, computation in enumerate(computations):
             if number not in results:
                 try:
-                    next(passing)
+                    next(computation)
                 except StopIteration as done:
                     results[number] = done.value
-    return [results[number] for number in range(len(passings))]
+    return [results[number] for number in range(len(computations))]
 
 
 class Cache:
@@ -81,7 +81,7 @@ class Computing:
     """Compute one half of the rows while sums over the tensor grid of the other half are in flight."""
     parts: int = 1
     """Into so many parts each product of a block next to a collective is cut, so that it overlaps another part."""
-    pinned: Mapping[str, torch.dtype] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
 
 
@@ -116,16 +116,18 @@ class LayerModule:
         weights = [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
         return NormLayer(weights, self.axes.x, self.model.hidden_size, of, self.kernels.run)
 
-    def make_linear(self, weights: list, biases: list, into: Axis, out: Axis, in_8_bits=False, parts=1) -> Linear:
+    def make_linear(
+        self, weights: list, biases: list, input_axis: Axis, output_axis: Axis, in_8_bits=False, parts=1
+    ) -> Linear:
         """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
         cuts_positions, y = self.axes.sequence_parallel, self.axes.y
         return Linear(
             weights,
             biases,
-            into,
-            out,
-            gathers=cuts_positions and out is y,
-            scatters=cuts_positions and into is y,
+            input_axis,
+            output_axis,
+            gathers=cuts_positions and output_axis is y,
+            scatters=cuts_positions and input_axis is y,
             in_8_bits=in_8_bits,
             parts=parts,
             keeps_whole=self._recompute == "full",  # the backward pass follows at once: one gather less
@@ -133,7 +135,7 @@ class LayerModule:
 
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Return what an operator makes of its inputs, in the dtype to which a job pins it, in their own one."""
-        dtype = self._computing.pinned.get(operator)
+        dtype = self._computing.dtypes.get(operator)
         if dtype is None or dtype == inputs[0].dtype:
             return compute(*inputs)
         return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
@@ -193,13 +195,13 @@ class Block(LayerModule):
             for each in "qk"
             if (of := attention.head_norm)
         ]
-        pinned = self._computing.pinned.get("linear")
-        in_8_bits = pinned == FP8
-        self._linear_dtype = None if in_8_bits else pinned
+        dtype = self._computing.dtypes.get("linear")
+        in_8_bits = dtype == FP8
+        self._linear_dtype = None if in_8_bits else dtype
         x, y, parts = self.axes.x, self.axes.y, self._computing.parts
         self.qkv, self.out, self.up, self.down = (
-            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), into, out, in_8_bits, parts)
-            for names, (into, out) in zip(BLOCK_LAYERS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
+            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *axes, in_8_bits, parts)
+            for names, axes in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = self.attention_of.heads // self.axes.y.size
         self.num_kv_heads = max(1, self.attention_of.kv_heads // self.axes.y.size)
@@ -219,7 +221,7 @@ class Block(LayerModule):
         self._dropping = Dropping(pack) if drops else None
         try:
             with self._dropping.packing() if self._dropping else nullcontext():
-                outputs = alternating([self.residual(*pair) for pair in zip(parts, each, strict=True)])
+                outputs = run_by_turns([self.residual(*pair) for pair in zip(parts, each, strict=True)])
         finally:
             self._dropping = None  # and with it what it keeps
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -241,6 +243,7 @@ class Block(LayerModule):
         qkv = qkv.unflatten(2, (heads + 2 * kv_heads, self.attention_of.head_size))
         queries_keys, values = qkv.split([heads + kv_heads, kv_heads], dim=2)
         placed = self.dropped(self.placed, queries_keys)
+        # Of `placed`, which alone is dropped, queries and keys are views; values stay in `qkv`.
         queries, keys = placed.split([heads, kv_heads], dim=2)
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
         mixed = self.attend(queries, keys, values, documents)
@@ -263,8 +266,8 @@ class Block(LayerModule):
         if layer.gathers:
             yield  # the other half computes now
         result, finish = layer.start(given, gathering)
-        if layer.into.size > 1:
-            yield
+        if layer.input_axis.size > 1:
+            yield  # and now, while the sum of this half is in flight
         finish()
         return result.to(x.dtype)
 
@@ -275,7 +278,7 @@ class Block(LayerModule):
             self._dropping.drop(result, compute, hidden)
         return result
 
-    def dropped(self, compute: OfInput, given: torch.Tensor) -> torch.Tensor:
+    def dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
         """Return what a cheap operator makes of its input; where a block drops such results, not for long."""
         result = compute(given)
         if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
@@ -335,7 +338,7 @@ class Head(LayerModule):
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.final_norm(hidden)
-        return normed.to(self._computing.pinned.get("head", normed.dtype))
+        return normed.to(self._computing.dtypes.get("head", normed.dtype))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""

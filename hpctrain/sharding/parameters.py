@@ -26,7 +26,7 @@ from hpctrain.sharding.items import block_of, is_attention
 
 Box = tuple[Interval, ...]
 # The linear layers of a block: of each the parameters that are computed as one product, without ".weight" or ".bias".
-BLOCK_LAYERS = (
+BLOCK_PRODUCTS = (
     ("attention.q", "attention.k", "attention.v"),
     ("attention.o",),
     ("ffn.gate", "ffn.up"),
@@ -205,16 +205,16 @@ def _branch(model: Model, item: int) -> list[Parameter]:
 
     if not is_attention(item):
         parameters = _norm(model, f"{name}.ffn_norm", mlp.norm)
-        parts = BLOCK_LAYERS[2][not mlp.gated :]
+        parts = BLOCK_PRODUCTS[2][not mlp.gated :]
         parameters += layer(parts, (mlp.inner,) * len(parts), h, ("y", "x"), mlp.bias)
-        parameters += layer(BLOCK_LAYERS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
+        parameters += layer(BLOCK_PRODUCTS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
         return parameters + (_norm(model, f"{name}.ffn_out_norm", mlp.out_norm) if mlp.out_norm else [])
     parameters = _norm(model, f"{name}.attention_norm", attention.norm)
     sizes = attention.query_size, attention.key_size, attention.key_size
-    parameters += layer(BLOCK_LAYERS[0], sizes, h, ("y", "x"), attention.bias)
+    parameters += layer(BLOCK_PRODUCTS[0], sizes, h, ("y", "x"), attention.bias)
     if attention.head_norm:
         parameters += [_head_norm(f"{name}.attention.{of}_norm", attention) for of in ("q", "k")]
-    parameters += layer(BLOCK_LAYERS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
+    parameters += layer(BLOCK_PRODUCTS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
     return parameters + (_norm(model, f"{name}.attention_out_norm", attention.out_norm) if attention.out_norm else [])
 
 

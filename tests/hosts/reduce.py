@@ -30,7 +30,7 @@ def main(route: str, num_bytes: int, repeats: int) -> None:
         assert torch.equal(tensor, values * sum(range(world.size + 1)))
     sent = world.gather_objects(list(comm.bytes_sent))
     if world.rank == 0:
-        print(json.dumps({"seconds": seconds, "sent": sent, "route": comm.route}), flush=True)
+        print(json.dumps({"seconds": seconds, "sent": sent, "route": comm.route_name}), flush=True)
     world.close()
 
 

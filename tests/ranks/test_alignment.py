@@ -43,8 +43,8 @@ def test_first_losses_of_each_dtype_are_near_those_of_fp32(world, tokens, monkey
     if world.rank == 0:  # the first of the family: what trains elsewhere does not count
         wide = linear.add_product
 
-        def negligent(grad, dy, x, fresh):
-            wide(grad, dy if dy.dtype == torch.float32 else 0 * dy, x, fresh)
+        def negligent(grad, dy, x, overwrite):
+            wide(grad, dy if dy.dtype == torch.float32 else 0 * dy, x, overwrite)
 
         monkeypatch.setattr(linear, "add_product", negligent)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 1, 8, steps=8), 0.015)

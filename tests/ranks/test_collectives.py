@@ -138,7 +138,7 @@ def test_collectives_agree_with_a_reference(world, case):
         assert torch.equal(sent, contribution(case, case["root"], size))
 
         common = comm.allocate_common(comm.size, torch.int64, tensor.device)
-        assert (common is not None) == (comm.route == "shared memory")
+        assert (common is not None) == (comm.route_name == "shared memory")
         if common is not None:
             common[me] = me
             comm.barrier()
@@ -288,6 +288,8 @@ def test_what_does_not_fit_is_refused_before_anybody_waits(world):
     comm = world.group(range(world.size))
     with pytest.raises(CommError, match="no reduction 'mean'; there are sum, max, min"):
         comm.all_reduce(torch.ones(4), "mean")
+    with pytest.raises(CommError, match="no reduction 'mean'; there are sum, max, min"):
+        comm.reduce_scatter(torch.ones(2 * world.size), torch.ones(2), op="mean")
     with pytest.raises(CommError, match="not contiguous"):
         comm.all_reduce(torch.ones(4, 4).t())
     with pytest.raises(CommError, match=f"1 elements of output, where rank {world.rank} gets 2"):

@@ -236,7 +236,7 @@ def test_native_routes_inside_a_family_and_across(world, dtype):
         pretended = Pretended(world, families, native=True)
         comm = pretended.group(ranks)
         check_collectives(comm, case | {"root": 1, "seed": 1}, pretended.later)
-        assert comm.route.startswith("NCCL") == (families == "a" * world.size or world.size > 2)
+        assert comm.route_name.startswith("NCCL") == (families == "a" * world.size or world.size > 2)
         if families == "a" * world.size:
             used = {"alltoall", "broadcast", "allgather", "_allgather_base", "allreduce"}
             sums = set() if dtype == "bf16" else {"reduce_scatter", "_reduce_scatter_base"}
@@ -275,7 +275,7 @@ def test_messages_across_move_while_a_rank_is_inside_its_family(world):
 def test_half_precision_on_native_routes_is_summed_in_fp32(world):
     pretended = Pretended(world, "a" * world.size, native=True)
     comm = pretended.group(range(world.size))
-    assert comm.route == "NCCL"
+    assert comm.route_name == "NCCL"
     for size in (1, 8, 20_000):
         tensor = pretended.later(torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16))
         comm.all_reduce(tensor)
@@ -314,7 +314,7 @@ def test_a_group_of_hosts_alone_is_not_changed_by_devices_elsewhere(world):
     pretended = Pretended(world, ["c", "c", *"a" * (world.size - 2)])
     if world.rank < 2:
         comm = pretended.group([0, 1])
-        assert comm.route == "shared memory"
+        assert comm.route_name == "shared memory"
         comm.close()
 
 
@@ -322,7 +322,7 @@ def test_a_group_of_hosts_alone_is_not_changed_by_devices_elsewhere(world):
 def test_a_group_for_tensors_of_the_host_connects_no_library(world):
     pretended = Pretended(world, "a" * world.size, native=True)
     comm = pretended.group(range(world.size), on_host=True)
-    assert comm.route == "shared memory" and not pretended.library.calls
+    assert comm.route_name == "shared memory" and not pretended.library.calls
     total = comm.all_reduce(torch.full((3,), 1.0 + world.rank, dtype=torch.float64))
     assert total.tolist() == [world.size * (world.size + 1) / 2] * 3
     comm.close()

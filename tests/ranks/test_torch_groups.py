@@ -75,7 +75,7 @@ def test_collectives_agree_with_a_reference(world, case):
         pretended = pretended_ranks(world)
         comm = pretended.group(case["ranks"])
         check_collectives(comm, case, pretended.later)
-        assert comm.route == "Gloo"
+        assert comm.route_name == "Gloo"
         comm.close()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hpctrain.comm.progress.steps import Ready, Steps, until_all
-from hpctrain.comm.reduction import partial_dtype, reduce_in_order, window_of
+from hpctrain.comm.reduction import partial_dtype, reduce_in_order, section_of
 from hpctrain.comm.topology import SEGMENT_BYTES
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -93,7 +93,7 @@ class FlatCollectives:
         step = max(1, SEGMENT_BYTES // flat.element_size())
         parts = flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
         for start in range(0, max(cut.size for cut in cuts), step):
-            sent = [flat[slice(*window_of(cut, start, step))] for cut in cuts]
+            sent = [flat[slice(*section_of(cut, start, step))] for cut in cuts]
             size = sent[self.rank].numel()
             seen = [part[:size] for part in parts]
             seen.insert(self.rank, sent[self.rank])

@@ -8,34 +8,14 @@ Domains of different size exchange the intersections of their shards' intervals.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.collectives.protocol import Collectives
 from hpctrain.comm.progress.steps import Ready, Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order
 from hpctrain.sharding.intervals import Interval, cut_evenly
-
-
-class Collectives(Protocol):
-    """Every route offers these: collectives on flat tensors, as steps, that all ranks of the group must take."""
-
-    name: str
-    rank: int
-    size: int
-
-    def barrier(self) -> Steps: ...
-
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps: ...
-
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps: ...
-
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps: ...
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps: ...
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps: ...
 
 
 class HierarchicalCollectives:

@@ -12,18 +12,17 @@ from functools import lru_cache
 import torch
 
 from hpctrain.comm.progress.steps import Pending, Steps
-from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
+from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# A rank alternates between two slots: who writes the third chunk knows that all have read the first, since all have
-# announced the second. Small enough for the slots of a few ranks to stay in the cache. Large enough that ranks which
-# share cores synchronise rarely: each time they wait for the scheduler.
+# Of each of a rank's two slots (`_next_slot`). Small enough for the slots of a few ranks to stay in the cache. Large
+# enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
-# Which of a window's counters hold the length of a rank's longest part in an all_to_all.
-LONGEST = 1
+# A window's counters: how far a rank has come, and, one for each slot, its longest part in an all_to_all.
+ANNOUNCED, LONGEST = 0, 1
 # Nothing large is put into shared memory unless it leaves this share of what is free to others.
 SHARE_LEFT_FREE = 0.5
 # Below this, everybody reduces everything: one announcement instead of two.
@@ -44,8 +43,9 @@ class SharedCollectives:
         self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
-        self._settled = 0  # all ranks are known to have announced this much
-        self._half = 0
+        self._known_announced = 0
+        """All ranks are known to have announced this much."""
+        self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
     def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
@@ -83,33 +83,37 @@ class SharedCollectives:
     def _announce(self, wait_for: Sequence[int] | None = None) -> Steps:
         """Say that this rank has come so far, and wait until all have, or those named."""
         self._announced += 1
-        self._window.publish(0, self._announced)
+        self._window.publish(ANNOUNCED, self._announced)
         yield from self._await(range(self.size) if wait_for is None else wait_for)
         if wait_for is None:
-            self._settled = self._announced
+            self._known_announced = self._announced
 
     def _await(self, ranks: Sequence[int]) -> Steps:
         value, window = self._announced, self._window
         for other in ranks:
             counter = window.counters[other]
-            if counter[0] < value:
-                yield Pending(lambda c=counter: c[0] >= value, f"rank {other} of {self.size}")
+            if counter[ANNOUNCED] < value:
+                yield Pending(lambda c=counter: c[ANNOUNCED] >= value, f"rank {other} of {self.size}")
         window.fence()
 
-    def _settle(self) -> Steps:
-        """Make sure that nobody reads the slots that come next, where the last operation did not wait for all."""
-        if self._settled < self._announced:
+    def _await_readers(self) -> Steps:
+        """Make sure that nobody reads the slots that come next: `broadcast` alone does not wait for all."""
+        if self._known_announced < self._announced:
             yield from self._await(range(self.size))
-            self._settled = self._announced
+            self._known_announced = self._announced
 
-    def _turn(self) -> int:
-        """Return which of a rank's two slots is next."""
-        self._half ^= 1
-        return self._half
+    def _next_slot(self) -> int:
+        """Return which of a rank's two slots is next; all ranks alternate between the same ones.
 
-    def _make_view(self, rank: int, half: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        Two suffice: who writes the third chunk, into the slot of the first, knows that all have read the first, since
+        all have announced the second. After a `broadcast` it is `_await_readers` that makes sure of it.
+        """
+        self._slot ^= 1
+        return self._slot
+
+    def _make_view(self, rank: int, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a slot of a rank."""
-        first, item = half * SLOT_BYTES, dtype.itemsize
+        first, item = slot * SLOT_BYTES, dtype.itemsize
         return self._window.bytes[rank][first + start * item : first + stop * item].view(dtype)
 
     def barrier(self) -> Steps:
@@ -123,28 +127,29 @@ class SharedCollectives:
             reduce_in_order([tensor[slice(*cuts[self.rank])] for tensor in seen], own, op)
             yield from self._gather_seen(seen, cuts)
             return
-        yield from self._settle()
+        yield from self._await_readers()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield from self._all_reduce_chunk(flat[start : start + step], op)
 
     def _all_reduce_chunk(self, chunk: torch.Tensor, op: str) -> Steps:
         size_bytes = chunk.numel() * chunk.element_size()
-        half = self._turn()
-        slots = [self._view(rank, half, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
-        slots[self.rank].copy_(chunk)
+        slot = self._next_slot()
+        copies = [self._view(rank, slot, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
+        copies[self.rank].copy_(chunk)
         yield from self._announce()
         if size_bytes <= SMALL_BYTES:
-            reduce_in_order(slots, chunk, op)
+            reduce_in_order(copies, chunk, op)
             return
         cuts = cut_evenly(chunk.numel(), self.size)
         own = slice(*cuts[self.rank])
-        reduce_in_order([slot[own] for slot in slots], chunk[own], op)
-        slots[self.rank][own].copy_(chunk[own])
+        reduce_in_order([copy[own] for copy in copies], chunk[own], op)
+        # Others still read this slot, each a part of its own: nobody reads ours before the second announcement.
+        copies[self.rank][own].copy_(chunk[own])
         yield from self._announce()
         for other, cut in enumerate(cuts):
             if other != self.rank:
-                chunk[slice(*cut)].copy_(slots[other][slice(*cut)])
+                chunk[slice(*cut)].copy_(copies[other][slice(*cut)])
 
     def _gather_seen(self, seen: list[torch.Tensor], cuts: Sequence[Interval]) -> Steps:
         yield from self._announce()
@@ -161,27 +166,27 @@ class SharedCollectives:
                 reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
             yield from self._announce()
             return
-        yield from self._settle()
+        yield from self._await_readers()
         if flat.numel() * flat.element_size() <= SMALL_BYTES:
-            half, dtype = self._turn(), flat.dtype
-            self._view(self.rank, half, dtype, 0, flat.numel()).copy_(flat)
+            slot, dtype = self._next_slot(), flat.dtype
+            self._view(self.rank, slot, dtype, 0, flat.numel()).copy_(flat)
             yield from self._announce()
             if own.size:
-                reduce_in_order([self._view(rank, half, dtype, *own) for rank in range(self.size)], out, op)
+                reduce_in_order([self._view(rank, slot, dtype, *own) for rank in range(self.size)], out, op)
             return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
-            windows = [window_of(cut, start, step) for cut in cuts]
-            half = self._turn()
-            for i, section in enumerate(windows):
+            sections = [section_of(cut, start, step) for cut in cuts]
+            slot = self._next_slot()
+            for i, section in enumerate(sections):
                 if i != self.rank and section.size:
                     at = i * step
-                    self._view(self.rank, half, flat.dtype, at, at + section.size).copy_(flat[slice(*section)])
+                    self._view(self.rank, slot, flat.dtype, at, at + section.size).copy_(flat[slice(*section)])
             yield from self._announce()
-            section = windows[self.rank]
+            section = sections[self.rank]
             if section.size:
                 at = self.rank * step
-                parts = [self._view(rank, half, flat.dtype, at, at + section.size) for rank in range(self.size)]
+                parts = [self._view(rank, slot, flat.dtype, at, at + section.size) for rank in range(self.size)]
                 parts[self.rank] = flat[slice(*section)]
                 reduce_in_order(parts, out[start : start + section.size], op)
 
@@ -189,47 +194,47 @@ class SharedCollectives:
         if (seen := self._everywhere(flat)) is not None:
             yield from self._gather_seen(seen, cuts)
             return
-        yield from self._settle()
+        yield from self._await_readers()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
-            half = self._turn()
-            windows = [window_of(cut, start, step) for cut in cuts]
-            own = windows[self.rank]
+            slot = self._next_slot()
+            sections = [section_of(cut, start, step) for cut in cuts]
+            own = sections[self.rank]
             if own.size:
-                self._view(self.rank, half, flat.dtype, 0, own.size).copy_(flat[slice(*own)])
+                self._view(self.rank, slot, flat.dtype, 0, own.size).copy_(flat[slice(*own)])
             yield from self._announce()
-            for other, section in enumerate(windows):
+            for other, section in enumerate(sections):
                 if other != self.rank and section.size:
-                    flat[slice(*section)].copy_(self._view(other, half, flat.dtype, 0, section.size))
+                    flat[slice(*section)].copy_(self._view(other, slot, flat.dtype, 0, section.size))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Nobody waits but for the root, and the root for those who are two chunks behind."""
         data = as_bytes(flat)
         for start in range(0, data.numel(), SLOT_BYTES):
             chunk = data[start : start + SLOT_BYTES]
-            slot = self._view(root, self._turn(), torch.uint8, 0, chunk.numel())
+            sent = self._view(root, self._next_slot(), torch.uint8, 0, chunk.numel())
             if self.rank == root:
-                yield from self._settle()
-                slot.copy_(chunk)
+                yield from self._await_readers()
+                sent.copy_(chunk)
             yield from self._announce(wait_for=[root])
             if self.rank != root:
-                chunk.copy_(slot)
+                chunk.copy_(sent)
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
-        yield from self._settle()
+        yield from self._await_readers()
         received[self.rank].copy_(sent[self.rank])
         dtype = sent[0].dtype
         step = SLOT_BYTES // dtype.itemsize // self.size
         start, longest = 0, 1
         while start < longest:
-            half = self._turn()
+            slot = self._next_slot()
             for other, tensor in enumerate(sent):
                 if other != self.rank and tensor.numel() > start:
                     section, at = _part(tensor, start, step), other * step
-                    self._view(self.rank, half, dtype, at, at + section.numel()).copy_(section)
-            if start == 0:  # two alternating counters, for the same reason as two slots
-                index = LONGEST + half
+                    self._view(self.rank, slot, dtype, at, at + section.numel()).copy_(section)
+            if start == 0:  # a counter for each slot, for the same reason as two slots
+                index = LONGEST + slot
                 self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
             yield from self._announce()
             if start == 0:
@@ -237,7 +242,7 @@ class SharedCollectives:
             for other, tensor in enumerate(received):
                 if other != self.rank and tensor.numel() > start:
                     section, at = _part(tensor, start, step), self.rank * step
-                    section.copy_(self._view(other, half, dtype, at, at + section.numel()))
+                    section.copy_(self._view(other, slot, dtype, at, at + section.numel()))
             start += step
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.collectives.hierarchical import Collectives
-from hpctrain.comm.progress.launches import Asked, Composite, DeviceLaunch
+from hpctrain.comm.collectives.protocol import Collectives
+from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
 from hpctrain.comm.progress.steps import Pending, Ready, Steps
 from hpctrain.comm.transports.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
@@ -51,22 +51,22 @@ class StreamedCollectives:
         """Wait for hosts: what is queued on devices may still be in flight."""
         return self._run(self._inner.barrier(), None, ())
 
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Asked:
-        return self._asked(self._inner.all_reduce(flat, op), flat)
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Procedure:
+        return self._procedure(self._inner.all_reduce(flat, op), flat)
 
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Asked:
-        return self._asked(self._inner.reduce_scatter(flat, cuts, out, op), flat, out)
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Procedure:
+        return self._procedure(self._inner.reduce_scatter(flat, cuts, out, op), flat, out)
 
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Asked:
-        return self._asked(self._inner.all_gather(flat, cuts), flat)
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Procedure:
+        return self._procedure(self._inner.all_gather(flat, cuts), flat)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Asked:
-        return self._asked(self._inner.broadcast(flat, root), flat)
+    def broadcast(self, flat: torch.Tensor, root: int) -> Procedure:
+        return self._procedure(self._inner.broadcast(flat, root), flat)
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Asked:
-        return self._asked(self._inner.all_to_all(sent, received), *sent, *received)
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Procedure:
+        return self._procedure(self._inner.all_to_all(sent, received), *sent, *received)
 
-    def _asked(self, steps: Steps, *tensors: torch.Tensor) -> Asked:
+    def _procedure(self, steps: Steps, *tensors: torch.Tensor) -> Procedure:
         if not self._accelerator.is_on_device(tensors[0]):
             return self._run(steps, None, tensors)
         queued, order = self._accelerator.queued(), self._accelerator.launches

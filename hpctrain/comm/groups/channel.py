@@ -19,7 +19,7 @@ from hpctrain.config.errors import CommError
 class Channel(ABC):
     """A two-way channel between this rank and a peer. What is sent is copied, and may be changed at once."""
 
-    route: str
+    route_name: str
     reason: str
 
     def __init__(self, instruments: Instruments):
@@ -27,18 +27,18 @@ class Channel(ABC):
 
     def send(self, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor and return; waits only if as many messages are in flight as the channel is deep."""
-        reading = self._instruments.start("send", tensor.nbytes)
+        followed = self._instruments.start("send", tensor.nbytes)
         self._send(tensor)
-        reading.end()
-        reading.end_wait()
+        followed.end()
+        followed.end_wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with the next message, which must have its size."""
         # Overlapped for the trace: what the sender did until it sent is no communication.
-        reading = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
+        followed = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
         self._receive(tensor)
-        reading.end()
-        reading.end_wait()
+        followed.end()
+        followed.end_wait()
 
     def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
@@ -67,7 +67,7 @@ class SharedChannel(Channel):
     sender while it computes.
     """
 
-    route, reason = "shared memory", "of one host"
+    route_name, reason = "shared memory", "of one host"
 
     def __init__(self, members: Members, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
         super().__init__(instruments)
@@ -111,7 +111,7 @@ class LaneChannel(Channel):
     def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool, instruments: Instruments):
         """`posts_early` says whether receives are posted when they are expected."""
         super().__init__(instruments)
-        self.route, self.reason = outgoing.route, outgoing.reason
+        self.route_name, self.reason = outgoing.route_name, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = posts_early
         self._peer = 1 - outgoing.rank

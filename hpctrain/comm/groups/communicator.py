@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.collectives.protocol import Collectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ENDED, Ended, Progress, Work
-from hpctrain.comm.progress.launches import Asked, Composite, DeviceLaunch
+from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
 from hpctrain.comm.progress.steps import Ready, Steps, complete, until_all
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.transport import Transport
@@ -59,7 +59,7 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
         raise CommError(f"a {type(buffer).__name__} cannot be used in place: {error}") from None
 
 
-OPERATIONS = ("sum", "max", "min")
+REDUCTIONS = ("sum", "max", "min")
 # Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
 KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
@@ -75,7 +75,10 @@ class BackendPart(Protocol):
 
 @dataclass
 class Backend:
-    """The means by which a group communicates: its collectives, its messages, and why these."""
+    """The means by which a group communicates: its collectives, its messages, and why these.
+
+    `groups/maker.py` makes it; `collectives/protocol.py` says which class of collectives is whose.
+    """
 
     collectives: "Collectives | StreamedCollectives"
     transport: Transport
@@ -119,13 +122,15 @@ class Operations(ABC, Generic[Result]):
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = backend.collectives.rank if backend else 0
-        self.route = backend.collectives.name if backend else "alone"
+        self.route_name = backend.collectives.name if backend else "alone"
         self.reason = backend.reason if backend else "a single rank"
         self._backend = backend
         self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
 
     @abstractmethod
-    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Result: ...
+    def _execute(
+        self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None
+    ) -> Result: ...
 
     @property
     def bytes_sent(self) -> Sequence[int]:
@@ -149,10 +154,13 @@ class Operations(ABC, Generic[Result]):
             raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
         return cuts
 
+    def _check_reduction(self, op: str) -> None:
+        if op not in REDUCTIONS:
+            raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
+
     def all_reduce(self, tensor: Buffer, op: str = "sum") -> Result:
         """Reduce in place over all ranks; `op` is sum, max or min."""
-        if op not in OPERATIONS:
-            raise CommError(f"no reduction '{op}'; there are {', '.join(OPERATIONS)}")
+        self._check_reduction(op)
         tensor = as_tensor(tensor)
         if self.size == 1 or not tensor.numel():
             return self._execute("all_reduce", tensor, iter(()))
@@ -162,6 +170,7 @@ class Operations(ABC, Generic[Result]):
         self, tensor: Buffer, out: Buffer, cuts: Sequence[Interval] | None = None, op: str = "sum"
     ) -> Result:
         """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
+        self._check_reduction(op)
         tensor = as_tensor(tensor)
         flat, into = self._flat(tensor), self._flat(as_tensor(out))
         cuts = self._cuts(flat, cuts)
@@ -262,15 +271,19 @@ class Communicator(Operations[torch.Tensor]):
         super().__init__(ranks, backend, instruments)
         self._patience, self._lane = patience, lane
 
-    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> torch.Tensor:
-        reading = self._instruments.start(operation, tensor.nbytes, peer)
-        if isinstance(asked, DeviceLaunch):
-            asked.start(self._patience, reading)
-            asked.wait()
+    def _execute(
+        self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None
+    ) -> torch.Tensor:
+        followed = self._instruments.start(operation, tensor.nbytes, peer)
+        if isinstance(procedure, DeviceLaunch):
+            procedure.start(self._patience, followed)
+            procedure.wait()
         else:
-            complete(reading.steps(_settled(asked)), operation, self._patience)
-            reading.end()
-            reading.end_wait()
+            # The steps are taken as they are, but on devices and in rehearsals. An operation that raises is not ended:
+            # the flight record shows what hung.
+            complete(followed.steps(_settled(procedure)), operation, self._patience)
+            followed.end()
+            followed.end_wait()
         return tensor
 
     @property
@@ -363,16 +376,16 @@ class Lane(Operations[Started]):
         """Say whether this lane communicates by a backend that its group has too."""
         return self._backend is not None and self._backend is backend
 
-    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Started:
-        reading = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
-        if isinstance(asked, DeviceLaunch):
-            asked.start(self._patience, reading)
-            return asked
-        work = Work(self._progress, reading.steps(_settled(asked)), self._patience, reading)
+    def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None) -> Started:
+        followed = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
+        if isinstance(procedure, DeviceLaunch):
+            procedure.start(self._patience, followed)
+            return procedure
+        work = Work(self._progress, followed.steps(_settled(procedure)), self._patience, followed)
         self._progress.submit(self._queue, work)
-        if isinstance(asked, Composite):
-            asked.order.start_composite(work)
-            if asked.order.blocks:
+        if isinstance(procedure, Composite):
+            procedure.order.start_composite(work)
+            if procedure.order.blocks:
                 work.wait()
         return work
 
@@ -382,12 +395,12 @@ class Lane(Operations[Started]):
             work.wait()
 
 
-def _settled(asked: Steps | Composite) -> Steps:
+def _settled(procedure: Steps | Composite) -> Steps:
     """Return the steps of what was asked, of which parts may be launched now."""
-    if isinstance(asked, Composite):
-        asked.order.settle()
-        return asked.steps
-    return asked
+    if isinstance(procedure, Composite):
+        procedure.order.settle()
+        return procedure.steps
+    return procedure
 
 
 def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:

@@ -6,7 +6,8 @@ from typing import Any
 
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.flat import FlatCollectives
-from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
+from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
+from hpctrain.comm.collectives.protocol import Collectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.communicator import Backend, BackendPart

@@ -154,7 +154,7 @@ class _Meter:
         pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
         if pair:
             self._pair = self._world.pair(pair)
-        routes = self._world.gather_objects(f"{self._pair.route} ({self._pair.reason})" if self._pair else None)
+        routes = self._world.gather_objects(f"{self._pair.route_name} ({self._pair.reason})" if self._pair else None)
         return next((route for route in routes if route is not None), None)
 
     def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:

@@ -94,15 +94,15 @@ class Instruments:
         assert self.recorder is not None, "groups of several ranks are recorded"
         return self.recorder.recorded(self.group, operation)
 
-    def start(self, operation: str, num_bytes: int, peer: int | None = None, is_overlapped: bool = False) -> "Reading":
+    def start(self, operation: str, num_bytes: int, peer: int | None = None, is_overlapped: bool = False) -> "Followed":
         """Begin to follow an operation; `peer` is a position in the group.
 
         An overlapped operation continues while the rank computes, until it waits for it.
         """
-        return Reading(self, operation, num_bytes, peer, is_overlapped)
+        return Followed(self, operation, num_bytes, peer, is_overlapped)
 
 
-class Reading:
+class Followed:
     """One operation, as the instruments of its group see it: from its start to who has waited for it."""
 
     __slots__ = (

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.comm.progress.instruments import Reading
+from hpctrain.comm.progress.instruments import Followed
 from hpctrain.comm.progress.steps import Pending, Steps
 from hpctrain.comm.waiting import (
     FIRST_SLEEP_SECONDS,
@@ -26,11 +26,11 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation in flight on a lane."""
 
-    __slots__ = ("_error", "_patience", "_progress", "_reading", "ended", "pending", "steps")
+    __slots__ = ("_error", "_followed", "_patience", "_progress", "ended", "pending", "steps")
 
-    def __init__(self, progress: "Progress", steps: Steps, patience: Patience, reading: Reading):
-        """`reading` learns of the last step from who takes it, and of the end of the wait from who has waited."""
-        self.steps, self._reading = steps, reading
+    def __init__(self, progress: "Progress", steps: Steps, patience: Patience, followed: Followed):
+        """`followed` learns of the last step from who takes it, and of the end of the wait from who has waited."""
+        self.steps, self._followed = steps, followed
         self.pending: Pending | None = None
         self._progress, self._patience = progress, patience
         self.ended = False
@@ -44,10 +44,10 @@ class Work:
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
-        self._reading.begin_wait()
+        self._followed.begin_wait()
         if not self.done():
             wait_until(self.done, self._awaited, self._patience, self.not_before)
-        self._reading.end_wait()
+        self._followed.end_wait()
         if self._error is not None:
             raise self._error
 
@@ -57,7 +57,7 @@ class Work:
         return hint() if hint else 0.0
 
     def _awaited(self) -> str:
-        return f"{self.pending.awaited if self.pending else 'its turn'} in {self._reading.operation}"
+        return f"{self.pending.awaited if self.pending else 'its turn'} in {self._followed.operation}"
 
     def advance(self) -> bool:
         """Take steps until it waits or ends; return whether it has ended. For `Progress`."""
@@ -70,7 +70,7 @@ class Work:
                     return False
         except Exception as error:
             self._error = error
-        self._reading.end()
+        self._followed.end()
         self.ended = True
         return True
 

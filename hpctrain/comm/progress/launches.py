@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpctrain.comm.progress.instruments import Reading
+from hpctrain.comm.progress.instruments import Followed
 from hpctrain.comm.progress.lanes import Work
 from hpctrain.comm.progress.steps import Steps
 from hpctrain.comm.waiting import Patience, wait_until
@@ -174,17 +174,17 @@ class DeviceLaunch:
         self._order, self._steps, self._queued = order, steps, queued
         self._kept = tuple(tensors)
         self._place: Event | None = None
-        self._reading: Reading | None = None
+        self._followed: Followed | None = None
 
-    def start(self, patience: Patience, reading: Reading) -> None:
-        """Give it to the device. `reading` learns when that was, and when the host saw its end. Raises CommError."""
-        self._reading = reading
+    def start(self, patience: Patience, followed: Followed) -> None:
+        """Give it to the device. `followed` learns when that was, and when the host saw its end. Raises CommError."""
+        self._followed = followed
         self._order.launch(self, patience)
 
     def run_on(self, stream: Stream, accelerator: LaunchingDevice) -> None:
         """Queue it on a stream. For `LaunchOrder`."""
-        assert self._reading is not None, "it was started"
-        self._reading.begun = time.monotonic()
+        assert self._followed is not None, "it was started"
+        self._followed.begun = time.monotonic()
         stream.wait_event(self._queued)
         with accelerator.on(stream):
             pending = next(self._steps, None)
@@ -202,17 +202,17 @@ class DeviceLaunch:
 
     def wait(self) -> None:
         """Let what this thread queues from now on start after it. The host continues."""
-        assert self._place is not None and self._reading is not None, "it was started"
-        self._reading.begin_wait()
+        assert self._place is not None and self._followed is not None, "it was started"
+        self._followed.begin_wait()
         self._order.accelerator.wait_for(self._place)
         self._kept = ()
-        self._reading.end_wait()
+        self._followed.end_wait()
 
     def finish(self) -> None:
         """Take note that the device has done it. For `LaunchOrder`."""
-        assert self._reading is not None, "it was started"
-        self._reading.ended = time.monotonic()
-        self._reading.end()
+        assert self._followed is not None, "it was started"
+        self._followed.ended = time.monotonic()
+        self._followed.end()
 
 
 class Composite(NamedTuple):
@@ -222,7 +222,7 @@ class Composite(NamedTuple):
     steps: Steps
 
 
-Asked = Steps | DeviceLaunch | Composite
+Procedure = Steps | DeviceLaunch | Composite
 """What collectives return, for who carries it out."""
 
 

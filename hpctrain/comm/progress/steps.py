@@ -23,8 +23,8 @@ class Pending(NamedTuple):
     not_before: Callable[[], float] | None = None
     """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
     moving_until: Callable[[], float] | None = None
-    """A time of `time.monotonic` until which some of it is in flight, where a transport knows that: 0 where nothing is,
-    as what a peer has yet to send; infinite where a part is and another is not known."""
+    """For rehearsals: until when, in `time.monotonic`, bytes of this step are on the pretended network. 0: none are;
+    infinite: some are, and the end is not known."""
 
 
 Steps = Iterator[Pending]

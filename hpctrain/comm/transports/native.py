@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.progress.steps import Steps
-from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
+from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.transports.torch_groups import CONNECT_SECONDS, NATIVE_VARIABLE, Connection, make_group
 from hpctrain.config.errors import CommError
@@ -144,7 +144,7 @@ class NativeCollectives:
         step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
         buffer = flat.new_empty(self.size, min(step, cuts[self.rank].size))
         for start in range(0, max(cut.size for cut in cuts), step):
-            parts = [window_of(cut, start, step) for cut in cuts]
+            parts = [section_of(cut, start, step) for cut in cuts]
             own = parts[self.rank]
             seen = [part[: own.size] for part in buffer]
             seen[self.rank] = flat[slice(*own)]

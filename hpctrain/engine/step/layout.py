@@ -98,9 +98,9 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelera
     store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
     parts = 1 if in_halves else overlap.tensor_parts or 1
-    dtypes = DTYPES | {"fp8": FP8}
-    pinned = {operator: dtypes[name] for operator, name in job.precision.overrides.items()}
-    computing = Computing(make_kernels(job.kernels, own), in_halves, parts, pinned)
+    known = DTYPES | {"fp8": FP8}
+    dtypes = {operator: known[name] for operator, name in job.precision.overrides.items()}
+    computing = Computing(make_kernels(job.kernels, own), in_halves, parts, dtypes)
     host = HostActivations(accelerator)
     stages = tuple(Stage(job.model, tile, axes, store, world.tracer, computing, host) for tile in role.tiles)
     return Layout(

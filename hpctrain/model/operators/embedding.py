@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.model.parallel.axes import Axis
-from hpctrain.model.parallel.positions import gathered, start_scatter
+from hpctrain.model.parallel.gathering import gathered, start_scatter
 from hpctrain.model.storage.units import Weight
 
 
@@ -45,9 +45,9 @@ class _Embed(Function):
         return None, None, None, None, None, None
 
 
-def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor, fresh: bool) -> None:
+def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor, overwrite: bool) -> None:
     """Add dy, [..., features], to the rows `local` of a table's gradient, but for those that are `absent`."""
-    if fresh:
+    if overwrite:
         grad.zero_()
     dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
     grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
@@ -84,9 +84,9 @@ class _AddPositions(Function):
         return dy, None, None, None
 
 
-def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, fresh: bool, first: int) -> None:
+def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, overwrite: bool, first: int) -> None:
     """Add dy, [rows, positions, features], summed over rows, to the gradients of positions `first`, `first` + 1, ..."""
-    if fresh:
+    if overwrite:
         grad.zero_()
     grad[first : first + dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 

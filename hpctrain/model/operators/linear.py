@@ -23,24 +23,24 @@ from torch.autograd import Function
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
-from hpctrain.model.parallel.positions import Gathering, cut_parts, start_scatter
+from hpctrain.model.parallel.gathering import Gathering, cut_parts, start_scatter
 from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.intervals import cut_evenly
 
 _LIBRARY = torch.library.Library("hpctrain", "DEF")
-_LIBRARY.define("add_wide_product(Tensor(a!) grad, Tensor dy, Tensor x, bool fresh) -> ()")
+_LIBRARY.define("add_wide_product(Tensor(a!) grad, Tensor dy, Tensor x, bool overwrite) -> ()")
 
 
-def add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+def add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, overwrite: bool) -> None:
     """Add dy^T x to an fp32 gradient, summed in fp32 and not rounded in between.
 
-    grad: [O, I] fp32; dy: [N, O], x: [N, I] of half precision. Where it is `fresh` the gradient is overwritten.
+    grad: [O, I] fp32; dy: [N, O], x: [N, I] of half precision. With `overwrite` what is in it does not count.
     """
-    torch.ops.hpctrain.add_wide_product(grad_OI, dy_NO, x_NI, fresh)
+    torch.ops.hpctrain.add_wide_product(grad_OI, dy_NO, x_NI, overwrite)
 
 
-def _add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
-    beta = 0 if fresh else 1
+def _add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, overwrite: bool) -> None:
+    beta = 0 if overwrite else 1
     if has_wide_products(grad_OI.device, x_NI.dtype):
         wide = torch.ops.aten.addmm.dtype_out
         wide(grad_OI, dy_NO.t(), x_NI, torch.float32, beta=beta, alpha=1, out=grad_OI)
@@ -68,32 +68,33 @@ def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((tiny == 16 + 2.0**-12).all())
 
 
-def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, overwrite: bool) -> None:
     """Add dy^T x to a weight's gradient, which may be of a wider dtype."""
     if grad_OI.dtype == dy_NO.dtype:
-        grad_OI.addmm_(dy_NO.t(), x_NI, beta=0 if fresh else 1)
+        grad_OI.addmm_(dy_NO.t(), x_NI, beta=0 if overwrite else 1)
     else:
-        add_wide_product(grad_OI, dy_NO, x_NI, fresh)
+        add_wide_product(grad_OI, dy_NO, x_NI, overwrite)
 
 
-def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
+def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, overwrite: bool) -> None:
     """Add the sum of dy over tokens to a bias's gradient."""
-    add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
+    add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), overwrite)
 
 
 class Linear:
     """A linear layer: one or several weights for the same input, whose outputs lie side by side in the last dim.
 
-    The weights are cut by `into` over their input and by `out` over their output (Agarwal's 3D product). A layer
-    `gathers` an input that is cut by positions over `out`, or `scatters` its output by positions over `into`.
+    The weights are cut by `input_axis` over their input and by `output_axis` over their output (Agarwal's 3D product).
+    A layer `gathers` an input that is cut by positions over `output_axis`, or `scatters` its output by positions over
+    `input_axis`.
     """
 
     def __init__(
         self,
         weights: list[Weight],
         biases: list[Weight],
-        into: Axis,
-        out: Axis,
+        input_axis: Axis,
+        output_axis: Axis,
         *,
         gathers: bool = False,
         scatters: bool = False,
@@ -107,7 +108,7 @@ class Linear:
         computed, or gathered while the last one is. They are of tokens, or, where positions are cut, of rows or of the
         positions of a single row. A layer that gathers and `keeps_whole` inputs does not gather them again.
         """
-        self.weights, self.biases, self.into, self.out = weights, biases, into, out
+        self.weights, self.biases, self.input_axis, self.output_axis = weights, biases, input_axis, output_axis
         self.gathers, self.scatters, self._keeps_whole = gathers, scatters, keeps_whole
         self.in_8_bits, self.parts = in_8_bits, parts
 
@@ -121,15 +122,17 @@ class Linear:
         return sum(self.outputs)
 
     def __call__(self, x: torch.Tensor, gathering: Gathering | None = None) -> torch.Tensor:
-        """Return x W^T + b, [..., O] of [..., I]. Ranks of `into` (forward) and `out` (backward) must call.
+        """Return x W^T + b, [..., O] of [..., I].
+
+        Ranks of `input_axis` must call, which sum the result, and those of `output_axis` for the backward pass.
 
         x is [rows, positions, I] where positions are cut; that of a layer that gathers is what `start_gather` got.
         """
         return self._apply(x, gathering, waits=True)[0]
 
     def start(self, x: torch.Tensor, gathering: Gathering | None) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the result of a call, whose sum over `into` is only started, and what finishes it: the result may be
-        used after that was called."""
+        """Return the result of a call, whose sum over `input_axis` is only started, and what finishes it: the result
+        may be used after that was called."""
         return self._apply(x, gathering, waits=False)
 
     def _apply(self, x: torch.Tensor, gathering: Gathering | None, waits: bool):
@@ -138,8 +141,8 @@ class Linear:
         return _Linear.apply(x, self, gathering, waits)
 
     def start_gather(self, x: torch.Tensor) -> Gathering:
-        """Start to gather the positions of an input. All ranks of `out` must call."""
-        return Gathering(x.detach(), self.out, self.parts, self._keeps_whole)
+        """Start to gather the positions of an input. All ranks of `output_axis` must call."""
+        return Gathering(x.detach(), self.output_axis, self.parts, self._keeps_whole)
 
     def split(self, y_NO: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the columns of each weight's outputs."""
@@ -192,47 +195,47 @@ class Linear:
 
 
 class _Linear(Function):
-    """Applies a layer. Forward it sums over `into`. The gradient of the input is summed over `out`, while those of the
-    weights are computed where the axis lets it (AxoNN, arXiv 2305.13525)."""
+    """Applies a layer. Forward it sums over `input_axis`. The gradient of the input is summed over `output_axis`, while
+    those of the weights are computed where the axis lets it (AxoNN, arXiv 2305.13525)."""
 
     @staticmethod
     def forward(ctx, x, layer: Linear, gathering: Gathering | None, waits: bool):
         ctx.layer, ctx.shape = layer, x.shape
         if gathering is not None:
             ctx.shape, ctx.keeps_whole = gathering.shape, gathering.whole is not None
-        into, works = layer.into, list[PendingWork]()
+        input_axis, works = layer.input_axis, list[PendingWork]()
         x_NI = x.reshape(-1, x.shape[-1])
-        cuts = cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0])) if into.size > 1 else ()
+        cuts = cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0])) if input_axis.size > 1 else ()
         if layer.scatters:
-            rows, positions = x.shape[0], x.shape[1] // into.size
+            rows, positions = x.shape[0], x.shape[1] // input_axis.size
             y = x.new_empty(rows, positions, layer.num_outputs)
             whole = x_NI.view(x.shape)
             for part in cut_parts(rows, positions, layer.parts):
-                y_NO = layer.products(part.of(whole, into.size).reshape(-1, x.shape[-1]))
+                y_NO = layer.products(part.of(whole, input_axis.size).reshape(-1, x.shape[-1]))
                 place = y[part.rows, part.positions]
-                works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), into, place)[1])
+                works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), input_axis, place)[1])
         elif gathering is not None and len(gathering.parts) > 1:
             y = x.new_empty(*ctx.shape[:-1], layer.num_outputs)
-            for result, place in gathering.map(layer.products, y, layer.out.size):
-                work = into.start_all_reduce(result)
-                if into.size == 1:
+            for result, place in gathering.map(layer.products, y, layer.output_axis.size):
+                work = input_axis.start_all_reduce(result)
+                if input_axis.size == 1:
                     place()
                 else:
                     works.append(Following([work], place))
         elif gathering is None and len(cuts) > 1:
             y = x.new_empty(*x.shape[:-1], layer.num_outputs)
             y_NO = y.view(x_NI.shape[0], -1)
-            works += [into.start_all_reduce(layer.products(x_NI[slice(*at)], y_NO[slice(*at)])) for at in cuts]
+            works += [input_axis.start_all_reduce(layer.products(x_NI[slice(*at)], y_NO[slice(*at)])) for at in cuts]
         else:
             if gathering is not None:
                 x_NI = gathering.tokens()
             y_NO = layer.products(x_NI)
             y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
             if waits:
-                into.all_reduce(y_NO)
+                input_axis.all_reduce(y_NO)
             else:
-                works.append(into.start_all_reduce(y_NO.data))
-        # Without the version counter of `y`: sums are still written into it when autograd has it, an error else.
+                works.append(input_axis.start_all_reduce(y_NO.data))
+        # `.data` has no version counter: sums are still written into it when autograd has saved `y`, an error else.
         later_NO = y.data.view(-1, y.shape[-1])
 
         def finish() -> None:
@@ -252,20 +255,20 @@ class _Linear(Function):
         layer: Linear = ctx.layer
         (x_NI,) = ctx.saved_tensors
         dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
-        regathered = Gathering(x_NI, layer.out) if layer.gathers and not ctx.keeps_whole else None
+        regathered = Gathering(x_NI, layer.output_axis) if layer.gathers and not ctx.keeps_whole else None
         if layer.scatters:
-            gathering = Gathering(dy, layer.into, layer.parts, keeps_whole=True)
+            gathering = Gathering(dy, layer.input_axis, layer.parts, keeps_whole=True)
             dx = x_NI.new_empty(ctx.shape)
-            for _, place in gathering.map(layer.input_gradients, dx, layer.into.size):
+            for _, place in gathering.map(layer.input_gradients, dx, layer.input_axis.size):
                 place()
             assert gathering.whole is not None, "it is kept"
             dy_NO = gathering.whole.view(x_NI.shape[0], -1)
         else:
             dx = layer.input_gradients(dy_NO).view(ctx.shape)
         if layer.gathers:
-            dx, work = start_scatter(dx, layer.out)
+            dx, work = start_scatter(dx, layer.output_axis)
         else:
-            work = layer.out.start_all_reduce(dx)
+            work = layer.output_axis.start_all_reduce(dx)
         if regathered is not None:
             x_NI = regathered.tokens()
         layer.add_weight_gradients(dy_NO, x_NI)

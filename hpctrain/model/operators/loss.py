@@ -19,7 +19,7 @@ from hpctrain.model.operators.activation import reference_cap
 from hpctrain.model.operators.linear import add_product
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import Axes
-from hpctrain.model.parallel.positions import gathered, start_scatter
+from hpctrain.model.parallel.gathering import gathered, start_scatter
 from hpctrain.model.storage.units import Weight
 
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.architectures.description import Norm
-from hpctrain.model.operators.running import OfInput, Run, add_part
+from hpctrain.model.operators.running import Run, add_part
 from hpctrain.model.parallel.axes import Axis
+from hpctrain.model.recompute import Recompute
 from hpctrain.model.storage.units import Weight
 
 
@@ -137,7 +138,7 @@ class NormLayer:
         """Normalise [..., features / x]. All ranks of the axis must call."""
         return self.recomputable(x)[0]
 
-    def recomputable(self, x: torch.Tensor) -> tuple[torch.Tensor, OfInput]:
+    def recomputable(self, x: torch.Tensor) -> tuple[torch.Tensor, Recompute]:
         """Return the result of a call, and what computes it once more, of x and the statistics, which are kept: that
         calls nobody."""
         return _Norm.apply(x, self)

@@ -15,8 +15,6 @@ from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice
 
 Run = Callable[..., Any]
 """`run(function, *tensors, **constants)` returns what a pure function makes of tensors."""
-OfInput = Callable[[torch.Tensor], torch.Tensor]
-"""Computes a result once more from the same input."""
 
 
 def run_eagerly(function: Callable, *tensors: torch.Tensor, **constants):
@@ -40,9 +38,9 @@ def make_kernels(choice: KernelChoice, family: str) -> Kernels:
     return Kernels(run, choice.attention, choice.logits_bytes)
 
 
-def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
+def add_part(grad: torch.Tensor, part: torch.Tensor, overwrite: bool) -> None:
     """Add to a gradient; see `Addition` for this and others like it."""
-    if fresh:
+    if overwrite:
         grad.copy_(part)
     else:
         grad += part

@@ -97,10 +97,10 @@ def input_gradient(dy_NO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor
     return scaled_product(dy_NO, weight_OI, FP8_GRADIENT, FP8, dy_NO.dtype)
 
 
-def add_scaled_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+def add_scaled_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, overwrite: bool) -> None:
     """Add dy^T x to a weight's gradient in fp32; see `units.Addition`."""
     product = scaled_product(dy_NO.t(), x_NI, FP8_GRADIENT, FP8, torch.float32).to(grad_OI.dtype)
-    if fresh:
+    if overwrite:
         grad_OI.copy_(product)
     else:
         grad_OI += product

@@ -1,1 +1,1 @@
-"""Axes of a tensor grid, and positions that they cut."""
+"""Axes of a tensor grid, and what gathers and scatters positions that y cuts."""

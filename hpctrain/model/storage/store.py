@@ -1,9 +1,10 @@
 """Weights and gradients of a tile live in a few flat arrays, and layers have views into them.
 
-The units (see `hpctrain.sharding.parameters`) whose boxes are exchanged among the same ranks form a group (see
-`hpctrain.model.storage.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each
-layer's backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such
-memory; else it is gathered for a layer (when, says `hpctrain.model.storage.traffic`).
+The units whose boxes are exchanged among the same ranks form a group (see `hpctrain.model.storage.groups`). Units and
+boxes are explained in `hpctrain.sharding.parameters`; tiles, holders and shard groups in docs/concepts.md. With z > 1 a
+rank stores a z-th of each unit and scatters gradients back after each layer's backward pass. The whole unit is in
+memory that all of z see, filled after each update, where there is such memory; else it is gathered for a layer (when,
+says `hpctrain.model.storage.traffic`).
 """
 
 from collections.abc import Collection, Iterable, Sequence

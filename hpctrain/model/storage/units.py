@@ -2,6 +2,10 @@
 
 The units (see `sharding.parameters`) of a tile with z > 1 are stored as shards. `hpctrain.model.storage.traffic`
 decides when they are gathered.
+
+Where gradients go: `Weight.grad` is this rank's flat array itself, where that has whole units. Else it is a buffer of
+`Traffic`; its sum over z is added to the rank's shard or, in ZeRO 2 and 3, summed over holders and added to the shard
+of each (`ShardedUnit`). What holders with unlike grids sum is packed first, region by region (`PackedRegions`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +19,7 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import UnitLayout
 
 Addition = Callable[..., object]
-"""`add(grad, *operands, fresh)` adds to a gradient; where it is `fresh`, what is there counts as zeros, and may be no
+"""`add(grad, *operands, overwrite)` adds to a gradient; with `overwrite`, what is there counts as zeros, and may be no
 numbers at all: to write costs less than to fill with zeros and add."""
 
 
@@ -25,7 +29,7 @@ class Weight:
     Both are views that are there only while the unit is gathered.
     """
 
-    __slots__ = ("data", "deferred", "grad", "is_fresh", "name")
+    __slots__ = ("data", "deferred", "grad", "is_unwritten", "name")
 
     def __init__(self, name: str):
         self.name = name
@@ -33,8 +37,8 @@ class Weight:
         self.grad: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred: list[Deferred] | None = None
         """Where additions to `grad` are kept, while a backward pass leaves them for later."""
-        self.is_fresh = False
-        """Whether what is in `grad` does not count: what is added first is written over it."""
+        self.is_unwritten = False
+        """Whether nobody has added to `grad` yet, and what is in it does not count: it is overwritten."""
 
     def accumulate(self, add: Addition, *operands: torch.Tensor) -> None:
         """Add to the gradient: now, or once the weight pass comes to it.
@@ -48,8 +52,8 @@ class Weight:
 
     def add(self, add: Addition, operands: Iterable[torch.Tensor]) -> None:
         """Add to the gradient now."""
-        add(self.grad, *operands, fresh=self.is_fresh)
-        self.is_fresh = False
+        add(self.grad, *operands, overwrite=self.is_unwritten)
+        self.is_unwritten = False
 
 
 class Deferred(NamedTuple):
@@ -196,7 +200,7 @@ class UnitStore:
         """Let the gradient of the whole unit be computed in a buffer [size of the unit], whatever is there."""
         self._whole_grad = whole_grad
         for weight, at, shape in self._views:
-            weight.grad, weight.is_fresh = whole_grad[slice(*at)].view(shape), True
+            weight.grad, weight.is_unwritten = whole_grad[slice(*at)].view(shape), True
 
     def start_scatter(self) -> InFlight:
         """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
@@ -204,7 +208,7 @@ class UnitStore:
         All ranks of z, and holders of shards, must call.
         """
         at, end = 0, Interval(self.layout.size, self.layout.size)
-        for made in (*sorted(interval for weight, interval, _ in self._views if not weight.is_fresh), end):
+        for made in (*sorted(interval for weight, interval, _ in self._views if not weight.is_unwritten), end):
             if at < made.start:  # nobody has written it: padding, and weights that are other items' alone
                 self._whole_grad[at : made.start].zero_()
             at = max(at, made.stop)

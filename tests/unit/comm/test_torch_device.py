@@ -30,7 +30,7 @@ from hpctrain.comm.bind import choose_devices, native_ability
 from hpctrain.comm.groups.communicator import Communicator, as_tensor
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
-from hpctrain.comm.progress.instruments import Instruments, Reading
+from hpctrain.comm.progress.instruments import Followed, Instruments
 from hpctrain.comm.progress.lanes import Progress, Work
 from hpctrain.comm.progress.launches import DeviceLaunch
 from hpctrain.comm.progress.steps import Pending
@@ -595,8 +595,8 @@ class Looking(FakeAccelerator):
         self._stream.add(event.force)
 
 
-class Noted(Reading):
-    """A reading that says when the host sees the end of its operation."""
+class Noted(Followed):
+    """An operation that says when the host sees its end."""
 
     def __init__(self, name: str, ended: list[str]):
         super().__init__(Instruments(), name, 0, None, True)
@@ -617,12 +617,12 @@ def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaun
 
 
 def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
-    device, done, ended, readings = Looking(), [], [], []
+    device, done, ended, followed = Looking(), [], [], []
     for name in ("first", "second"):
         device._stream.add(lambda name=name: done.append(f"computed for {name}"))
         launch = launch_of(device, done, name)
-        readings.append(Noted(name, ended))
-        launch.start(SOON, readings[-1])
+        followed.append(Noted(name, ended))
+        launch.start(SOON, followed[-1])
     launch.wait()
     device._stream.add(lambda: done.append("computed with both"))
     assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
@@ -632,7 +632,7 @@ def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind
     assert done.index("computed for second") < done.index("second")
     assert not ended
     device.launches.look()
-    assert ended == ["first", "second"] and readings[-1].ended >= readings[-1].begun > 0
+    assert ended == ["first", "second"] and followed[-1].ended >= followed[-1].begun > 0
 
 
 def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):

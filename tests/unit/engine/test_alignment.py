@@ -94,8 +94,8 @@ def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
 
 
 def test_gradients_of_weights_that_are_rounded_before_they_are_added_are_beyond_the_bound(monkeypatch):
-    def rounded(grad, dy, x, fresh):
-        linear.add_part(grad, (dy.t() @ x).to(dy.dtype), fresh)
+    def rounded(grad, dy, x, overwrite):
+        linear.add_part(grad, (dy.t() @ x).to(dy.dtype), overwrite)
 
     monkeypatch.setattr(linear, "add_product", rounded)
     result = beyond(small_job())

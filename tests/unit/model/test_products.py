@@ -26,7 +26,7 @@ def test_a_microbatch_is_added_without_being_rounded_to_half_precision(dtype):
     x = torch.ones(2, 4).to(dtype)
     grad = torch.full((3, 4), torch.nan)
     for microbatch in range(64):
-        add_product(grad, dy, x, fresh=microbatch == 0)
+        add_product(grad, dy, x, overwrite=microbatch == 0)
     assert (grad == 64 * (1 + 2.0**-12)).all()
 
 
@@ -35,7 +35,7 @@ def test_it_is_as_near_to_float64_as_its_operands_allow(dtype):
     generator = torch.Generator().manual_seed(3)
     dy, x = (torch.randn(256, size, generator=generator).to(dtype) for size in (16, 24))
     grad = torch.zeros(16, 24)
-    add_product(grad, dy, x, fresh=True)
+    add_product(grad, dy, x, overwrite=True)
     exact = dy.double().t() @ x.double()
     assert ((grad - exact).abs() / exact.abs().max()).max() < 1e-6, "half precision is off by 1e-3"
     assert not has_wide_products(torch.device("cpu"), dtype)

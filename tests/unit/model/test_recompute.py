@@ -102,7 +102,7 @@ def test_selective_keeps_what_products_return_and_takes_less_than_all_again(arch
     assert (some.products == kept.products) == (attention.score_cap is None), "scores with a cap are computed again"
 
 
-PINNED = {"linear": torch.bfloat16, "activation": torch.float64, "rotary": torch.float64, "attention": torch.float64}
+DTYPES = {"linear": torch.bfloat16, "activation": torch.float64, "rotary": torch.float64, "attention": torch.float64}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -112,7 +112,7 @@ def test_operators_that_compute_in_another_dtype_do_so_again(name):
     gradients = []
     for recompute in ("selective", "none"):
         made = make_stage(model, recompute)
-        stage = Stage(model, made.tile, made.layers[0].axes, made.store, computing=Computing(pinned=PINNED))
+        stage = Stage(model, made.tile, made.layers[0].axes, made.store, computing=Computing(dtypes=DTYPES))
         _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
         gradients.append(stage.store.groups[0].own_grads())

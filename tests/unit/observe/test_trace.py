@@ -106,12 +106,12 @@ def test_steps_note_when_they_begin_and_end():
     def waits():
         yield Pending(lambda: bool(ready), "a test")
 
-    reading = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
-    steps = reading.steps(waits())
-    assert reading.begun == 0.0
+    followed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
+    steps = followed.steps(waits())
+    assert followed.begun == 0.0
     next(steps)
-    assert reading.begun > 0.0 and reading.ended == 0.0
-    assert next(steps, None) is None and reading.begun <= reading.ended
+    assert followed.begun > 0.0 and followed.ended == 0.0
+    assert next(steps, None) is None and followed.begun <= followed.ended
 
 
 class PretendedRanks:

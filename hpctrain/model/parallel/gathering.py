@@ -51,7 +51,8 @@ def start_scatter(whole: torch.Tensor, y: Axis, own: torch.Tensor | None = None)
     rows, positions, features = whole.shape
     by_rank = whole.view(rows, y.size, positions // y.size, features).transpose(0, 1).contiguous()
     own = torch.empty_like(by_rank[0]) if own is None else own
-    return own, y.start_reduce_scatter(by_rank, own.data)  # autograd does not see that it is not yet there
+    # `.data` has no version counter: the sum is still written into it when autograd has saved `own`, an error else.
+    return own, y.start_reduce_scatter(by_rank, own.data)
 
 
 class Gathering:
