@@ -13,12 +13,16 @@ import sys
 
 from mpi4py import MPI
 
+from hpctrain.comm import bind
 from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.transports import torch_groups
-from tests.pretended_faults import FAULT_VARIABLE, REFUSED, TWO_SIZES, UNSEEN
+from hpctrain.comm.transports.abilities import UNPLANNED
+from hpctrain.engine import routes
+from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN
 from tests.ranks.pretended_device import KIND, MODULE, PretendedDevice, pin_by_copying
 from tests.ranks.watched_library import WatchedGroup, WatchedLibrary
 from tests.started import COMPLAINED
@@ -41,9 +45,9 @@ def replace_cuda() -> None:
     library = RefusingLibrary(MPI) if fault == REFUSED else WatchedLibrary(MPI)
     backend = RouteMaker.backend
 
-    def moving(routes, *args, **kwargs):
+    def moving(maker, *args, **kwargs):
         """Return what a group communicates by, whose messages move while the library waits, as they do on a device."""
-        made = backend(routes, *args, **kwargs)
+        made = backend(maker, *args, **kwargs)
         if made and isinstance(made.collectives, StreamedCollectives):
             library.moves(made.collectives.stream, made.transport.poll)
         return made
@@ -54,9 +58,21 @@ def replace_cuda() -> None:
     MODULE.count = 4
     if fault == UNSEEN:
         kind = KIND._replace(driver_files=(DRIVER_FILE,), device_files=(DRIVER_FILE,))
-    if fault == TWO_SIZES:
+    if fault in (TWO_SIZES, MOVED):
         MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(detect.local_rank(os.environ) or 0) % 2] * GIB)
+    if fault == MOVED:
+        bind.probe_direct = lambda *_: Ability(True, "pretended")
     kinds.KINDS[KIND.name] = kind
+    PretendedDevice.mixes, choose_bridge = None, routes.choose_bridge
+
+    def chosen(world, job, plan):
+        """Choose how messages go by a plan: from now on the device knows what is proven."""
+        reasons = choose_bridge(world, job, plan)
+        devices = world.settings.devices
+        PretendedDevice.mixes = devices is not None and devices.bridge != UNPLANNED and devices.bridge.works
+        return reasons
+
+    routes.choose_bridge = chosen
     for user in (kinds, detect, torch_device):
         user.torch_module = module_of
     torch_device.TorchAccelerator = PretendedDevice

@@ -14,6 +14,8 @@ from hpctrain.config.job import Job
 from hpctrain.plan.launch_order import Bridge, check_messages
 from hpctrain.plan.tiling import Plan
 
+UNPROVEN = "MPI on device memory beside a library is not proven to be safe by this plan"
+
 if TYPE_CHECKING:
     from hpctrain.comm.groups.communicator import Communicator
     from hpctrain.engine.step.layout import Layout
@@ -34,16 +36,17 @@ def choose_bridge(world: World, job: Job, plan: Plan) -> dict[str, str]:
     direct = bridged(list(dict.fromkeys(world.topology.places[rank].family for rank in plan.ranks)), known)
     if not direct:
         return {}
+    refusal = ""
     if asked_direct() is None:
         launching = frozenset(name for name, family in known.items() if family.native.works)
         bridge = Bridge(direct, launching, job.model.description.tied_head)
         refusal = world.on_first_rank(lambda: message_refusal(plan, bridge, job))
         reason = "no rank waits in an operation of a library for one that waits in such a message"
-        devices = replace(devices, bridge=Ability(not refusal, refusal or reason))
+        devices = replace(devices, bridge=Ability(not refusal, UNPROVEN if refusal else reason))
         world.configure(devices=devices)
     names = sorted(direct)
     route, why = message_route(known[names[0]], known[names[1]], devices.bridge)
-    return {f"messages between {' and '.join(names)}": f"{route}: {why}"}
+    return {"messages between families": f"{route} ({' and '.join(names)}): {refusal or why}"}
 
 
 def message_refusal(plan: Plan, bridge: Bridge, job: Job) -> str:

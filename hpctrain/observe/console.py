@@ -24,6 +24,7 @@ SHOWN = {
     "before": "before",
     "machine": "machine",
     "routes": "routes",
+    "messages between families": "messages between families",
     "profile": "profile",
     "overflows": "memory",
     "train.dtype": "dtype",

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.config.errors import CommError, JobError, TopologyError
 from tests import clusters
-from tests.pretended_faults import FAULT_VARIABLE, REFUSED, TWO_SIZES, UNSEEN
+from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN
 from tests.started import BIN, COMPLAINED, Finished
 from tests.warm_start import MODULE
 
@@ -125,6 +125,31 @@ def test_ranks_that_share_no_memory_take_a_device_each_and_two_sizes_are_two_fam
     ranks = json.loads(done.out)["ranks"]
     assert [rank["device"] for rank in ranks] == ["pretended:0", "pretended:1"]
     assert [rank["family"] for rank in ranks] == ["a100-40", "a100-80"]
+
+
+@pytest.mark.timeout(240)
+def test_messages_between_families_are_of_device_memory_where_that_is_proven_and_the_first_lines_say_so(
+    started, folder, tmp_path
+):
+    """A probe works before there is a plan: it times such messages while the library has nothing to do."""
+    train = "train", "job.toml", "--stop-after", "1", "--sample", "0", "--set", "plan.pipeline=2"
+    case = {"devices": 4, "hosts": 0, "cwd": folder, "fault": MOVED}
+    case |= {"HPCTRAIN_DIRECT": "auto", "HPCTRAIN_CACHE": str(tmp_path), "HPCTRAIN_IGNORE_LOAD": "1"}
+    first = started(*train, "--run", "unproven", "--set", "plan.tensor.y=2", **case).out
+    assert "a probe of" in first, first
+    (described,) = tmp_path.glob("machines/*.toml")
+    assert "MPI on device memory (MPI moves memory of a100-40, a100-80: " in described.read_text()
+    second = started(*train, "--run", "proven", "--set", "plan.data=2", **case).out
+    assert "measured on" in line_of("machine: ", second), second
+    for out, run, route, why in (
+        (first, "unproven", "staged", "MPI on device memory may wait for the devices while a library waits"),
+        (second, "proven", "direct", "MPI moves memory of a100-40, a100-80: "),
+    ):
+        said = line_of("messages between families: ", out)
+        assert said.startswith(f"messages between families: {route} (a100-40 and a100-80): {why}")
+        assert out.count("no rank waits in" if run == "proven" else why) == 1, out
+        assert f"# {said}\n" in (folder / run / "resolved.toml").read_text()
+    assert "MPI on device memory" in line_of("routes: ", second)
 
 
 @pytest.mark.timeout(60)

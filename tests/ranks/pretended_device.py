@@ -183,6 +183,8 @@ class PretendedModule(FakeTorchModule):
         """What a call of the driver failed by, which the next launch reports and so takes away."""
         self.libraries = 0
         """How many communicators a library of collectives has on the device."""
+        self.launched = Clock()
+        """The last operations of a library, by stream."""
         self.opened: list[torch.Tensor] = []
         """Memory that this process has exported, or another one has."""
 
@@ -433,8 +435,9 @@ class PretendedDevice(TorchAccelerator):
 
     exports = True
     """Whether other processes may open memory of it."""
-    mixes = False
-    """Whether MPI may be given its memory while a library works on it: by plans of which that is proven."""
+    mixes: bool | None = False
+    """Whether MPI may be given its memory while a library works on it: by plans of which that is proven. None: before
+    there is a plan, when it may be given the memory while the library has communicators, and nothing to do."""
 
     def __init__(self, kind: DeviceKind = KIND, index: int = 0, family: str = "a", sharers: int = 1):
         super().__init__(kind, index, family, sharers, MODULE, FakeCupy())
@@ -466,7 +469,8 @@ class PretendedDevice(TorchAccelerator):
     def view_for_mpi(self, data: torch.Tensor):
         if self.is_on_device(data) and data.numel():
             data.block.check_seen(extent(held(data)), "a message of MPI")
-            if MODULE.libraries and not self.mixes:
+            is_idle = all(MODULE.host.get(of, 0) >= ticks for of, ticks in MODULE.launched.items())
+            if MODULE.libraries and not self.mixes and not (self.mixes is None and is_idle):
                 MODULE.complain("MPI is given memory of a device on which a library works")
         return super().view_for_mpi(data)
 

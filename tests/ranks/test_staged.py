@@ -19,7 +19,7 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.lanes import Progress
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import messages
-from hpctrain.comm.transports.abilities import UNPLANNED, Devices, FamilyAbilities
+from hpctrain.comm.transports.abilities import Devices, FamilyAbilities
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeLibrary
@@ -29,6 +29,7 @@ from tests.ranks.test_collectives import DTYPES, INTEGERS, NETWORKS, assert_clos
 
 CHUNK_BYTES = 256  # in these tests, so that messages have several
 FAMILIES = {"c": "cpu", "a": "cuda", "b": "cuda"}
+PROVEN = Ability(True, "proven")
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1025]))
 
 
@@ -52,7 +53,7 @@ class Pretended:
         device=None,
         exports=False,
         library=None,
-        bridge=UNPLANNED,
+        bridge=PROVEN,
     ):
         """`direct`: the families whose memory MPI is given. If it `exports`, devices open each other's memory. With a
         real `device` its libraries are real too, unless a fake `library` of collectives is given. `bridge` is of

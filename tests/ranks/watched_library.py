@@ -32,4 +32,6 @@ class WatchedGroup(FakeGroup):
         return held(tensor).detach().numpy()
 
     def use(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        MODULE.touch(reads, writes, MODULE.current_stream(), f"NCCL's {name}")
+        stream = MODULE.current_stream()
+        MODULE.touch(reads, writes, stream, f"NCCL's {name}")
+        MODULE.launched[stream.cuda_stream] = stream.clock[stream.cuda_stream]

@@ -13,7 +13,7 @@ from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.communicator import Backend, BackendPart
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Pace
-from hpctrain.comm.transports.abilities import Devices, device_route, message_route
+from hpctrain.comm.transports.abilities import UNPLANNED_SUMS, Devices, device_route, message_route
 from hpctrain.comm.transports.members import GroupMessages, MessageSpace
 from hpctrain.comm.transports.native import NativeCollectives, connect_native
 from hpctrain.comm.transports.peer_memory import PeerMemory, connect_peers
@@ -31,6 +31,8 @@ class RouteMaker:
         self._parts: list[BackendPart] = []
         """Of the last group, in the order in which they were made."""
         self._has_pairs = False
+        self._bridge = UNPLANNED_SUMS
+        """How the last group's messages go between families; see `Devices`."""
 
     @property
     def _devices(self) -> Devices:
@@ -55,6 +57,8 @@ class RouteMaker:
             return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
         on_host = self._topology.ranks_on_host(self.rank)
         self._parts, self._has_pairs = [], has_pairs
+        if self._known_devices is not None:
+            self._bridge = self._known_devices.bridge_of_sums
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
@@ -68,8 +72,9 @@ class RouteMaker:
         self._parts = []
         peers, reason = None, self._topology.route(ranks).reason
         if self._has_devices(ranks):
+            self._bridge = self._devices.bridge
             peers = self._connect_peers(ranks)
-            reason = message_route(self._family(ranks[0]), self._family(ranks[-1]))[1]
+            reason = message_route(self._family(ranks[0]), self._family(ranks[-1]), self._bridge)[1]
             reason = f"{reason}; {peers.reason}" if isinstance(peers, Ability) else reason
         if isinstance(peers, PeerMemory):
             self._parts.append(peers)
@@ -84,7 +89,7 @@ class RouteMaker:
         if len(ranks) != 2 or places[0].host != places[1].host or any(place.kind == "cpu" for place in places):
             return None
         one, other = (self._family(rank) for rank in ranks)
-        if message_route(one, other, self._devices.bridge)[0] == "direct":
+        if message_route(one, other, self._bridge)[0] == "direct":
             return None
         return connect_peers(self.space.members(ranks), self._devices.accelerator)
 
@@ -97,7 +102,7 @@ class RouteMaker:
             direct = [
                 position
                 for position, rank in enumerate(ranks)
-                if rank != self.rank and message_route(own, self._family(rank), self._devices.bridge)[0] == "direct"
+                if rank != self.rank and message_route(own, self._family(rank), self._bridge)[0] == "direct"
             ]
             return DeviceTransport(messages, self._devices.accelerator, direct, peers=peers)
         if self._rehearsal is None:
@@ -148,5 +153,5 @@ class RouteMaker:
         one = self._devices.families[next(iter(names))]
         if len(names) == 1:
             return device_route(one, one)[1]
-        reasons = ((n, device_route(one, self._devices.families[n], self._devices.bridge)[1]) for n in names)
+        reasons = ((n, device_route(one, self._devices.families[n], self._bridge)[1]) for n in names)
         return "; ".join(f"{name}: {reason}" for name, reason in reasons if name != one.name)

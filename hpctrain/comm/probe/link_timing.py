@@ -143,13 +143,13 @@ class _Meter:
         """Of this rank and the other one of its pair, where they have a route of their own."""
 
     def connect(self, pair_class: PairClass) -> str | None:
-        """Have devices of one host send as the stages of a pipeline do: they may copy from each other's memory.
+        """Have devices send as the stages of a pipeline do: they may copy from each other's memory, or MPI may move it.
 
-        Returns how, on rank 0. All ranks must call.
+        Returns how, on rank 0, where they are on one host. All ranks must call.
         """
         self._pair = None
         places = self._world.topology.places
-        if pair_class.fabric is not None or any(places[rank].kind == "cpu" for rank in pair_class.pairs[0]):
+        if any(places[rank].kind == "cpu" for rank in pair_class.pairs[0]):
             return None
         pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
         if pair:

@@ -27,6 +27,7 @@ UNPLANNED = Ability(
     " message; else staged",
 )
 """Before there is a plan: a probe times messages while no library works."""
+UNPLANNED_SUMS = Ability(False, "staged before there is a plan: a library works meanwhile")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Devices:
     families: Mapping[str, FamilyAbilities]
     bridge: Ability = UNPLANNED
     """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""
+
+    @property
+    def bridge_of_sums(self) -> Ability:
+        """`bridge` of collectives, in which a library works while their messages move."""
+        return UNPLANNED_SUMS if self.bridge == UNPLANNED else self.bridge
 
 
 class DescribedRoute(NamedTuple):
