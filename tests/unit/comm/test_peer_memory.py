@@ -16,7 +16,7 @@ SIZES = [0, 1, 63, 64, 65, 800, 3, 448]
 
 
 class Window:
-    """Counters of two ranks that both see."""
+    """Counters of two ranks that both see, and what `PeerMemory` asks of the two ranks themselves."""
 
     def __init__(self, rank: int, counters: list[list[int]]):
         self.rank, self.counters, self.is_open = rank, counters, True
@@ -30,11 +30,14 @@ class Window:
     def close(self) -> None:
         self.is_open = False
 
+    def barrier(self) -> None:
+        pass
+
 
 @pytest.fixture
 def both():
     """Return the slots of two devices, each of which has opened the other's."""
-    with patch.multiple(peer_memory, SLOT_BYTES=SLOT_BYTES):
+    with patch.multiple(peer_memory, SLOT_BYTES=SLOT_BYTES, SharedWindow=lambda members, num_bytes: members):
         counters, devices = [[0] * 8 for _ in range(2)], [FakeAccelerator(exports=True) for _ in range(2)]
         exported = [device.export_memory(SLOTS * SLOT_BYTES) for device in devices]
         opened = [devices[i].import_memory(exported[1 - i].handle, SLOTS * SLOT_BYTES) for i in range(2)]
