@@ -15,6 +15,7 @@ from hpctrain.plan.launch_order import Bridge, check_messages
 from hpctrain.plan.tiling import Plan
 
 UNPROVEN = "MPI on device memory beside a library is not proven to be safe by this plan"
+NOBODY_WAITS = "no rank waits in an operation of a library for one that waits in such a message"
 
 if TYPE_CHECKING:
     from hpctrain.comm.groups.communicator import Communicator
@@ -36,17 +37,17 @@ def choose_bridge(world: World, job: Job, plan: Plan) -> dict[str, str]:
     direct = bridged(list(dict.fromkeys(world.topology.places[rank].family for rank in plan.ranks)), known)
     if not direct:
         return {}
-    refusal = ""
+    refusal = proof = ""
     if asked_direct() is None:
         launching = frozenset(name for name, family in known.items() if family.native.works)
         bridge = Bridge(direct, launching, job.model.description.tied_head)
         refusal = world.on_first_rank(lambda: message_refusal(plan, bridge, job))
-        reason = "no rank waits in an operation of a library for one that waits in such a message"
-        devices = replace(devices, bridge=Ability(not refusal, UNPROVEN if refusal else reason))
+        proof = "" if refusal else f": {NOBODY_WAITS}"
+        devices = replace(devices, bridge=Ability(not refusal, UNPROVEN if refusal else "proven for this plan"))
         world.configure(devices=devices)
     names = sorted(direct)
     route, why = message_route(known[names[0]], known[names[1]], devices.bridge)
-    return {"messages between families": f"{route} ({' and '.join(names)}): {refusal or why}"}
+    return {"messages between families": f"{route} ({' and '.join(names)}): {refusal or why + proof}"}
 
 
 def message_refusal(plan: Plan, bridge: Bridge, job: Job) -> str:
