@@ -5,8 +5,8 @@ activation functions, scores with a cap. Selective recomputation (Korthikanti et
 return and drops the results of these operators, which autograd would keep as operands of what follows.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import ref
 
@@ -98,9 +98,18 @@ class Dropping:
         """Return what a graph keeps in the place of a tensor."""
         return self._dropped[_address(saved)].place(saved) if self.drops(saved) else self._pack(saved)
 
-    def packing(self) -> AbstractContextManager:
-        """Enclose the forward pass."""
-        return saved_tensors_hooks(self.pack, unpack)
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Enclose the forward pass.
+
+        Each tensor that a graph keeps refers to `pack`, and so to this object, until the last backward pass of the
+        block. So what is computed again, and from what, is left to the graph, which lets go of it by operator.
+        """
+        try:
+            with saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            self._dropped.clear()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -223,7 +223,7 @@ class Block(LayerModule):
             with self._dropping.packing() if self._dropping else nullcontext():
                 outputs = run_by_turns([self.residual(*pair) for pair in zip(parts, each, strict=True)])
         finally:
-            self._dropping = None  # and with it what it keeps
+            self._dropping = None
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Pausing:
