@@ -62,7 +62,8 @@ def test_an_operand_of_other_storage_is_kept():
     dropping.drop(dropped, lambda given: pytest.fail("nobody needs it"), other)
     with dropping.packing():
         (leaf * other).sum().backward()
-    assert dropping.drops(dropped) and not dropping.drops(other)
+        assert dropping.drops(dropped) and not dropping.drops(other)
+    assert not dropping.drops(dropped), "only graphs hold what is computed again, and let go of it by operator"
     assert leaf.grad is not None and leaf.grad.tolist() == [5.0] * 3
 
 
