@@ -109,13 +109,13 @@ def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
         with world.freeing():
             trainer = make_trainer(world, with_overlap(job, **switches))
             trainer.initialise()
-            traffic, alive = trainer.layout.store.traffic, []
-            release = traffic.release
+            store, alive = trainer.layout.store, []
+            traffic, release = store.traffic, store.traffic.release
 
-            def counted(item, traffic=traffic, alive=alive, release=release):
-                whole = {u for units in traffic._units.values() for u in units if u._is_gathered or u._gathering}
+            def counted(item, store=store, alive=alive, release=release):
+                whole = [unit for unit in store.units if unit.is_gathered or unit._gathering]
                 layers = {block_of(unit.layout.unit.items[0]) for unit in whole}
-                alive.append((len(layers), len(traffic._scattering)))
+                alive.append((len(layers), len(store.traffic._scattering)))
                 release(item)
 
             monkeypatch.setattr(traffic, "release", counted)
