@@ -394,16 +394,13 @@ class _OneRank:
 
 @command.command()
 def native():
-    """The library of collectives with this rank alone: it starts, computes, and is left in order and in an error.
-
-    Without a device only whether torch has it is said.
-    """
+    """The library of collectives with this rank alone: it starts, computes, and is left in order and in an error."""
     kind = KINDS["rocm" if torch.version.hip else "cuda"]
     for name, value in kind.environment:
         os.environ.setdefault(name, value)
     ability = library_ability(kind)
     result: dict = {"works": ability.works, "reason": ability.reason}
-    if ability.works and DEVICE.type == "cuda":
+    if ability.works:
         data = torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
         expected, options = data.clone(), distributed_c10d.AllreduceOptions()
         for end in ("shutdown", "abort"):
@@ -415,7 +412,8 @@ def native():
             getattr(connection, end)()
             result[f"{end}_seconds"] = time.perf_counter() - start
             keep(result)
-        result["collectives"] = _native_collectives()
+        if DEVICE.type == "cuda":
+            result["collectives"] = _native_collectives()
     print(json.dumps(result))
 
 
