@@ -401,11 +401,13 @@ def native():
     ability = library_ability(kind)
     result: dict = {"works": ability.works, "reason": ability.reason}
     if ability.works:
-        data = torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
+        device = DEVICE if kind.torch_type == "cuda" else torch.device(kind.torch_type, 0)  # a pretended one, in tests
+        data = torch.arange(1 << 24, dtype=torch.float32, device=device)
         expected, options = data.clone(), distributed_c10d.AllreduceOptions()
         for end in ("shutdown", "abort"):
             connection = Connection(kind.library, make_group(kind, _OneRank()), CpuAccelerator().launches)
-            connection.group.allreduce([data], options).wait()
+            if work := connection.group.allreduce([data], options):
+                work.wait()
             synchronize()
             result["is_exact"] = torch.equal(data, expected)
             start = time.perf_counter()
