@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.commands import call
-from benchmarks.overlap_variants import ALL_AND_FORWARD
+from benchmarks.overlap_variants import ALL_AND_PARTS
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.jobs.common import generate_tokens
@@ -97,7 +97,7 @@ def main() -> None:
             command += [part for setting in settings for part in ("--set", setting)]
             summary = json.loads(call(*command, ranks=RANKS, cwd=path, module=VARIANTS).splitlines()[-1])
         share, overrun = f"{summary['communication_share']:.0%}", f"{summary['overrun']:.2%}"
-        for variant in [each for each in ("all", ALL_AND_FORWARD) if each in summary["step_seconds"]]:
+        for variant in [each for each in ("all", ALL_AND_PARTS) if each in summary["step_seconds"]]:
             steps = (
                 summary["step_seconds"]["exposed"],
                 summary["step_seconds"][variant],

@@ -15,7 +15,7 @@ from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
 from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.start.resolve import prepare_run
-from hpctrain.engine.start.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups
+from hpctrain.engine.start.resolve_overlap import format_value, hidden_groups
 from hpctrain.jobs.arguments import override_option, rehearse_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
@@ -26,21 +26,19 @@ if TYPE_CHECKING:
     from hpctrain.plan.tiling import Plan
 
 EXPOSED, NOTHING = "exposed", "nothing"
-IN_HALVES, FORWARD, ALL_AND_FORWARD = "exposed, in halves", "forward", "all and forward"
-IN_PARTS, PARTS = "exposed, in parts", "parts"
+IN_PARTS, PARTS, ALL_AND_PARTS = "exposed, in parts", "parts", "all and parts"
 ALONE = ("tensor", "data", "z")
-KEYS = (*ALONE, *WHOLE_ROWS)
+KEYS = (*ALONE, "tensor_parts")
+WHOLE_ROWS = {"tensor_parts": 1}
 NONE, ALL = dict.fromkeys(ALONE, False), dict.fromkeys(ALONE, True)
 NUM_PARTS = 4
 VARIANTS = {
     EXPOSED: NONE | WHOLE_ROWS,
     **{name: NONE | WHOLE_ROWS | {name: True} for name in ALONE},
     "all": ALL | WHOLE_ROWS,
-    IN_HALVES: NONE | WHOLE_ROWS | {"forward": True},
-    FORWARD: NONE | WHOLE_ROWS | {"tensor": True, "forward": True},
-    ALL_AND_FORWARD: ALL | WHOLE_ROWS | {"forward": True},
-    IN_PARTS: NONE | WHOLE_ROWS | {"tensor_parts": NUM_PARTS},
-    PARTS: NONE | WHOLE_ROWS | {"tensor": True, "tensor_parts": NUM_PARTS},
+    IN_PARTS: NONE | {"tensor_parts": NUM_PARTS},
+    PARTS: NONE | {"tensor": True, "tensor_parts": NUM_PARTS},
+    ALL_AND_PARTS: ALL | {"tensor_parts": NUM_PARTS},
 }
 
 
@@ -54,8 +52,8 @@ VARIANTS = {
 def command(job, overrides, rehearse, steps, pairs, as_json):
     """Time training steps of JOB with all communication exposed, with each overlap alone, and with all of them.
 
-    `forward` is on top of `tensor`, and computes half of the rows at once; so is `parts`, products in four parts of
-    their rows. Both give the same numbers but for the last bits, by as much as `loss_difference`. With --rehearse times
+    `parts` is on top of `tensor`: products in four parts of their rows. It gives the same numbers but for the last
+    bits, by as much as `loss_difference`. With --rehearse times
     are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went on beside what is
     computed between its start and its end, and took what it takes when it is exposed; `hidden_share` is how much of
     what that saves was saved. `ideal_seconds` is the longer of all computation and all communication, in which ranks
@@ -92,7 +90,7 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
 
 def cuts_rows(variant: str) -> bool:
     """Say whether a variant computes fewer rows at once, and so other last bits."""
-    return variant in VARIANTS and any(VARIANTS[variant][key] != value for key, value in WHOLE_ROWS.items())
+    return variant in VARIANTS and VARIANTS[variant]["tensor_parts"] > 1
 
 
 def has_sums(plan: "Plan") -> bool:
@@ -228,8 +226,8 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     step = {name: each.step_seconds for name, each in measured.items()}
     best, shares = {}, {}
     for name, each in measured.items():
-        if name not in (EXPOSED, IN_HALVES, IN_PARTS):
-            like = measured[IN_PARTS if name == PARTS else IN_HALVES if cuts_rows(name) else EXPOSED]
+        if name not in (EXPOSED, IN_PARTS):
+            like = measured[IN_PARTS if cuts_rows(name) else EXPOSED]
             alone = seconds_alone(like.operations)
             best[name] = world.largest(like.compute_seconds + exposed_seconds(each.operations, alone))
             can_be_hidden = step[EXPOSED] - best[name]
@@ -257,7 +255,7 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     there = [key for key in ALONE if world.largest(max(map(len, groups[key]), default=1)) > 1]
     names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
     if has_sums(plan):
-        names += [FORWARD, PARTS] + [ALL_AND_FORWARD] * (len(there) > 1)
+        names += [PARTS] + [ALL_AND_PARTS] * (len(there) > 1)
     jobs = {NOTHING if name == EXPOSED else name: with_values(job, "overlap", **VARIANTS[name]) for name in names}
     result = measure_pairs(world, replace(prepared, job=with_values(job, "overlap", **VARIANTS[EXPOSED])), jobs, pairs)
     summary = {

@@ -97,8 +97,8 @@ class PlanBenchmark:
         model = job.model.model_copy(update={"vocab_size": job.model.vocab_size or source.vocab_size})
         train = job.train.model_copy(update={"dtype": job.train.dtype or "fp32"})
         overlap, _ = resolve_overlap(job.overlap, world.topology)
-        rows = {"forward": bool(overlap.forward), "tensor_parts": overlap.tensor_parts or 1}
-        overlap = overlap.model_copy(update=rows)  # what is `auto` is off: plans are compared, not numbers of parts
+        parts = {"tensor_parts": overlap.tensor_parts or 1}
+        overlap = overlap.model_copy(update=parts)  # what is `auto` is off: plans are compared, not numbers of parts
         self.job = job.model_copy(update={"model": model, "train": train, "overlap": overlap})
         self.cluster = cluster
         self._world, self._steps, self._report = world, steps, report

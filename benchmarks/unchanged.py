@@ -109,7 +109,7 @@ def drawn_cases(seed: int, count: int) -> list[dict]:
             settings["plan.virtual_stages"] = draw.choice([1, 1, 2])
         settings["train.dtype"] = draw.choice(["fp32", "fp32", "bf16"])
         settings["train.clip_norm"] = draw.choice([1.0, 0.1])
-        for key in ("tensor", "data", "z", "forward"):
+        for key in ("tensor", "data", "z"):
             settings[f"overlap.{key}"] = draw.random() < 0.5
         cases.append({"ranks": ranks, "architecture": draw.choice(ARCHITECTURES), "settings": settings})
     return cases + drawn_tilings(seed)

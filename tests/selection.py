@@ -50,7 +50,6 @@ LEFT_OUT = {
 """By file and test (without `test_`): the cases, or all of them where none is named."""
 
 ON_TWO_RANKS_ALONE = {
-    "ranks/test_overlap": {"halves_of_rows_give_the_curve_of_one_rank_and_the_same_bits_again": ()},
     "ranks/test_precision": {
         "fp16_skips_the_same_steps_on_all_layouts_and_follows_one_rank": (),
         "products_in_fp8_follow_one_rank_on_all_layouts": (),

@@ -20,7 +20,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.parameters import check_grid
@@ -30,8 +30,8 @@ GPU, GPUS_OF_NODE, BATCH, POSITIONS = "A100-40", 4, 1024, 2048
 ROWS = (1, 2, 4)
 """That a rank may have at once."""
 BUCKET_BYTES = 4 << 20
-EXPOSED, HIDDEN, IN_HALVES = frozenset(), frozenset(("tensor", "z")), frozenset(("tensor", "z", "forward"))
-"""What overlaps: nothing; all but outputs; outputs too, for which rows are computed in halves."""
+EXPOSED, HIDDEN = frozenset(), frozenset(("tensor", "z"))
+"""What overlaps: nothing; all, outputs too where products in parts are faster."""
 GIGABYTES = {1: {2: 76, 4: 225}, 2: {2: 76}}
 """Per second, inside nodes: by the distance of neighbours in a group, by its size."""
 ACROSS = {1: 80, 2: 40}
@@ -60,9 +60,8 @@ class Perlmutter(ClusterNetwork):
 
 
 class OnPerlmutter(Predictor):
-    def __init__(self, model: Model, plan: Plan, cluster: Cluster, overlaps: frozenset[str]):
-        bucket_bytes = BUCKET_BYTES if overlaps else None
-        super().__init__(Setup(model, POSITIONS, "bf16", HPCTRAIN, overlaps, bucket_bytes=bucket_bytes), plan, cluster)
+    def __init__(self, setup: Setup, plan: Plan, cluster: Cluster):
+        super().__init__(setup, plan, cluster)
         self.network = Perlmutter(cluster)
 
 
@@ -113,11 +112,15 @@ def four_d() -> Iterable[Layout]:
                 yield from (Layout((x, y, z), 1, rows) for rows in ROWS)
 
 
-def ways_to_hide(plan: Plan, hides: bool) -> tuple[frozenset[str], ...]:
-    """Return what may overlap; where rows may be computed in halves, without that and with it."""
-    if not hides:
-        return (EXPOSED,)
-    return (HIDDEN, IN_HALVES) if plan.tiles[0].tensor.cuts_weights else (HIDDEN,)
+def predict_fitting(
+    model: Model, positions: int, dtype: str, plan: Plan, bucket_bytes: int | None, make: Callable[[Setup], Predictor]
+) -> Prediction | None:
+    """Return what is predicted of a plan, all exposed (no `bucket_bytes`) or all hidden; None where it does not fit."""
+    overlaps = HIDDEN if bucket_bytes else EXPOSED
+    setup = Setup(model, positions, dtype, HPCTRAIN, overlaps, bucket_bytes=bucket_bytes, tensor_parts=None)
+    if not all(stage.fits for stage in make(setup).memory):
+        return None
+    return predict_in_parts(setup, plan, lambda setup, _: make(setup))[1]
 
 
 def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | None]) -> tuple[Layout, Prediction]:
@@ -135,9 +138,10 @@ def compare(name: str, batch: int) -> None:
         plan = layout.plan(model, devices, batch)
         if plan is None:
             return None
-        predictors = [OnPerlmutter(model, plan, cluster, overlaps) for overlaps in ways_to_hide(plan, hides)]
-        result = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
-        return min(result, key=lambda prediction: prediction.step_seconds, default=None)
+        bucket_bytes = BUCKET_BYTES if hides else None
+        return predict_fitting(
+            model, POSITIONS, "bf16", plan, bucket_bytes, lambda setup: OnPerlmutter(setup, plan, cluster)
+        )
 
     print(f"{name} on {devices} GPUs", flush=True)
     scores = {}

@@ -12,10 +12,11 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.commands import call
-from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_to_hide
+from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, predict_fitting
 from benchmarks.probed import probed
 from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
@@ -26,7 +27,6 @@ from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
-from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.miniature import miniature
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
@@ -67,14 +67,9 @@ def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[L
         plan = layout.plan(job.model, RANKS, BATCH, FAMILY)
         if plan is None:
             continue
-        setups = [
-            Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes=bucket_bytes)
-            for overlaps in ways_to_hide(plan, hides)
-        ]
-        predictors = [Predictor(setup, plan, cluster) for setup in setups]
-        predictions = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
-        if predictions:
-            result.append((layout, min(predictions, key=lambda prediction: prediction.step_seconds)))
+        make = partial(Predictor, plan=plan, cluster=cluster)
+        if prediction := predict_fitting(job.model, job.data.sequence_length, "fp32", plan, bucket_bytes, make):
+            result.append((layout, prediction))
     return sorted(result, key=lambda each: each[1].step_seconds)[:count]
 
 
@@ -82,7 +77,7 @@ def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
     switch = str(hides).lower()
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = ["plan.file=plan.toml", f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
-    settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]  # forward where it is predicted to pay
+    settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]  # parts where they are predicted to pay
     command = ["mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
     command += [part for setting in settings for part in ("--set", setting)]
     return json.loads(call(*command, ranks=RANKS, cwd=folder, module="benchmarks.training").splitlines()[-1])

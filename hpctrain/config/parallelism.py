@@ -90,7 +90,7 @@ class SearchBudget(Table):
 
 class Overlap(Table):
     """The communication that ranks overlap with computation. Results are the same bits, on or off, but for
-    `forward` and `tensor_parts`."""
+    `tensor_parts`."""
 
     tensor: Annotated[bool | None, AUTO] = None
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
@@ -98,14 +98,10 @@ class Overlap(Table):
     """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
     z: Annotated[bool | None, AUTO] = None
     """Gather the weights of the next block over z, and scatter the gradients of the last one, while one computes."""
-    forward: Annotated[bool | None, AUTO] = None
-    """Where `tensor` is on, compute blocks for the two halves of a rank's rows alternately. Outputs of one half are
-    summed over the tensor grid while the other one computes. Products and sums of half the rows may have other last
-    bits."""
     tensor_parts: Annotated[PartCount | None, AUTO] = None
     """Where `tensor` is on, into how many parts blocks cut a product next to a collective over the tensor grid: by
     rows, or by positions of a single row. Each part is gathered while the last one is computed, or summed while the
-    next one is. 1: not cut, as with `forward`. Products and sums of fewer rows may have other last bits."""
+    next one is. 1: not cut. Products and sums of fewer rows may have other last bits."""
     keep_gathered: WholeNumber = 0
     """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
     gathered once a step."""
@@ -114,15 +110,6 @@ class Overlap(Table):
 
     It also decides which rank owns which element, and with it the last bit of the gradient's norm.
     """
-
-    @model_validator(mode="after")
-    def _cut_once(self) -> Self:
-        if self.forward and (self.tensor_parts or 1) > 1:
-            raise ValueError(
-                f"forward and tensor_parts = {self.tensor_parts} cut the same rows; set forward = false, or"
-                " tensor_parts = 1"
-            )
-        return self
 
     @property
     def overlapped_bucket_bytes(self) -> int | None:

@@ -16,6 +16,7 @@ REMOVED = {
     "comm.algorithm": "remove the line: hpctrain takes the fastest algorithm by the links of the cluster",
     "comm.route": "remove the line: where the ranks of a group are decides how they communicate",
     "observe.timeout_seconds": "set observe.step_timeout_seconds",
+    "overlap.forward": "set overlap.tensor_parts, which overlaps the same sums and those of cut positions too",
     "plan.chunks": "set plan.virtual_stages",
     "products": "remove the section: products are no longer tuned",
 }
@@ -33,12 +34,12 @@ def say_on_stderr(text: str) -> None:
 def without_removed(tree: dict[str, Any], where: str, say: Callable[[str], None] = ignore) -> dict[str, Any]:
     """Return the job that hpctrain wrote, as plain data, without keys that are gone; say for each that it was there.
 
-    Those whose value was "auto" had no effect before, so nothing is said of them.
+    Those whose value was "auto" or false had no effect before, so nothing is said of them.
     """
     tree = deepcopy(tree)
     for key in removed_keys(tree):
         section, last = _place(tree, key)
-        if section.pop(last) != "auto":
+        if section.pop(last) not in ("auto", False):
             say(f"{where}: {key} is of an older version and has no effect any more; now: {REMOVED[key]}")
     return tree
 

@@ -6,7 +6,7 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,22 +35,6 @@ from hpctrain.sharding.parameters import BLOCK_PRODUCTS, item_parameters, padded
 
 IGNORED = -1  # a target that does not count
 
-Pausing = Generator[None, None, torch.Tensor]
-"""Something computed that pauses where it would wait for other ranks, and returns a result."""
-
-
-def run_by_turns(computations: list[Pausing]) -> list[torch.Tensor]:
-    """Continue with each until it would wait, one after the other, until all are done; return their results."""
-    results: dict[int, torch.Tensor] = {}
-    while len(results) < len(computations):
-        for number, computation in enumerate(computations):
-            if number not in results:
-                try:
-                    next(computation)
-                except StopIteration as done:
-                    results[number] = done.value
-    return [results[number] for number in range(len(computations))]
-
 
 class Cache:
     """Keys and values of the positions that a block has read, where it writes text."""
@@ -77,8 +61,6 @@ class Computing:
     """The way in which a rank computes its layers, beside what the model and the tensor grid say."""
 
     kernels: Kernels = field(default_factory=Kernels)
-    in_halves: bool = False
-    """Compute one half of the rows while sums over the tensor grid of the other half are in flight."""
     parts: int = 1
     """Into so many parts each product of a block next to a collective is cut, so that it overlaps another part."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -214,31 +196,28 @@ class Block(LayerModule):
         return self.weights(*(f"{name}.{kind}" for name in names))
 
     def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
-        """Compute all rows, or one half while the other waits for other ranks; drop what is computed again."""
-        parts = hidden.chunk(2) if self._computing.in_halves else (hidden,)
-        each = documents.split([part.shape[0] for part in parts]) if documents else [None] * len(parts)
+        """Return the residual stream behind the block; drop what is computed again."""
         drops = self._recompute == "selective" and torch.is_grad_enabled()
         self._dropping = Dropping(pack) if drops else None
         try:
             with self._dropping.packing() if self._dropping else nullcontext():
-                outputs = run_by_turns([self.residual(*pair) for pair in zip(parts, each, strict=True)])
+                return self.residual(hidden, documents)
         finally:
             self._dropping = None
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> Pausing:
-        """Return the residual stream behind the block."""
+    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return the hidden states, to which both parts have added."""
         if self._has_attention:
-            added = yield from self.attention(self.normed(self.attention_norm, hidden), documents)
+            added = self.attention(self.normed(self.attention_norm, hidden), documents)
             hidden = hidden + (self.attention_out_norm(added) if self.attention_out_norm else added)
         if self._has_mlp:
-            added = yield from self.feed_forward(self.normed(self.ffn_norm, hidden))
+            added = self.feed_forward(self.normed(self.ffn_norm, hidden))
             hidden = hidden + (self.ffn_out_norm(added) if self.ffn_out_norm else added)
         return hidden
 
-    def attention(self, x: torch.Tensor, documents: Documents | None) -> Pausing:
+    def attention(self, x: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return what attention adds, of normed hidden states."""
-        qkv = yield from self.linear(self.qkv, x)
+        qkv = self.linear(self.qkv, x)
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(2, (heads + 2 * kv_heads, self.attention_of.head_size))
         queries_keys, values = qkv.split([heads + kv_heads, kv_heads], dim=2)
@@ -247,29 +226,19 @@ class Block(LayerModule):
         queries, keys = placed.split([heads, kv_heads], dim=2)
         queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
         mixed = self.attend(queries, keys, values, documents)
-        return (yield from self.linear(self.out, mixed.transpose(1, 2).flatten(2)))
+        return self.linear(self.out, mixed.transpose(1, 2).flatten(2))
 
-    def feed_forward(self, x: torch.Tensor) -> Pausing:
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the feed-forward part adds, of normed hidden states."""
-        inner = yield from self.linear(self.up, x)
-        return (yield from self.linear(self.down, self.dropped(self.activated, inner)))
+        return self.linear(self.down, self.dropped(self.activated, self.linear(self.up, x)))
 
-    def linear(self, layer: Linear, x: torch.Tensor) -> Pausing:
-        """Apply a layer, in the dtype to which a job pins it. It pauses while others are awaited, by rows in halves."""
+    def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Apply a layer, in the dtype to which a job pins it."""
         dropping, dtype = self._dropping, self._linear_dtype or x.dtype
         given = x.to(dtype)
         if given is not x and dropping and dropping.drops(x):
             dropping.drop(given, lambda wide: wide.to(dtype), x)
-        if not self._computing.in_halves:
-            return layer(given).to(x.dtype)
-        gathering = layer.start_gather(given) if layer.gathers else None
-        if layer.gathers:
-            yield  # the other half computes now
-        result, finish = layer.start(given, gathering)
-        if layer.input_axis.size > 1:
-            yield  # and now, while the sum of this half is in flight
-        finish()
-        return result.to(x.dtype)
+        return layer(given).to(x.dtype)
 
     def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Return the norm that a product reads, which is dropped."""

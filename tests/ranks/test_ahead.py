@@ -66,7 +66,7 @@ def test_more_in_flight_are_the_same_bits(world, tokens, route, monkeypatch):
 def test_messages_hold_up_nobody_where_more_are_in_flight(world, tokens):
     """Between four nodes a message takes about two fifths of a microbatch's time."""
     job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128, "ffn_size": 512}, global_batch=32)
-    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
+    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False)})
     plan = even_plan(10, TensorGrid(), 4, 1, 8, 4, family="equal")
     predictor = Predictor(Setup.of_job(job), plan, APART)
     further = with_extra_warmup(plan, predictor.costs)

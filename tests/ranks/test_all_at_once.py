@@ -23,7 +23,7 @@ SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
 SIZES = {"shape": SHAPE, "global_batch": ROWS * MICROBATCHES, "learning_rate": 1e-2}
 FUSED = "fused"
 CUT, SHARDED = TensorGrid(y=2, sequence_parallel=True), TensorGrid(z=2)
-OVERLAP = Overlap(tensor=True, data=True, z=True, forward=False, tensor_parts=2, bucket_bytes=3000)
+OVERLAP = Overlap(tensor=True, data=True, z=True, tensor_parts=2, bucket_bytes=3000)
 KERNELS = KernelChoice(fused=False, fused_by_family={FUSED: True})
 
 

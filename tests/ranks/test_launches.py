@@ -36,7 +36,7 @@ def small(plan: dict) -> dict:
 
 def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
     job = make_job(tokens, model, plan, **train)
-    switches = {"tensor": on, "data": on, "z": on, "forward": False, "tensor_parts": 2, "bucket_bytes": 1}
+    switches = {"tensor": on, "data": on, "z": on, "tensor_parts": 2, "bucket_bytes": 1}
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 

@@ -69,7 +69,7 @@ def test_packed_documents_give_the_losses_of_one_rank(world, folder, model):
 
     def masked(plan: dict | None = None):
         job = make_job(folder / "packed.h5", model, plan)
-        overlap = job.overlap.model_copy(update={"tensor": True, "forward": True})  # halves of rows, each with its own
+        overlap = job.overlap.model_copy(update={"tensor": True, "tensor_parts": 2})
         data = job.data.model_copy(update={"mask_documents": True})
         return job.model_copy(update={"data": data, "overlap": overlap})
 

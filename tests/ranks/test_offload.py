@@ -73,7 +73,7 @@ def keeping_all(plan: Plan) -> Plan:
 
 def job_of(tokens, model: str, is_overlapped: bool, dtype: str = "fp32"):
     job = make_job(tokens, model, shape=SHAPE, global_batch=ROWS * MICROBATCHES, dtype=dtype)
-    on = Overlap(tensor=True, forward=True, z=True, data=True, bucket_bytes=3000)
+    on = Overlap(tensor=True, tensor_parts=2, z=True, data=True, bucket_bytes=3000)
     return job.model_copy(update={"overlap": on if is_overlapped else Overlap()})
 
 
@@ -136,7 +136,7 @@ TEXT = f"""
 @pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
 def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_are_predicted(world, tokens, offload):
     job = make_job(tokens, "llama", shape={"hidden_size": 128, "ffn_size": 512}, global_batch=32)
-    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
+    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False)})
     setup, plans, peaks = Setup.of_job(job), {}, {}
     for how in ("none", offload):
         plans[how] = even_plan(10, TensorGrid(), 2, 2, 4, 8, family="equal", offload=how)

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.architectures.description import inner_of
-from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
@@ -88,50 +87,6 @@ def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, r
     assert curve(world, overlapped(job, tensor=True, data=True, z=True)) == exposed
 
 
-HALVED = {
-    2: ({"tensor": {"y": 2}}, {"tensor": {"x": 2}, "recompute": "full"}),
-    4: (
-        {"tensor": {"x": 2, "y": 2}, "recompute": "full"},
-        {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 4},
-        {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 1},  # which has no halves
-        {"tensor": {"y": 2, "z": 2}},
-    ),
-}
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.timeout(120)
-def test_halves_of_rows_give_the_curve_of_one_rank_and_the_same_bits_again(world, tokens):
-    for plan in HALVED[world.size]:
-        job = make_job(tokens, "llama", plan)
-        result = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True))
-        assert largest_relative_difference(result, one_rank(world, tokens, "llama")) < 1e-5
-        assert curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True)) == result
-        assert curve(world, overlapped(job, tensor=False, data=False, z=False, forward=True)) == result
-        if "pipeline" in plan:
-            split = make_job(tokens, "llama", plan | {"schedule": "zb-h1"})
-            assert curve(world, overlapped(split, tensor=True, data=True, z=True, forward=True)) == result
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.timeout(60)
-def test_the_other_half_is_computed_before_a_sum_is_waited_for(world, tokens, monkeypatch):
-    events, start = [], Communicator.start_all_reduce
-
-    def noted(comm, tensor):
-        work = start(comm, tensor)
-        if comm.size == 1:
-            return work
-        events.append("start")
-        return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
-
-    monkeypatch.setattr(Communicator, "start_all_reduce", noted)
-    job = make_job(tokens, "gpt2", {"tensor": {"y": 2}}, shape={"num_layers": 1})
-    curve(world, overlapped(job, tensor=True, forward=True))
-    forward = ["start", "start", "wait", "start", "wait", "start", "wait", "wait"]  # out and down, each of both halves
-    assert events[: len(forward)] == forward
-
-
 MIXED = (((0, 10), (0, 6), (0, 1), (1, 2, 1)), ((0, 10), (6, 16), (3, 2), (1, 1, 2)))
 DEEP = (((0, 4), (0, 6), (0,), (1, 1, 1)), ((4, 10), (0, 6), (1,), (1, 1, 1)), ((0, 10), (6, 16), (3, 2), (1, 2, 1)))
 
@@ -144,8 +99,6 @@ def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False), plan)
     assert largest_relative_difference(exposed, one_rank(world, tokens, "gpt2")) < 1e-5
     assert curve(world, overlapped(job, tensor=True, data=True, z=True), plan) == exposed
-    in_halves = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True), plan)
-    assert largest_relative_difference(in_halves, exposed) < 1e-5
 
 
 @pytest.mark.ranks(4)
@@ -162,7 +115,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 
     def job_of(**plan):
         shape, plan = {"num_kv_heads": 8, "vocab_size": 64}, {"microbatch": 8, "recompute": recompute, **plan}
-        return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on, forward=on)
+        return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on)
 
     model = job_of().model
     h, f, blocks, vocabulary = model.hidden_size, inner_of(model), model.num_layers, model.vocab_size
@@ -198,21 +151,19 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))
     summary = compare_pairs(own, prepared, 4)
-    assert list(summary["overlaps"]) == ["nothing", "tensor", "forward", "parts"], (
-        "there are no replicas and there is no z"
-    )
+    assert list(summary["overlaps"]) == ["nothing", "tensor", "parts"], "there are no replicas and there is no z"
     assert summary["same_bits"]
     for each in summary["overlaps"].values():
         ratio = each["ratio"]
         assert 0 < ratio["low"] <= ratio["middle"] <= ratio["high"]
-    asked = {"data": "on", "z": "off", "forward": "off", "tensor_parts": "1"}
+    asked = {"data": "on", "z": "off", "tensor_parts": "1"}
     asked = {key: f"{value}: asked for" for key, value in asked.items()}
     assert summary["auto"] == {"tensor": "off: a reason"} | asked
     of_one = started[: 2 * (2 + 4)]
     exposed, other = of_one[1], of_one[0]
     assert of_one == [other, exposed, exposed, other] * 3, "alternating, and who is first changes"
     concurrent = [trainer.layout.axes.y.is_overlapped for trainer in dict.fromkeys(started)]
-    assert concurrent == [False, False, True, False, True, False, True, False]
+    assert concurrent == [False, False, True, False, True, False]
     own.close()
 
 

@@ -173,7 +173,7 @@ def test_a_rehearsed_step_is_as_much_shorter_as_predicted(world, tokens, grid, r
     plan = even_plan(10, grid, 1, 1, 1, rows, family="equal", row_chunks=row_chunks)
     _, training, _ = open_datasets(job.data, job.train.seed)
     jobs = [
-        job.model_copy(update={"overlap": Overlap(tensor=True, data=False, z=False, forward=False, tensor_parts=parts)})
+        job.model_copy(update={"overlap": Overlap(tensor=True, data=False, z=False, tensor_parts=parts)})
         for parts in (1, 4)
     ]
     predicted = [predict(Setup.of_job(each), plan, APART).step_seconds for each in jobs]

@@ -64,7 +64,7 @@ def keeping_all(plan: Plan) -> Plan:
 
 def job_of(tokens, model: str, is_overlapped: bool):
     job = make_job(tokens, model, shape=SHAPE, global_batch=ROWS * MICROBATCHES)
-    on = Overlap(tensor=True, forward=True, z=True, data=True, bucket_bytes=3000)
+    on = Overlap(tensor=True, tensor_parts=2, z=True, data=True, bucket_bytes=3000)
     return job.model_copy(update={"overlap": on if is_overlapped else Overlap()})
 
 

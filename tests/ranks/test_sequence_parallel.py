@@ -128,14 +128,13 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling, monke
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["x and y", "stages"])
-def test_what_is_overlapped_changes_no_bit_but_halves_of_rows_last_ones(world, tokens, name):
+def test_what_is_overlapped_changes_no_bit(world, tokens, name):
     plan = plan_of(name, 4)
-    off, on, halves = (
-        curve(world, job_of(tokens, "llama", overlap=Overlap(tensor=on, data=on, z=on, forward=forward)), plan, 4)
-        for on, forward in ((False, False), (True, False), (True, True))
+    off, on = (
+        curve(world, job_of(tokens, "llama", overlap=Overlap(tensor=on, data=on, z=on)), plan, 4)
+        for on in (False, True)
     )
     assert on == off
-    assert largest_relative_difference(halves, off) < TOLERANCE
 
 
 @pytest.mark.ranks(2)

@@ -30,7 +30,7 @@ from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.start.resolve_overlap import (
     launch_refusal,
     resolve_overlap,
-    resolve_rows,
+    resolve_parts,
     setups_by_plan,
     spreads,
 )
@@ -291,7 +291,7 @@ def switch_overlaps(job: Job, facts: Facts) -> Resolution:
     refusal = world.on_first_rank(lambda: launch_refusal(plan) if has_devices else None)
     overlap, reasons = resolve_overlap(job.overlap, world.topology, spreads(world, job, plan), refusal)
     job = job.model_copy(update={"overlap": overlap})
-    overlap, why = world.on_first_rank(lambda: resolve_rows(job, plan, world.topology, cluster))
+    overlap, why = world.on_first_rank(lambda: resolve_parts(job, plan, cluster))
     return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
 
 

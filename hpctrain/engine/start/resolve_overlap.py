@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
 """By switch, who exchanges what it hides."""
-WHOLE_ROWS: dict[str, bool | int] = {"forward": False, "tensor_parts": 1}
-"""What cuts a rank's rows, with the values by which nothing is cut."""
+PARTS = "tensor_parts"
 
 
 class Spread(NamedTuple):
@@ -85,7 +84,7 @@ def resolve_overlap(
 ) -> tuple[Overlap, dict[str, str]]:
     """Return the overlaps with values for switches that are `auto`, and the reasons of these. Pure.
 
-    What cuts rows stays as it is.
+    The number of parts stays as it is.
 
     It pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there is no such
     thing: they exchange through its memory, and overlapped messages take cores from the product. `spread` says by
@@ -98,9 +97,8 @@ def resolve_overlap(
     for key, what in EXCHANGED.items():
         if getattr(overlap, key) is not None:
             continue
-        cutting = "forward" if overlap.forward else "tensor_parts" if (overlap.tensor_parts or 1) > 1 else ""
-        if key == "tensor" and cutting:
-            values[key], reasons["overlap.tensor"] = True, f"on: overlap.{cutting} needs it"
+        if key == "tensor" and (overlap.tensor_parts or 1) > 1:
+            values[key], reasons["overlap.tensor"] = True, f"on: overlap.{PARTS} needs it"
             continue
         between_hosts, is_composite = spread[key] if spread else (hosts > 1, anywhere.is_composite and key == "data")
         if not topology.shares_memory:
@@ -124,7 +122,7 @@ def resolve_overlap(
 
 
 def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap, dict[str, str]]:
-    """Return what a run of a plan would make of a job's overlaps, but for what cuts rows. Pure."""
+    """Return what a run of a plan would make of a job's overlaps, but for the number of parts. Pure."""
     spread, refusal = None, None
     if topology.shares_memory and (len(topology.families) > 1 or not topology.has_devices):
         result = [spreads_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
@@ -158,82 +156,50 @@ def resolve_on(
 ) -> tuple[Overlap, dict[str, str]]:
     """Return what a run on a cluster's devices would make of a job's overlaps, for a prediction. Pure.
 
-    Without a plan what cuts rows stays as it is. Groups count as being on all hosts, and those of gradients as of all
-    families.
+    Without a plan the number of parts stays as it is. Groups count as being on all hosts, and those of gradients as of
+    all families.
     """
     topology = topology_of(cluster, is_pretended)
     if plan is None:
         return resolve_overlap(job.overlap, topology)
     overlap, reasons = resolve_switches(job, topology, plan)
-    overlap, why = resolve_rows(job.model_copy(update={"overlap": overlap}), plan, topology, cluster)
+    overlap, why = resolve_parts(job.model_copy(update={"overlap": overlap}), plan, cluster)
     return overlap, reasons | why
 
 
-def resolve_rows(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
-    """Return the overlaps with values for `forward` and `tensor_parts`, and reasons for those that were `auto`. Pure.
+def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
+    """Return the overlaps with a value for `tensor_parts`, and the reason if that was `auto`. Pure.
 
-    The rest of the job is resolved. Both cut rows, so that one of them is on at the most. A prediction says whether
-    collectives take longer than products of fewer rows cost.
+    The rest of the job is resolved. A prediction says whether collectives take longer than products of fewer rows cost.
     """
-    overlap = job.overlap
-    open_keys = [key for key in WHOLE_ROWS if getattr(overlap, key) is None]
-    values = WHOLE_ROWS | {key: getattr(overlap, key) for key in WHOLE_ROWS if key not in open_keys}
-    if not open_keys:
+    overlap, count = job.overlap, 1
+    if overlap.tensor_parts is not None:
         return overlap, {}
     if not any(tile.tensor.cuts_weights for tile in plan.tiles):
-        reasons = dict.fromkeys(open_keys, "no tile has x or y, so there is nothing to sum")
+        reason = "no tile has x or y, so there is nothing to sum"
     elif not overlap.tensor:
-        reasons = dict.fromkeys(open_keys, "sums over x and y are not overlapped")
-    elif values != WHOLE_ROWS:
-        reasons = dict.fromkeys(open_keys, "what is asked for cuts the same rows")
+        reason = "sums over x and y are not overlapped"
+    elif gathers_while_summing([tile.tensor for tile in plan.tiles]):
+        reason = "positions are gathered over y while x sums, and collectives of several groups may wait for each other"
+        reason += " on a device"
     else:
         try:
-            values, reasons = _predicted_rows(job, plan, topology, cluster, open_keys)
+            count, reason = _predicted_parts(job, plan, cluster)
         except HpctrainError as error:
-            reasons = dict.fromkeys(open_keys, f"no prediction: {error}")
-    summary = {f"overlap.{key}": f"{format_value(values[key])}: {reason}" for key, reason in reasons.items()}
-    return overlap.model_copy(update=values), summary
+            reason = f"no prediction: {error}"
+    return overlap.model_copy(update={PARTS: count}), {f"overlap.{PARTS}": f"{count}: {reason}"}
 
 
-def _predicted_rows(
-    job: Job, plan: Plan, topology: Topology, cluster: Cluster, open_keys: Sequence[str]
-) -> tuple[dict[str, bool | int], dict[str, str]]:
-    """Return the values with which a step is predicted to be the fastest, and why. Raises as `predict`."""
+def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
+    """Return the number of parts with which a step is predicted to be the fastest, and why. Raises as `predict`."""
     make = partial(Predictor, plan=plan, cluster=cluster)
-    whole = make(Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS))).predict().step_seconds
-    best, values, reasons = whole * PAYS, WHOLE_ROWS, {}
-    for key in open_keys:
-        if reason := _conflict(key, plan, topology):
-            reasons[key] = reason
-            continue
-        if key == "forward":
-            halved = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: True}))
-            value, prediction = True, make(halved).predict()
-        else:
-            is_open = Setup.of_job(with_values(job, "overlap", **WHOLE_ROWS | {key: None}))
-            predictor, prediction = predict_in_parts(is_open, plan, lambda setup, like: make(setup, like=like))
-            value = predictor.setup.tensor_parts or 1
-        seconds = prediction.step_seconds
-        reasons[key] = f"a step is predicted to take {seconds / whole:.3f} of the time with it, and {PAYS} pays"
-        if value == 1 and key == "tensor_parts":
-            reasons[key] = f"with no other number a step is predicted to take {PAYS} of the time or less"
-        if seconds < best:
-            best, values = seconds, WHOLE_ROWS | {key: value}
-    best_key = next((key for key in open_keys if values[key] != WHOLE_ROWS[key]), None)
-    for key in reasons:
-        if best_key and key != best_key:
-            reasons[key] += f"; with overlap.{best_key} it takes {best / whole:.3f}"
-    return values, reasons
-
-
-def _conflict(key: str, plan: Plan, topology: Topology) -> str:
-    """Return why rows are not to be cut whatever that saves; nothing if they may be."""
-    grids = [tile.tensor for tile in plan.tiles]
-    waiting = "collectives of several groups may wait for each other on a device"
-    if key == "tensor_parts":
-        return f"positions are gathered over y while x sums, and {waiting}" if gathers_while_summing(grids) else ""
-    has_devices = topology.has_devices and topology.shares_memory
-    return f"norms are summed over x meanwhile, and {waiting}" if has_devices and any(g.x > 1 for g in grids) else ""
+    whole = make(Setup.of_job(with_values(job, "overlap", **{PARTS: 1}))).predict().step_seconds
+    predictor, prediction = predict_in_parts(Setup.of_job(job), plan, lambda setup, like: make(setup, like=like))
+    count = predictor.setup.block_parts
+    if count == 1:
+        return 1, f"with no other number a step is predicted to take {PAYS} of the time or less"
+    share = prediction.step_seconds / whole
+    return count, f"a step is predicted to take {share:.3f} of the time with it, and {PAYS} pays"
 
 
 def format_value(value: bool | int) -> str:
@@ -244,12 +210,10 @@ def format_value(value: bool | int) -> str:
 def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:
     """Return the overlaps of a run that continues another one, whose job is resolved, and whose bits it must have.
 
-    What is `auto` becomes theirs, given with its value by key; theirs may be from before there was what cuts rows. What
-    cuts the same rows as what is asked for is off. Pure.
+    What is `auto` becomes theirs, given with its value by key; theirs may be from before there were parts. Pure.
     """
-    result = {key: getattr(theirs, key) for key in (*EXCHANGED, *WHOLE_ROWS) if getattr(overlap, key) is None}
-    if overlap.forward or (overlap.tensor_parts or 1) > 1:
-        result |= {key: None for key in WHOLE_ROWS if key in result}
-    values = {key: WHOLE_ROWS.get(key) if value is None else value for key, value in result.items()}
+    defaults = dict.fromkeys(EXCHANGED) | {PARTS: 1}
+    result = {key: getattr(theirs, key) for key in defaults if getattr(overlap, key) is None}
+    values = {key: defaults[key] if value is None else value for key, value in result.items()}
     values = {key: value for key, value in values.items() if value is not None}
     return overlap.model_copy(update=values), {f"overlap.{key}": format_value(value) for key, value in values.items()}

@@ -96,11 +96,9 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelera
     used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
     store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
-    in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    parts = 1 if in_halves else overlap.tensor_parts or 1
     known = DTYPES | {"fp8": FP8}
     dtypes = {operator: known[name] for operator, name in job.precision.overrides.items()}
-    computing = Computing(make_kernels(job.kernels, own), in_halves, parts, dtypes)
+    computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
     host = HostActivations(accelerator)
     stages = tuple(Stage(job.model, tile, axes, store, world.tracer, computing, host) for tile in role.tiles)
     return Layout(

@@ -4,7 +4,6 @@ Shapes: queries [rows, heads, positions, head size], keys and values [rows, key/
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -27,14 +26,6 @@ class Documents:
         """`starts`, int64 [rows, positions], is where in its row each token's document starts."""
         self.starts = starts
         self._masks: dict[tuple, torch.Tensor] = {}
-        self._parts: dict[tuple[int, ...], list[Documents]] = {}
-
-    def split(self, sizes: Sequence[int]) -> "list[Documents]":
-        """Return the documents of some rows after others."""
-        sizes = tuple(sizes)
-        if sizes not in self._parts:
-            self._parts[sizes] = [Documents(part) for part in self.starts.split(sizes)] if len(sizes) > 1 else [self]
-        return self._parts[sizes]
 
     def mask(self, queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
         """Return which positions each query may attend to, bool [rows, 1, queries, all positions]."""
@@ -47,7 +38,6 @@ class Documents:
     def forget_masks(self) -> None:
         """Let go of masks, which graphs keep as long as they need them."""
         self._masks.clear()
-        self._parts.clear()
 
 
 def visible(queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:

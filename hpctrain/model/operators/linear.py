@@ -13,7 +13,7 @@ rounded to bf16 before it is added loses what is below 1/256 of its own size, in
 name of its own in torch, so that whoever watches operations sees one product of half precision.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -109,7 +109,7 @@ class Linear:
         positions of a single row. A layer that gathers and `keeps_whole` inputs does not gather them again.
         """
         self.weights, self.biases, self.input_axis, self.output_axis = weights, biases, input_axis, output_axis
-        self.gathers, self.scatters, self._keeps_whole = gathers, scatters, keeps_whole
+        self.gathers, self.scatters, self.keeps_whole = gathers, scatters, keeps_whole
         self.in_8_bits, self.parts = in_8_bits, parts
 
     @cached_property
@@ -121,28 +121,13 @@ class Linear:
     def num_outputs(self) -> int:
         return sum(self.outputs)
 
-    def __call__(self, x: torch.Tensor, gathering: Gathering | None = None) -> torch.Tensor:
-        """Return x W^T + b, [..., O] of [..., I].
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b, [..., O] of [..., I]; x is [rows, positions, I] where positions are cut.
 
-        Ranks of `input_axis` must call, which sum the result, and those of `output_axis` for the backward pass.
-
-        x is [rows, positions, I] where positions are cut; that of a layer that gathers is what `start_gather` got.
+        Ranks of `input_axis` must call, which sum the result, and those of `output_axis` for the backward pass; of a
+        layer that gathers, for both.
         """
-        return self._apply(x, gathering, waits=True)[0]
-
-    def start(self, x: torch.Tensor, gathering: Gathering | None) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the result of a call, whose sum over `input_axis` is only started, and what finishes it: the result
-        may be used after that was called."""
-        return self._apply(x, gathering, waits=False)
-
-    def _apply(self, x: torch.Tensor, gathering: Gathering | None, waits: bool):
-        if self.gathers and gathering is None:
-            gathering = self.start_gather(x)
-        return _Linear.apply(x, self, gathering, waits)
-
-    def start_gather(self, x: torch.Tensor) -> Gathering:
-        """Start to gather the positions of an input. All ranks of `output_axis` must call."""
-        return Gathering(x.detach(), self.output_axis, self.parts, self._keeps_whole)
+        return _Linear.apply(x, self)
 
     def split(self, y_NO: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the columns of each weight's outputs."""
@@ -199,10 +184,11 @@ class _Linear(Function):
     those of the weights are computed where the axis lets it (AxoNN, arXiv 2305.13525)."""
 
     @staticmethod
-    def forward(ctx, x, layer: Linear, gathering: Gathering | None, waits: bool):
-        ctx.layer, ctx.shape = layer, x.shape
-        if gathering is not None:
-            ctx.shape, ctx.keeps_whole = gathering.shape, gathering.whole is not None
+    def forward(ctx, x, layer: Linear):
+        ctx.layer, ctx.shape, gathering = layer, x.shape, None
+        if layer.gathers:
+            gathering = Gathering(x, layer.output_axis, layer.parts, layer.keeps_whole)
+            ctx.shape = gathering.shape
         input_axis, works = layer.input_axis, list[PendingWork]()
         x_NI = x.reshape(-1, x.shape[-1])
         cuts = cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0])) if input_axis.size > 1 else ()
@@ -230,32 +216,22 @@ class _Linear(Function):
             if gathering is not None:
                 x_NI = gathering.tokens()
             y_NO = layer.products(x_NI)
+            input_axis.all_reduce(y_NO)
             y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
-            if waits:
-                input_axis.all_reduce(y_NO)
-            else:
-                works.append(input_axis.start_all_reduce(y_NO.data))
-        # `.data` has no version counter: sums are still written into it when autograd has saved `y`, an error else.
-        later_NO = y.data.view(-1, y.shape[-1])
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-            layer.add_biases(later_NO)
-
-        if waits:
-            finish()
+        for work in works:
+            work.wait()
+        layer.add_biases(y.view(-1, y.shape[-1]))
         if gathering is not None:
             x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        return y, finish
+        return y
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, dy):
         layer: Linear = ctx.layer
         (x_NI,) = ctx.saved_tensors
         dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
-        regathered = Gathering(x_NI, layer.output_axis) if layer.gathers and not ctx.keeps_whole else None
+        regathered = Gathering(x_NI, layer.output_axis) if layer.gathers and not layer.keeps_whole else None
         if layer.scatters:
             gathering = Gathering(dy, layer.input_axis, layer.parts, keeps_whole=True)
             dx = x_NI.new_empty(ctx.shape)
@@ -274,7 +250,7 @@ class _Linear(Function):
         layer.add_weight_gradients(dy_NO, x_NI)
         layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
         work.wait()
-        return dx, None, None, None
+        return dx, None
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

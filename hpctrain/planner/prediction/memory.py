@@ -18,7 +18,7 @@ from hpctrain.plan.holders import RankShards, ShardGroup
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
-from hpctrain.planner.prices.cost import goes_in_halves, heads_on, layer_elements
+from hpctrain.planner.prices.cost import heads_on, layer_elements
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements, moves
@@ -317,8 +317,8 @@ def row_bytes(
 def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
     """Return the bytes that a layer computes with and does not keep, for one of `rows` of a rank.
 
-    While it goes backward, gradients of about half of what it keeps are there too, of half the rows where these go
-    in halves; what was computed again is whole. While the loss is computed, logits are there more than once.
+    While it goes backward, gradients of about half of what it keeps are there too; what was computed again is whole.
+    While the loss is computed, logits are there more than once.
     """
     kept = layer_kept(setup, grid, layer, "none", rows)
     if layer == setup.head:
@@ -327,7 +327,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
-        overlapped = kept / (4 if rows > 1 and goes_in_halves(setup, grid) and layer.start else 2)
+        overlapped = kept / 2
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
@@ -353,7 +353,7 @@ def _whole_hidden_states(
         inputs = sum(branch is not None for branch in setup.branches(layer))
         return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
     if rows > 1:
-        return gradients / 2 + (1.4 if goes_in_halves(setup, grid) else 2.75) * whole
+        return gradients / 2 + 2.75 * whole
     return gradients + 2 * whole * (1 - 1 / grid.y)
 
 

@@ -51,10 +51,8 @@ def layer_cost(
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
     is_block, regathers = setup.is_block(layer), recompute != "full"
-    if is_block and rows > 1 and goes_in_halves(setup, grid):
-        cost, selected = _in_halves(setup, grid, layer, rows, regathers)
-    elif is_block:
-        cost, selected, _ = _block(setup, grid, layer, rows, regathers)
+    if is_block:
+        cost, selected = _block(setup, grid, layer, rows, regathers)
     else:
         cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
@@ -64,34 +62,6 @@ def layer_cost(
         again = selected
     return _with_weights(
         setup, grid, layer, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
-    )
-
-
-def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
-    """Say whether blocks compute one half of their rows while sums of the other half are in flight."""
-    return "forward" in setup.overlaps and grid.cuts_weights
-
-
-def _in_halves(
-    setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool
-) -> tuple[LayerCost, PassWork]:
-    """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
-
-    The halves take turns: what one computes up to its next sum overlaps the other's last one.
-    """
-    blocks = [_block(setup, grid, layer, half, regathers) for half in (rows - rows // 2, rows // 2)]
-    features = setup.model.hidden_size // grid.x / grid.position_parts
-    joined = PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)  # halves of the residuals
-    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), joined))
-    weight = PassWork.joined(block.cost.backward_weight for block in blocks)
-    halves_in_order = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
-    overlapped = [replace(following, exchanges=[]) for following in (*halves_in_order[1:], PassWork())]
-    forward = [
-        replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
-        for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
-    ]
-    return LayerCost(PassWork.joined((*forward, joined)), backward, weight), PassWork.joined(
-        block.again for block in blocks
     )
 
 
@@ -132,37 +102,23 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
     return LayerCost(forward, backward, PassWork())  # its weights' gradients are by-products
 
 
-class _BlockCost(NamedTuple):
-    cost: LayerCost
-    again: PassWork
-    """What selective recomputing runs again."""
-    segments: list[PassWork]
-    """The forward pass, cut after each output that is summed."""
-
-
 def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
     """Return how many features of queries, and of keys, a rank of a grid has."""
     size = attention.head_size
     return attention.heads // grid.y * size, max(1, attention.kv_heads // grid.y) * size
 
 
-def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool = True) -> _BlockCost:
-    """Return what a block costs, or one branch of it; see `linear_cost.py`."""
+def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool) -> tuple[LayerCost, PassWork]:
+    """Return what a block costs, or one branch of it, and what selective recomputing runs again; see
+    `linear_cost.py`."""
     attention, mlp = setup.branches(layer)
     branches = [_attention_branch(setup, grid, attention, rows, regathers)] if attention else []
     branches += [_mlp_branch(setup, grid, mlp, rows, regathers)] if mlp else []
     parts = [part for branch in branches for part in branch.parts]
-    segments = [PassWork()]
-    for part in parts:
-        segments[-1] = PassWork.joined((segments[-1], part))
-        if any(exchange.is_output for exchange in part.exchanges):
-            segments.append(PassWork())
     backward = PassWork.joined(branch.backward_input for branch in branches)
     weight = PassWork.joined(branch.backward_weight for branch in branches)
     again = PassWork.joined(branch.again for branch in branches).as_pass("block", 0, rows)
-    cost = _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight))
-    segments = [segment.as_pass("block", 0, rows) for segment in segments]
-    return _BlockCost(cost, again, segments)
+    return _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight)), again
 
 
 class _Branch(NamedTuple):

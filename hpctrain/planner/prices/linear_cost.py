@@ -102,7 +102,7 @@ def _sums(axis: str, operation: str, products: list[MatrixProduct], num_bytes: i
     """Return the sums of outputs, each of which overlaps the next product."""
     behind = [*products[1:], None]
     return [
-        Exchange(axis, operation, product.m * product.n * num_bytes, is_output=True, behind=following)
+        Exchange(axis, operation, product.m * product.n * num_bytes, behind=following)
         for product, following in zip(products, behind, strict=True)
     ]
 

@@ -79,7 +79,6 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     Of what is overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) the exposed part counts, and by
     how much computing is slower meanwhile:
     - sums behind a product: what is longer than the product;
-    - sums overlapped with the other half of the rows: what outlasts that half;
     - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights come while
       this one computes.
     """
@@ -91,19 +90,16 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     waited = {"tensor": 0.0, "data": 0.0}
     alone: dict[MatrixProduct, float] = {}  # parts of a product overlap equal ones
 
-    def seconds_of(meanwhile: PassWork) -> float:
-        return min(device.work_seconds(meanwhile, setup.dtype, setup.stack) for device in devices)
-
     def overlapped_seconds(exchange: Exchange) -> float:
         """Return the seconds of what overlaps a collective over the tensor grid; 0 where nothing does."""
-        if "tensor" not in setup.overlaps:
-            return 0.0
         # A product that is computed again may have the shape of one of a weight, and is not it.
-        if (behind := exchange.behind) and id(behind) in products:
-            if behind not in alone:
-                alone[behind] = seconds_of(PassWork([behind], passes=work.passes))
-            return alone[behind]
-        return seconds_of(exchange.overlapped) if exchange.overlapped else 0.0
+        behind = exchange.behind
+        if "tensor" not in setup.overlaps or behind is None or id(behind) not in products:
+            return 0.0
+        if behind not in alone:
+            product = PassWork([behind], passes=work.passes)
+            alone[behind] = min(device.work_seconds(product, setup.dtype, setup.stack) for device in devices)
+        return alone[behind]
 
     products = {id(each) for each in work.products}
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
@@ -141,8 +137,7 @@ def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
     """Return the numbers of parts to choose from on some grids: the given one, or 1 and those that may be better."""
     if setup.tensor_parts is not None:
         return (setup.tensor_parts,)
-    is_open = "tensor" in setup.overlaps and "forward" not in setup.overlaps
-    if is_open and any(grid.cuts_weights for grid in grids) and not gathers_while_summing(grids):
+    if "tensor" in setup.overlaps and any(grid.cuts_weights for grid in grids) and not gathers_while_summing(grids):
         return 1, *PART_COUNTS
     return (1,)
 

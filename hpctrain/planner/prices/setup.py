@@ -171,8 +171,7 @@ class Setup:
     stack: Stack
     overlaps: frozenset[str] = frozenset()
     """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
-    "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
-    the other half of the rows."""
+    "z": gathers of the next item's weights, scatters of the last one's gradients."""
     _: KW_ONLY
     masks_documents: bool = False
     """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
@@ -197,7 +196,7 @@ class Setup:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
         kernels as fused where they are in all families."""
         dtype = dtype or job.train.resolved_dtype
-        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
+        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
         stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
         native = job.kernels.attention in ("cudnn", "flash3", "flash4")
         stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
@@ -260,9 +259,7 @@ class Setup:
     @property
     def block_parts(self) -> int:
         """Into how many parts blocks cut products next to collectives of x and y."""
-        if "tensor" not in self.overlaps or "forward" in self.overlaps:
-            return 1
-        return self.tensor_parts or 1
+        return (self.tensor_parts or 1) if "tensor" in self.overlaps else 1
 
     @property
     def expected_messages(self) -> int:

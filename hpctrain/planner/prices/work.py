@@ -27,12 +27,8 @@ class Exchange(NamedTuple):
     operation: str
     num_bytes: int
     """Of the whole tensor."""
-    is_output: bool = False
-    """Whether it sums the output of a layer that is cut over its input."""
     behind: MatrixProduct | None = None
     """The product of the same pass that is computed meanwhile, where the software overlaps them."""
-    overlapped: "PassWork | None" = None
-    """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
 
 class ItemPass(NamedTuple):

@@ -34,7 +34,7 @@ from tests.unit.planner.test_predict import plan_of
 from tests.unit.report_page import Page, check_numbers, in_files
 
 JOB = load_job("tiny", ["model.vocab_size=1024", "train.dtype=fp32", "overlap.tensor=false", "overlap.data=false"])
-JOB = JOB.model_copy(update={"overlap": JOB.overlap.model_copy(update={"z": False, "forward": False})})
+JOB = JOB.model_copy(update={"overlap": JOB.overlap.model_copy(update={"z": False})})
 PLAN = plan_of()
 
 

@@ -11,7 +11,7 @@ from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prediction.simulate import simulate
-from hpctrain.planner.prices.cost import PassWork, _block, layer_cost
+from hpctrain.planner.prices.cost import PassWork, layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.prices import Costs, PassCost, Sharing, Site, TileCost, pass_cost, slowed_by
 from hpctrain.planner.prices.setup import HPCTRAIN
@@ -161,53 +161,3 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         over_z = layer_cost(SETUP, TensorGrid(z=2), BLOCK, 4).forward
         result = pass_cost(HIDING, network, over_z, Site(tuple(device), plan_of((1, 1, 2), 2, 1).tiles[0]))
         assert result.seconds == pytest.approx(max(result.compute, 2 * seconds_of_one)), "one for each branch"
-
-
-IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
-
-
-def alternating(halves: list[list[PassWork]], device: DeviceModel, message_seconds: float) -> float:
-    """Return when two alternating halves are done, where all sums go one after the other behind them."""
-    now = lane = 0.0
-    arrived = [0.0, 0.0]
-    for segments in zip(*halves, strict=True):
-        for half, segment in enumerate(segments):
-            now = max(now, arrived[half]) + device.work_seconds(segment, "fp32", HPCTRAIN)
-            if any(exchange.is_output for exchange in segment.exchanges):
-                arrived[half] = lane = max(now, lane) + message_seconds
-            now += message_seconds * sum(not exchange.is_output for exchange in segment.exchanges)
-    return now
-
-
-@pytest.mark.parametrize("grid", [TensorGrid(y=2), TensorGrid(x=2), TensorGrid(x=2, y=2)])
-@pytest.mark.parametrize("rows", [2, 5])
-def test_outputs_are_summed_during_the_other_half_of_the_rows(grid, rows):
-    tile = plan_of(grid, pipeline=1, data=1).tiles[0]
-    # A CPU's operations cost their host nothing, so that what segments take adds up.
-    device = DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"kind": "cpu"}))
-    whole, cost = (layer_cost(setup, grid, BLOCK, rows) for setup in (SETUP, IN_HALVES))
-    for name in ("forward", "backward"):
-        moved = [sum(e.num_bytes for e in getattr(each, name).exchanges) for each in (whole, cost)]
-        assert moved[0] == moved[1], "the same bytes"
-    halves = [_block(SETUP, grid, BLOCK, half).segments for half in ((rows + 1) // 2, rows // 2)]
-    compute = device.work_seconds(cost.forward, "fp32", HPCTRAIN)
-    copied = compute - sum(device.work_seconds(s, "fp32", HPCTRAIN) for segments in halves for s in segments)
-    again = layer_cost(IN_HALVES, grid, BLOCK, rows, "full").backward_input
-    for seconds in (1e-6, compute / 20, compute / 5, 1e3):
-        network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)
-        result, all_of_it, rest = (
-            pass_cost(IN_HALVES, network, work, Site((device,), tile))
-            for work in (cost.forward, again, cost.backward_input)
-        )
-        simulated = alternating(halves, device, seconds) + copied
-        exposed = compute + len(cost.forward.exchanges) * seconds
-        if grid.x == 1:
-            assert result.seconds == pytest.approx(simulated)
-        else:  # while norms are summed over x, outputs of the other half are, too
-            assert simulated * (1 - 1e-9) <= result.seconds < exposed
-        assert all_of_it.tensor - rest.tensor == pytest.approx(result.tensor), "what is computed again hides the same"
-
-
-def test_a_single_row_and_a_grid_that_cuts_no_weights_have_no_halves():
-    for grid, rows in ((TensorGrid(y=2), 1), (TensorGrid(z=2), 4)):
-        assert layer_cost(IN_HALVES, grid, BLOCK, rows) == layer_cost(SETUP, grid, BLOCK, rows)

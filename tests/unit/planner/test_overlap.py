@@ -21,7 +21,6 @@ from hpctrain.engine.start.resolve_overlap import (
     launch_refusal,
     resolve_on,
     resolve_overlap,
-    resolve_rows,
     spreads,
 )
 from hpctrain.plan.holders import rank_shards_of
@@ -125,9 +124,7 @@ def test_what_was_asked_for_stays():
     assert set(reasons) == {"overlap.data"}
 
 
-CUT, CUT_X, WHOLE = (
-    even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 64) for grid in (FOUR, TensorGrid(x=4), TensorGrid())
-)
+CUT, WHOLE = (even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 64) for grid in (FOUR, TensorGrid()))
 
 
 def job_of(**overlap) -> Job:
@@ -144,25 +141,6 @@ HOST = Topology((HERE,) * 4)
 GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
 
 
-@pytest.mark.parametrize(
-    ("plan", "overlap", "topology", "cluster", "expected"),
-    [
-        (WHOLE, {"tensor": True}, HOST, ACROSS, (False, "off: no tile has x or y")),
-        (CUT, {"tensor": False}, HOST, ACROSS, (False, "off: sums over x and y are not overlapped")),
-        (CUT, {"tensor": True}, HOST, cluster_with(1e12), (False, "off: a step is predicted to take 1.0")),
-        (CUT, {"tensor": True}, GPUS, ACROSS, (True, "on: a step is predicted to take 0.")),
-        (CUT_X, {"tensor": True}, GPUS, ACROSS, (False, "off: norms are summed over x meanwhile")),
-        (CUT_X, {"tensor": True}, replace(GPUS, shares_memory=False), ACROSS, (True, "on: a step is predicted")),
-        (CUT, {"tensor": True, "forward": False}, HOST, ACROSS, (False, None)),
-    ],
-)
-def test_halves_of_rows_are_computed_in_turn_where_that_is_predicted_to_pay(plan, overlap, topology, cluster, expected):
-    result, reasons = resolve_rows(job_of(tensor_parts=1, **overlap), plan, topology, cluster)
-    value, reason = expected
-    assert result.forward is value and result.tensor is overlap["tensor"]
-    assert reasons.get("overlap.forward", "").startswith(reason) if reason else not reasons
-
-
 def test_sums_that_would_wait_for_ever_are_refused_where_a_job_asks_for_them():
     def facts(topology):
         return SimpleNamespace(plan=WHOLE, world=SimpleNamespace(topology=topology, on_first_rank=lambda make: make()))
@@ -174,36 +152,30 @@ def test_sums_that_would_wait_for_ever_are_refused_where_a_job_asks_for_them():
         check_plan(job_of(data=True), facts(replace(GPUS, shares_memory=False)))
 
 
-def test_halves_that_are_asked_for_have_overlapped_sums():
-    result, reasons = resolve_overlap(Overlap(forward=True), HOST)
-    assert result.tensor is True and reasons["overlap.tensor"] == "on: overlap.forward needs it"
-    assert resolve_overlap(Overlap(forward=True, tensor=False), HOST)[0].tensor is False
-
-
 def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
-    before = Overlap(tensor=False, data=True, z=False)  # saved before there was `forward`
+    before = Overlap(tensor=False, data=True, z=False)  # saved before there was a number of parts
     result, reasons = continued(Overlap(), before)
-    assert result == Overlap(tensor=False, data=True, z=False, forward=False, tensor_parts=1)
-    values = {"tensor": "off", "data": "on", "z": "off", "forward": "off", "tensor_parts": "1"}
+    assert result == Overlap(tensor=False, data=True, z=False, tensor_parts=1)
+    values = {"tensor": "off", "data": "on", "z": "off", "tensor_parts": "1"}
     assert reasons == {f"overlap.{key}": value for key, value in values.items()}
-    saved = Overlap(tensor=True, data=False, z=False, forward=True, tensor_parts=1)
+    saved = Overlap(tensor=True, data=False, z=False, tensor_parts=2)
     assert continued(Overlap(tensor=False), saved)[0] == saved.model_copy(update={"tensor": False})
 
 
 @pytest.mark.parametrize(
     ("plan", "pretended", "expected"),
     [
-        (None, False, (True, True, True, None)),
-        (CUT, False, (True, False, False, False)),  # y on both hosts, no replicas, no z
-        (WHOLE, False, (False, True, False, False)),
-        (WHOLE, True, (True, True, True, False)),
+        (None, False, (True, True, True)),
+        (CUT, False, (True, False, False)),  # y on both hosts, no replicas, no z
+        (WHOLE, False, (False, True, False)),
+        (WHOLE, True, (True, True, True)),
     ],
 )
 def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expected):
     families = {name: family.model_copy(update={"kind": "cpu"}) for name, family in CLUSTER.families.items()}
     cpus = CLUSTER.model_copy(update={"families": families})
     result, _ = resolve_on(job_of(), cpus, pretended, plan)
-    assert (result.tensor, result.data, result.z, result.forward) == expected
+    assert (result.tensor, result.data, result.z) == expected
     devices, reasons = resolve_on(job_of(), CLUSTER, False, plan)
     assert (devices.tensor, devices.data, devices.z) == (True, plan is CUT, True), reasons
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.parallelism import Overlap
-from hpctrain.engine.start.resolve_overlap import continued, resolve_overlap, resolve_rows
+from hpctrain.engine.start.resolve_overlap import continued, resolve_overlap, resolve_parts
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
@@ -89,14 +89,12 @@ def test_rows_of_their_own_need_no_copy():
     assert each == 0
 
 
-def test_blocks_are_cut_where_sums_are_overlapped_and_no_half_of_rows_is():
+def test_blocks_are_cut_where_sums_are_overlapped():
     cut = replace(OVERLAPPED, tensor_parts=4)
     ours, whole = (layer_cost(setup, Y, BLOCK, 4).forward.products for setup in (cut, SETUP))
     assert len(ours) == len(whole) + 2 * 3, "the last products of both branches"
     for setup in (replace(SETUP, tensor_parts=4), replace(OVERLAPPED, tensor_parts=None)):
         assert layer_cost(setup, Y, BLOCK, 4) == layer_cost(SETUP, Y, BLOCK, 4)
-    halves = replace(OVERLAPPED, overlaps=OVERLAPPED.overlaps | {"forward"})
-    assert layer_cost(replace(halves, tensor_parts=4), Y, BLOCK, 4) == layer_cost(halves, Y, BLOCK, 4)
     for layer in (EMBEDDING, SETUP.head):
         assert layer_cost(cut, Y, layer, 4) == layer_cost(SETUP, Y, layer, 4)
 
@@ -122,55 +120,39 @@ def test_a_search_times_plans_in_the_number_of_parts_that_is_best():
     assert best[None].prediction.breakdown_seconds["tensor"] < best[1].prediction.breakdown_seconds["tensor"]
 
 
-HERE, FOUR = Topology((Place("a", "h200", "cuda"),) * 4), TensorGrid(y=4)
+FOUR = TensorGrid(y=4)
 
 
 @pytest.mark.parametrize(
     ("grid", "overlap", "cluster", "expected"),
     [
-        (
-            FOUR,
-            {"tensor": True, "forward": False},
-            cluster_with(5e6),
-            (False, "some", "a step is predicted to take 0."),
-        ),
-        (FOUR, {"tensor": True}, cluster_with(5e6), (True, 1, "with overlap.forward it takes 0.")),
-        (FOUR, {"tensor": True}, cluster_with(1e12), (False, 1, "1: with no other number")),
-        (FOUR, {"tensor": False}, cluster_with(5e6), (False, 1, "1: sums over x and y are not overlapped")),
-        (FOUR, {"tensor": True, "forward": True}, cluster_with(5e6), (True, 1, "1: what is asked for cuts")),
-        (FOUR, {"tensor": True, "tensor_parts": 3}, cluster_with(5e6), (False, 3, None)),
-        (TensorGrid(), {"tensor": True}, cluster_with(5e6), (False, 1, "1: no tile has x or y")),
-        (
-            TensorGrid(2, 2, 1, True),
-            {"tensor": True},
-            cluster_with(5e6),
-            (False, 1, "1: positions are gathered over y"),
-        ),
+        (FOUR, {"tensor": True}, cluster_with(5e6), ((2, 4, 8), "a step is predicted to take 0.")),
+        (FOUR, {"tensor": True}, cluster_with(1e12), ((1,), "1: with no other number")),
+        (FOUR, {"tensor": False}, cluster_with(5e6), ((1,), "1: sums over x and y are not overlapped")),
+        (FOUR, {"tensor": True, "tensor_parts": 3}, cluster_with(5e6), ((3,), None)),
+        (TensorGrid(), {"tensor": True}, cluster_with(5e6), ((1,), "1: no tile has x or y")),
+        (TensorGrid(2, 2, 1, True), {"tensor": True}, cluster_with(5e6), ((1,), "1: positions are gathered over y")),
     ],
 )
 def test_auto_is_the_number_that_is_predicted_to_pay(grid, overlap, cluster, expected):
     plan = even_plan(14, grid, 1, 4 // grid.size, 1, 16)
-    result, reasons = resolve_rows(job_of(**overlap), plan, HERE, cluster)
-    forward, parts, reason = expected
-    assert result.forward is forward
-    assert result.tensor_parts in ((2, 4, 8) if parts == "some" else (parts,))
+    result, reasons = resolve_parts(job_of(**overlap), plan, cluster)
+    parts, reason = expected
+    assert result.tensor_parts in parts
     assert reason in reasons["overlap.tensor_parts"] if reason else "overlap.tensor_parts" not in reasons
     assert result.model_validate(result.model_dump()) == result, "it can be saved, and read again"
 
 
-def test_parts_that_are_asked_for_have_sums_overlapped_and_no_half_is_cut_too():
+def test_parts_that_are_asked_for_have_sums_overlapped():
     result, reasons = resolve_overlap(Overlap(tensor_parts=2), Topology((Place("a", "cpu"),) * 2))
     assert result.tensor is True and reasons["overlap.tensor"] == "on: overlap.tensor_parts needs it"
     assert resolve_overlap(Overlap(tensor_parts=1), Topology((Place("a", "cpu"),) * 2))[0].tensor is False
-    with pytest.raises(ValueError, match="forward and tensor_parts = 2 cut the same rows"):
-        Overlap(forward=True, tensor_parts=2)
 
 
 def test_a_run_that_is_continued_keeps_the_number():
-    saved = Overlap(tensor=True, data=False, z=False, forward=False, tensor_parts=4)
+    saved = Overlap(tensor=True, data=False, z=False, tensor_parts=4)
     assert continued(Overlap(), saved)[0] == saved
     assert continued(Overlap(), saved)[1]["overlap.tensor_parts"] == "4"
-    assert continued(Overlap(forward=True), saved)[0].tensor_parts == 1
     before = Overlap(tensor=True, data=False, z=False)
     assert continued(Overlap(), before)[0].tensor_parts == 1
-    assert continued(Overlap(tensor_parts=2), saved.model_copy(update={"forward": True}))[0].forward is False
+    assert continued(Overlap(tensor_parts=2), saved)[0].tensor_parts == 2

@@ -320,7 +320,7 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
 )
 def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path, switch, plan):
     def summary(*settings: str, truth: Truth | None = None) -> dict:
-        exposed = [f"overlap.{each}=false" for each in {"tensor", "forward", "z", "data"} - {switch}]
+        exposed = [f"overlap.{each}=false" for each in {"tensor", "z", "data"} - {switch}]
         exposed += ["overlap.tensor_parts=1", "kernels.fused=false"]
         all_set = [part for each in (*exposed, *settings) for part in ("--set", each)]
         return json.loads(run_command(tmp_path, "--json", *all_set, plan=plan, truth=truth).stdout)

@@ -34,7 +34,7 @@ sequence_length = 1024
 steps = 4
 global_batch = 32
 [overlap]
-forward = false
+tensor_parts = 1
 """
 
 
