@@ -45,7 +45,7 @@ class Noted(SilentCollectives):
         self._log, self._entry = log, entry
 
     def __getattribute__(self, name: str):
-        if name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"):
+        if name in ("all_reduce", "reduce_scatter", "all_gather"):
             self._log.append(self._entry)
         return super().__getattribute__(name)
 

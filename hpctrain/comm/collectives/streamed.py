@@ -60,12 +60,6 @@ class StreamedCollectives:
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Procedure:
         return self._procedure(self._inner.all_gather(flat, cuts), flat)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Procedure:
-        return self._procedure(self._inner.broadcast(flat, root), flat)
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Procedure:
-        return self._procedure(self._inner.all_to_all(sent, received), *sent, *received)
-
     def _procedure(self, steps: Steps, *tensors: torch.Tensor) -> Procedure:
         if not self._accelerator.is_on_device(tensors[0]):
             return self._run(steps, None, tensors)
@@ -127,9 +121,3 @@ class ByMemory:
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         return self._for(flat).all_gather(flat, cuts)
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        return self._for(flat).broadcast(flat, root)
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        return self._for(sent[0]).all_to_all(sent, received)

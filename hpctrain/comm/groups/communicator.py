@@ -1,10 +1,10 @@
 """Communicators: collectives on torch tensors over a set of ranks, by the route that fits where the ranks are.
 
-Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape
-and any dtype that torch trains with. Arrays of CuPy and NumPy are taken like tensors, and changed in place. Half
-precision is summed in fp32 and rounded once. Results are the same bits on every rank and in every run. A `Communicator`
-blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's library does an operation on a device, to wait
-for it means that the device waits: the host continues, and must not look at the result before the device is there.
+Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape and
+any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on every
+rank and in every run. A `Communicator` blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's
+library does an operation on a device, to wait for it means that the device waits: the host continues, and must not look
+at the result before the device is there.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -34,29 +34,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.native import NativeCollectives
 
 Started = Work | DeviceLaunch | Ended
-
-
-class ArrayLike(Protocol):
-    """An array of another library that shares its memory by DLPack, such as CuPy's and NumPy's."""
-
-    def __dlpack__(self, *args: Any, **keywords: Any) -> Any: ...
-
-    def __dlpack_device__(self) -> tuple[Any, Any]: ...
-
-
-Buffer = torch.Tensor | ArrayLike
-
-
-def as_tensor(buffer: Buffer) -> torch.Tensor:
-    """Return a tensor over the memory of a buffer, which is not copied. Raises CommError for what shares none."""
-    if isinstance(buffer, torch.Tensor):
-        return buffer
-    if not hasattr(buffer, "__dlpack__"):
-        raise CommError(f"a {type(buffer).__name__} is no tensor and no array that shares its memory (DLPack)")
-    try:
-        return torch.from_dlpack(buffer)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise CommError(f"a {type(buffer).__name__} cannot be used in place: {error}") from None
 
 
 REDUCTIONS = ("sum", "max", "min")
@@ -158,21 +135,19 @@ class Operations(ABC, Generic[Result]):
         if op not in REDUCTIONS:
             raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
 
-    def all_reduce(self, tensor: Buffer, op: str = "sum") -> Result:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Result:
         """Reduce in place over all ranks; `op` is sum, max or min."""
         self._check_reduction(op)
-        tensor = as_tensor(tensor)
         if self.size == 1 or not tensor.numel():
             return self._execute("all_reduce", tensor, iter(()))
         return self._execute("all_reduce", tensor, self._collectives.all_reduce(self._flat(tensor), op))
 
     def reduce_scatter(
-        self, tensor: Buffer, out: Buffer, cuts: Sequence[Interval] | None = None, op: str = "sum"
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
     ) -> Result:
         """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
         self._check_reduction(op)
-        tensor = as_tensor(tensor)
-        flat, into = self._flat(tensor), self._flat(as_tensor(out))
+        flat, into = self._flat(tensor), self._flat(out)
         cuts = self._cuts(flat, cuts)
         if into.numel() != cuts[self.rank].size:
             raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
@@ -180,27 +155,12 @@ class Operations(ABC, Generic[Result]):
             return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
         return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
 
-    def all_gather(self, tensor: Buffer, cuts: Sequence[Interval] | None = None) -> Result:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Result:
         """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`."""
-        tensor = as_tensor(tensor)
         if self.size == 1 or not tensor.numel():
             return self._execute("all_gather", tensor, iter(()))
         flat = self._flat(tensor)
         return self._execute("all_gather", tensor, self._collectives.all_gather(flat, self._cuts(flat, cuts)))
-
-    def broadcast(self, tensor: Buffer, root: int = 0) -> Result:
-        """Overwrite the tensor with that of `root` (a position in the group)."""
-        tensor = as_tensor(tensor)
-        if self.size == 1 or not tensor.numel():
-            return self._execute("broadcast", tensor, iter(()))
-        return self._execute("broadcast", tensor, self._collectives.broadcast(self._flat(tensor), root))
-
-    def all_to_all(self, sent: Sequence[Buffer], received: Sequence[Buffer]) -> Result:
-        """Make rank i's `sent[j]` rank j's `received[i]`; any sizes, one dtype, a tensor for every rank."""
-        ours, theirs = ([self._flat(as_tensor(each)) for each in buffers] for buffers in (sent, received))
-        if self.size == 1:
-            return self._execute("all_to_all", ours[0], _copying(theirs, ours))
-        return self._execute("all_to_all", ours[0], self._collectives.all_to_all(ours, theirs))
 
     def barrier(self) -> Result:
         steps = iter(()) if self.size == 1 else self._collectives.barrier()
@@ -210,16 +170,14 @@ class Operations(ABC, Generic[Result]):
         if not 0 <= peer < self.size or peer == self.rank:
             raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
 
-    def send(self, tensor: Buffer, peer: int) -> Result:
+    def send(self, tensor: torch.Tensor, peer: int) -> Result:
         """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
         self._check_peer(peer)
-        tensor = as_tensor(tensor)
         return self._execute("send", tensor, self._message(self._transport.send, tensor, peer), peer)
 
-    def receive(self, tensor: Buffer, peer: int) -> Result:
+    def receive(self, tensor: torch.Tensor, peer: int) -> Result:
         """Fill the tensor with the next message of the rank at position `peer`."""
         self._check_peer(peer)
-        tensor = as_tensor(tensor)
         return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer), peer)
 
     @property

@@ -46,12 +46,6 @@ class SilentCollectives:
             flat[times * size :] = own[:rest]
         yield from ()
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        yield from ()
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        yield from ()
-
 
 class Solo:
     """Replaces the world where a layout is built (`hpctrain.engine.step.layout`). Nothing in it involves other

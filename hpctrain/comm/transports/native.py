@@ -72,13 +72,11 @@ class NativeCollectives:
 
     # Each queues one operation. Tensors are flat; those of bytes are uint8.
 
-    def _run(self, call: str, *arguments: Any, options: str, op: str = "", **values: int) -> None:
+    def _run(self, call: str, *arguments: Any, options: str, op: str = "") -> None:
         given = getattr(distributed_c10d, options)()
         given.asyncOp = False
         if op:
             given.reduceOp = getattr(ReduceOp, op.upper())
-        for name, value in values.items():
-            setattr(given, name, value)
         try:
             work = getattr(self._group, call)(*arguments, given)
             if work is not None:
@@ -128,15 +126,6 @@ class NativeCollectives:
             self._run("_allgather_base", whole, parts[self.rank], options="AllgatherOptions")
         else:
             self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions")
-        yield from ()
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        self._run("broadcast", [as_bytes(flat)], options="BroadcastOptions", rootRank=root)
-        yield from ()
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        received[self.rank].copy_(sent[self.rank])
-        self._swap(sent, received)
         yield from ()
 
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:

@@ -27,7 +27,6 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
-from hpctrain.comm.groups.communicator import Communicator, as_tensor
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.progress.instruments import Followed, Instruments
@@ -192,14 +191,6 @@ def test_products_are_summed_in_fp32(monkeypatch):
         torch.use_deterministic_algorithms(deterministic)
         torch.autograd.set_multithreading_enabled(True)
         torch.set_num_threads(threads)
-
-
-def test_arrays_of_other_libraries_are_taken_in_place():
-    array = np.arange(4, dtype=np.float32)
-    assert as_tensor(array).data_ptr() == array.ctypes.data
-    assert torch.equal(Communicator((0,)).all_reduce(array), torch.arange(4.0))
-    with pytest.raises(CommError, match="a list is no tensor"):
-        as_tensor([1, 2])
 
 
 def test_a_waiting_stream_is_not_a_waiting_host():
