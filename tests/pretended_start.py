@@ -19,7 +19,7 @@ from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.probe import device_timing
-from hpctrain.comm.transports import torch_groups
+from hpctrain.comm.transports import native
 from hpctrain.comm.transports.abilities import UNPLANNED
 from hpctrain.engine import routes
 from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN
@@ -78,7 +78,7 @@ def replace_cuda() -> None:
     torch_device.TorchAccelerator = PretendedDevice
     torch_device.MEASURED_SIZE = device_timing.PRODUCT_SIZE = 64
     device_timing.SHAPES = device_timing.SHAPES[:4]
-    torch_groups.group_class = lambda kind: library
+    native.group_class = lambda kind: library
     RouteMaker.backend = moving
     pin_by_copying()
 

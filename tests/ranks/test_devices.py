@@ -12,7 +12,7 @@ from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.transports.cuda_aware import probe_direct
-from hpctrain.comm.transports.torch_groups import library_ability
+from hpctrain.comm.transports.native import library_ability
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 

@@ -6,6 +6,7 @@ alone, by one rank or by each of them: the result is the same bits on every rank
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,25 @@ from hpctrain.comm.reduction import partial_dtype, reduce_in_order, section_of
 from hpctrain.comm.topology import SEGMENT_BYTES
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.sharding.intervals import Interval, cut_evenly
+
+
+class Collectives(Protocol):
+    """Collectives on flat tensors, as steps, that all ranks of the group must take.
+
+    Where ranks have devices, `StreamedCollectives` is around them: it returns what is launched there.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def barrier(self) -> Steps: ...
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps: ...
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps: ...
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps: ...
 
 
 class FlatCollectives:
@@ -98,3 +118,33 @@ class FlatCollectives:
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         parts = [flat[slice(*cut)] for cut in cuts]
         yield from self._exchange([parts[self.rank]] * self.size, parts)
+
+
+class SilentCollectives:
+    """Collectives without others, of a group of one or as if there were none.
+
+    They leave memory as the real ones would, with numbers that can be computed with: sums are of this rank's part
+    alone; what others would bring is this rank's part again.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.name = "silent" if size > 1 else "alone"
+        self.rank, self.size = rank, size
+
+    def barrier(self) -> Steps:
+        yield from ()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        yield from ()
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        out.copy_(flat[slice(*cuts[self.rank])])
+        yield from ()
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        own = flat[slice(*cuts[self.rank])].clone()
+        if size := own.numel():
+            times, rest = divmod(flat.numel(), size)
+            flat[: times * size].view(times, size).copy_(own.expand(times, size))
+            flat[times * size :] = own[:rest]
+        yield from ()

@@ -36,8 +36,9 @@ class SharedCollectives:
 
     name = "shared memory"
 
-    def __init__(self, members: Members):
-        """All ranks must call."""
+    def __init__(self, members: Members, ranks_on_host: int):
+        """All ranks must call. `ranks_on_host` are those of all groups, who share its memory."""
+        self._ranks_on_host = max(ranks_on_host, members.size)
         self.rank, self.size = members.rank, members.size
         self._members = members
         self._window = SharedWindow(members, 2 * SLOT_BYTES)
@@ -46,28 +47,19 @@ class SharedCollectives:
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
-    def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int, is_common: bool = False) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
 
-        Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
+        Collectives on tensors inside them need no copies through slots. If `is_common` all ranks get the same memory.
+        All ranks must call with the same size.
         """
-        region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
-        return None if region is None else region.bytes[self.rank]
-
-    def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
-        """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
-        groups = max(ranks_on_host, self.size) // self.size
-        region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
-        if region is None:
-            return None
-        return region.bytes[0]
-
-    def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
-        enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
+        parts_on_host = self._ranks_on_host // self.size if is_common else self._ranks_on_host
+        enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
         if not self._members.combine(enough, all):
             return None
-        self._regions.append(SharedWindow(self._members, num_bytes))
-        return self._regions[-1]
+        region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
+        self._regions.append(region)
+        return region.bytes[0 if is_common else self.rank]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.collectives.protocol import Collectives
+from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
 from hpctrain.comm.progress.steps import Pending, Ready, Steps
 from hpctrain.comm.transports.native import NativeCollectives

@@ -87,7 +87,7 @@ class LaunchOrder:
 
         Kernels are loaded at their first launch, which may wait until the device is idle: for an operation, and so for
         other ranks."""
-        self.meanwhile: Callable[[], object] = _do_nothing
+        self.meanwhile: Callable[[], object] = lambda: None
         """Moves lanes while the host waits so: other ranks may wait for their messages."""
 
     @cached_property
@@ -224,7 +224,3 @@ class Composite(NamedTuple):
 
 Procedure = Steps | DeviceLaunch | Composite
 """What collectives return, for who carries it out."""
-
-
-def _do_nothing() -> None:
-    pass

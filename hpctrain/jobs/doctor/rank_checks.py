@@ -185,7 +185,7 @@ def _measure_links(world: "World", accelerator) -> list[dict[str, Any]]:
     from hpctrain.comm.probe.link_timing import measure_messages, pair_classes
     from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE
 
-    fabrics = world.broadcast_object(world.gather_objects(os.environ.get(FABRIC_VARIABLE, FABRIC)))
+    fabrics = world.all_objects(os.environ.get(FABRIC_VARIABLE, FABRIC))
     classes = pair_classes(world.topology.places, fabrics)
     if not classes:
         return []

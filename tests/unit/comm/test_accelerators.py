@@ -27,7 +27,7 @@ from hpctrain.comm.transports.abilities import (
 )
 from hpctrain.comm.transports.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.transports.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
-from hpctrain.comm.transports.torch_groups import library_ability
+from hpctrain.comm.transports.native import library_ability
 from hpctrain.config.errors import TopologyError
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 

@@ -37,8 +37,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.transports.native import connect_native
-from hpctrain.comm.transports.torch_groups import Connection
+from hpctrain.comm.transports.native import Connection, connect_native
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
@@ -309,7 +308,7 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
 
 
 def test_who_leaves_in_an_error_aborts_and_never_shuts_down(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.transports.torch_groups.ABORT_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.comm.transports.native.ABORT_SECONDS", 0.2)
     group = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(group)
     start = time.monotonic()
@@ -341,7 +340,7 @@ def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypa
         raise ConnectionError("no network")
 
     if not has_store:
-        monkeypatch.setattr("hpctrain.comm.transports.torch_groups.dist.TCPStore", without_network)
+        monkeypatch.setattr("hpctrain.comm.transports.native.dist.TCPStore", without_network)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
         connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
@@ -433,20 +432,20 @@ def test_only_messages_between_processes_prove_that_mpi_takes_device_memory(chan
 def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
     monkeypatch.setattr(bind, "asked_direct", lambda: None)
     monkeypatch.setattr(bind, "probe_direct", lambda *_: Ability(True, "a probe sent it"))
+    monkeypatch.setattr(bind, "GroupMessages", lambda members: members)
     monkeypatch.setattr(bind, "exchange_in_ring", lambda *_: Ability(False, "8388608 bytes arrived changed"))
     monkeypatch.setattr(bind, "native_ability", lambda *_: Ability(False, "-"))
     world = SimpleNamespace(
         topology=Topology((Place("n1", "a", "cuda"), Place("n1", "a", "cuda"))),
         all_or_none=nullcontext,
         rank=0,
-        messages=list,
-        gather_objects=lambda value: [value, value],
-        broadcast_object=lambda value: value,
+        space=SimpleNamespace(members=list),
+        all_objects=lambda value: [value, value],
     )
     devices = bind.learn_devices(world, FakeAccelerator("a"), 1)
     assert devices.families["a"].direct == (False, "8388608 bytes arrived changed")
     world.topology = Topology((Place("n1", "a", "cuda"),))
-    world.gather_objects = lambda value: [value]
+    world.all_objects = lambda value: [value]
     assert bind.learn_devices(world, FakeAccelerator("a"), 1).families["a"].direct == bind.ALONE
 
 
@@ -528,13 +527,13 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
         inside = len({places[member].family for member in members}) == 1
         return Ability(inside, "arrived as they were" if inside else "8388608 bytes arrived changed")
 
+    monkeypatch.setattr(bind, "GroupMessages", lambda members: members)
     monkeypatch.setattr(bind, "exchange_in_ring", exchange)
     world = SimpleNamespace(
         topology=Topology(tuple(places)),
         rank=0,
-        messages=list,
-        gather_objects=lambda value: [value or Ability(True, "of others")],
-        broadcast_object=lambda value: value,
+        space=SimpleNamespace(members=list),
+        all_objects=lambda value: [value or Ability(True, "of others")],
     )
     yes = Ability(True, "a probe sent it")
     families = {name: FamilyAbilities(name, "cuda", Ability(False, "-"), yes) for name in "ab"}
