@@ -14,7 +14,7 @@ import sys
 from mpi4py import MPI
 
 from hpctrain.comm import bind
-from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.accelerators import kinds, torch_device
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.maker import RouteMaker
@@ -59,7 +59,7 @@ def replace_cuda() -> None:
     if fault == UNSEEN:
         kind = KIND._replace(driver_files=(DRIVER_FILE,), device_files=(DRIVER_FILE,))
     if fault in (TWO_SIZES, MOVED):
-        MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(detect.local_rank(os.environ) or 0) % 2] * GIB)
+        MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(kinds.local_rank(os.environ) or 0) % 2] * GIB)
     if fault == MOVED:
         bind.probe_direct = lambda *_: Ability(True, "pretended")
     kinds.KINDS[KIND.name] = kind
@@ -73,7 +73,7 @@ def replace_cuda() -> None:
         return reasons
 
     routes.choose_bridge = chosen
-    for user in (kinds, detect, torch_device):
+    for user in (kinds, torch_device):
         user.torch_module = module_of
     torch_device.TorchAccelerator = PretendedDevice
     torch_device.MEASURED_SIZE = device_timing.PRODUCT_SIZE = 64

@@ -12,8 +12,16 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
-from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind, driver_files
+from hpctrain.comm.accelerators.kinds import (
+    DEVICE_VARIABLE,
+    FAMILY_VARIABLE,
+    KINDS,
+    MIG_PATTERN,
+    Ability,
+    DeviceKind,
+    driver_files,
+    family_of,
+)
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring, probe_direct

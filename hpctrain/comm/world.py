@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from hpctrain.comm.accelerators.detect import detect_device, use_device_early
+from hpctrain.comm.accelerators.kinds import detect_device, use_device_early
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.detect.
+# The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.kinds.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 PAIRED = ("x", "y")

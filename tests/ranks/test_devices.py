@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import family_of
-from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.kinds import KINDS, family_of
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.transports.cuda_aware import probe_direct

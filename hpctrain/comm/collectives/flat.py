@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.progress.steps import Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order, section_of
 from hpctrain.comm.topology import SEGMENT_BYTES
 from hpctrain.comm.transports.transport import Transport
+from hpctrain.comm.waiting import Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
-from hpctrain.comm.progress.steps import Ready, Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order
+from hpctrain.comm.waiting import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 

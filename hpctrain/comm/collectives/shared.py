@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import torch
 
-from hpctrain.comm.progress.steps import Pending, Steps
 from hpctrain.comm.reduction import reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.waiting import Pending, Steps
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # Of each of a rank's two slots (`_next_slot`). Small enough for the slots of a few ranks to stay in the cache. Large
@@ -142,13 +142,6 @@ class SharedCollectives:
             if own.size:
                 reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
             yield from self._announce()
-            return
-        if flat.numel() * flat.element_size() <= SMALL_BYTES:
-            slot, dtype = self._next_slot(), flat.dtype
-            self._view(self.rank, slot, dtype, 0, flat.numel()).copy_(flat)
-            yield from self._announce()
-            if own.size:
-                reduce_in_order([self._view(rank, slot, dtype, *own) for rank in range(self.size)], out, op)
             return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):

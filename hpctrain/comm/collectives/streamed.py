@@ -8,9 +8,9 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.progress.steps import Pending, Ready, Steps
 from hpctrain.comm.transports.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
+from hpctrain.comm.waiting import Pending, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
 

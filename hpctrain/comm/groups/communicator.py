@@ -21,10 +21,9 @@ from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ENDED, Ended, Progress, Work
 from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.progress.steps import Ready, Steps, complete, until_all
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.transport import Transport
-from hpctrain.comm.waiting import Patience, Phase, wait_until
+from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, complete, until_all, wait_until
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.detect import FAMILY_VARIABLE
+from hpctrain.comm.accelerators.kinds import FAMILY_VARIABLE
 from hpctrain.comm.probe.device_timing import DeviceFigures, measure_device, measure_overlap
 from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messages, pair_classes
 from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load

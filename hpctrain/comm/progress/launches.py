@@ -20,8 +20,7 @@ import torch
 
 from hpctrain.comm.progress.instruments import Followed
 from hpctrain.comm.progress.lanes import Work
-from hpctrain.comm.progress.steps import Steps
-from hpctrain.comm.waiting import Patience, wait_until
+from hpctrain.comm.waiting import Patience, Steps, wait_until
 
 LOOK_SECONDS = 0.5
 """Between two looks for an error that a library noticed by itself, such as a peer that is gone."""

@@ -24,9 +24,9 @@ from torch.distributed import ReduceOp, distributed_c10d
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
 from hpctrain.comm.progress.launches import LaunchOrder
-from hpctrain.comm.progress.steps import Steps
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
+from hpctrain.comm.waiting import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 

@@ -16,8 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm import bind
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
-from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, Ability, may_be_there
+from hpctrain.comm.accelerators.kinds import (
+    CUDA,
+    KINDS,
+    MPS,
+    ROCM,
+    Ability,
+    DetectedDevice,
+    may_be_there,
+    use_device_early,
+)
 from hpctrain.comm.accelerators.torch_device import (
     EXACT_BYTES,
     FRAGMENTATION_SHARE,
@@ -32,13 +40,12 @@ from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.progress.instruments import Followed, Instruments
 from hpctrain.comm.progress.lanes import Progress, Work
 from hpctrain.comm.progress.launches import DeviceLaunch
-from hpctrain.comm.progress.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.transports.native import Connection, connect_native
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.waiting import Patience, Pending, Phase
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
@@ -452,7 +459,7 @@ def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
 def test_the_device_is_current_before_mpi_starts():
     code = """
 import hpctrain.comm.world as world
-from hpctrain.comm.accelerators.detect import DetectedDevice
+from hpctrain.comm.accelerators.kinds import DetectedDevice
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -479,7 +486,7 @@ MPI.Finalize()
 
 def test_the_early_device_is_that_of_the_local_rank(monkeypatch):
     module = FakeTorchModule(count=4)
-    monkeypatch.setattr("hpctrain.comm.accelerators.detect.torch_module", lambda kind: module)
+    monkeypatch.setattr("hpctrain.comm.accelerators.kinds.torch_module", lambda kind: module)
     given = DetectedDevice("cuda", "h200")
     assert use_device_early(given, {"SLURM_LOCALID": "6"}) == 2 == module.current_device()
     assert use_device_early(given, {}) is None, "without a local rank another one's could be taken"
