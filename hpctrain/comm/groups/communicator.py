@@ -235,7 +235,7 @@ class Communicator(Operations[torch.Tensor]):
     def bytes_sent(self) -> Sequence[int]:
         """The bytes sent to each rank by position; what was started is counted with the rest."""
         own = super().bytes_sent
-        if self._lane is None or self._lane.uses(self._backend):
+        if self._lane is None or self._lane._backend is self._backend:
             return own
         return [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
@@ -311,10 +311,6 @@ class Lane(Operations[Started]):
         super().__init__(ranks, backend, instruments)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
-
-    def uses(self, backend: Backend | None) -> bool:
-        """Say whether this lane communicates by a backend that its group has too."""
-        return self._backend is backend
 
     def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None) -> Started:
         followed = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
