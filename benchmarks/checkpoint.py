@@ -68,7 +68,7 @@ class CheckpointBenchmark:
         self._plain = folder / f"plain-{world.rank:05d}"
         self._saver = trainer.saver(folder, {})
         self._num_bytes = self._saver.own_bytes
-        self.state_bytes = sum(world.broadcast_object(world.gather_objects(self._num_bytes)))
+        self.state_bytes = sum(world.all_objects(self._num_bytes))
         """Weights and moments of all ranks, each element once."""
 
     def _seconds(self, work: Callable[[], object]) -> float:

@@ -18,7 +18,7 @@ from hpctrain.jobs.common import started_world
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 SIDES = ("hpctrain", "mpi", "gloo")
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 # One measurement repeats an operation for about so long, and at least once.
@@ -36,8 +36,8 @@ LATE_SECONDS = 0.5
 def command(rounds, sizes, collectives, messages, no_gloo, as_json):
     """Time collectives of all ranks beside raw MPI's blocking calls and gloo, in one run; and lanes.
 
-    Seconds are those of the slowest rank, medians over rounds. For reduce_scatter, all_gather and all_to_all the bytes
-    are those of all ranks' parts together.
+    Seconds are those of the slowest rank, medians over rounds. For reduce_scatter and all_gather the bytes are those
+    of all ranks' parts together.
 
     \b
     mpirun -n 4 python -m benchmarks.comm --json
@@ -111,13 +111,10 @@ def hpctrain_calls(world: "World"):
 
     def make(name: str, count: int) -> Callable[[], object]:
         whole, part = torch.ones(count), torch.ones(count // world.size)
-        pieces = [[torch.ones(count // world.size) for _ in range(world.size)] for _ in range(2)]
         return {
             "all_reduce": lambda: comm.all_reduce(whole),
             "reduce_scatter": lambda: comm.reduce_scatter(whole, part),
             "all_gather": lambda: comm.all_gather(whole),
-            "broadcast": lambda: comm.broadcast(whole),
-            "all_to_all": lambda: comm.all_to_all(*pieces),
         }[name]
 
     return make
@@ -130,14 +127,11 @@ def mpi_calls(world: "World"):
     comm = mpi.COMM_WORLD
 
     def make(name: str, count: int) -> Callable[[], object]:
-        whole, other = np.ones(count, np.float32), np.ones(count, np.float32)
-        part = np.ones(count // world.size, np.float32)
+        whole, part = np.ones(count, np.float32), np.ones(count // world.size, np.float32)
         return {
             "all_reduce": lambda: comm.Allreduce(mpi.IN_PLACE, whole),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(whole, part),
             "all_gather": lambda: comm.Allgather(part, whole),
-            "broadcast": lambda: comm.Bcast(whole),
-            "all_to_all": lambda: comm.Alltoall(whole, other),
         }[name]
 
     return make
@@ -153,13 +147,11 @@ def gloo_calls(world: "World"):
     dist.init_process_group("gloo", init_method=store, rank=world.rank, world_size=world.size)
 
     def make(name: str, count: int) -> Callable[[], object]:
-        whole, other, part = torch.ones(count), torch.ones(count), torch.ones(count // world.size)
+        whole, part = torch.ones(count), torch.ones(count // world.size)
         return {
             "all_reduce": lambda: dist.all_reduce(whole),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-            "broadcast": lambda: dist.broadcast(whole, 0),
-            "all_to_all": lambda: dist.all_to_all_single(other, whole),
         }[name]
 
     return make

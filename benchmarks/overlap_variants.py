@@ -221,7 +221,7 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     by_group: dict[str, float] = defaultdict(float)
     for operation in base.operations:
         by_group[operation.group] += operation.seconds
-    every = world.broadcast_object(world.gather_objects(dict(by_group)))
+    every = world.all_objects(dict(by_group))
     compute, communication = world.largest(base.compute_seconds), world.largest(sum(by_group.values()))
     step = {name: each.step_seconds for name, each in measured.items()}
     best, shares = {}, {}

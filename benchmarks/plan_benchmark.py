@@ -170,7 +170,7 @@ class PlanBenchmark:
             for _ in range(1 + REPEATS if measured.fits and not beaten else 0):
                 device.start_anew()
                 timed = [trainer.step(self._training)[0] for _ in range(self._steps)]
-                busy = world.broadcast_object(world.gather_objects(device.busy_seconds / self._steps))
+                busy = world.all_objects(device.busy_seconds / self._steps)
                 seconds = world.largest(mean(metrics["step_seconds"] for metrics in timed))
                 loss, overrun = measured.loss or timed[0]["loss"], trainer.overrun() or 0.0
                 measured = replace(measured, step_seconds=seconds, busy_seconds=tuple(busy), overrun=overrun, loss=loss)

@@ -14,12 +14,12 @@ import sys
 from mpi4py import MPI
 
 from hpctrain.comm import bind
-from hpctrain.comm.accelerators import detect, kinds, torch_device
+from hpctrain.comm.accelerators import kinds, torch_device
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.probe import device_timing
-from hpctrain.comm.transports import torch_groups
+from hpctrain.comm.transports import native
 from hpctrain.comm.transports.abilities import UNPLANNED
 from hpctrain.engine import routes
 from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN
@@ -59,7 +59,7 @@ def replace_cuda() -> None:
     if fault == UNSEEN:
         kind = KIND._replace(driver_files=(DRIVER_FILE,), device_files=(DRIVER_FILE,))
     if fault in (TWO_SIZES, MOVED):
-        MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(detect.local_rank(os.environ) or 0) % 2] * GIB)
+        MODULE.name, MODULE.total = "NVIDIA A100", int((39.4, 79.2)[(kinds.local_rank(os.environ) or 0) % 2] * GIB)
     if fault == MOVED:
         bind.probe_direct = lambda *_: Ability(True, "pretended")
     kinds.KINDS[KIND.name] = kind
@@ -73,12 +73,12 @@ def replace_cuda() -> None:
         return reasons
 
     routes.choose_bridge = chosen
-    for user in (kinds, detect, torch_device):
+    for user in (kinds, torch_device):
         user.torch_module = module_of
     torch_device.TorchAccelerator = PretendedDevice
     torch_device.MEASURED_SIZE = device_timing.PRODUCT_SIZE = 64
     device_timing.SHAPES = device_timing.SHAPES[:4]
-    torch_groups.group_class = lambda kind: library
+    native.group_class = lambda kind: library
     RouteMaker.backend = moving
     pin_by_copying()
 

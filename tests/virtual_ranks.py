@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.comm.progress.steps import Ready, Steps
+from hpctrain.comm.waiting import Ready, Steps
 from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
 
 NUM_SLOTS = 4096

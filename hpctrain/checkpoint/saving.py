@@ -114,7 +114,7 @@ class Saver:
         self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
         described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
-        counts = world.broadcast_object(world.gather_objects(self._own.elements))
+        counts = world.all_objects(self._own.elements)
         rectangles = world.gather_objects(self._own.rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
@@ -206,7 +206,7 @@ class Saver:
 
         Raises CorruptionError on all ranks.
         """
-        bad = self._world.broadcast_object(self._world.gather_objects(self._not_finite(self._snapshot())))
+        bad = self._world.all_objects(self._not_finite(self._snapshot()))
         if any(bad):
             raise CorruptionError(self._refusal(step, bad))
 

@@ -4,10 +4,10 @@ Read it in this order; a file imports only from its own line and those above it.
 
     start/         a rank before MPI is there: its launcher, its process, what dead ranks left behind
     topology       which rank is where
-    waiting        how a rank waits without using a core
+    waiting        how a rank waits without using a core, and operations as steps
     reduction      sums in the order of ranks
     watchdog/      the flight record, and who watches the ranks
-    progress/      operations as steps, what records each of them, and what moves them while a rank computes
+    progress/      what records each operation, and what moves them while a rank computes
     accelerators/  what a rank computes on
     network        how long messages and collectives take
     transports/    bytes between two ranks, and makers' libraries

@@ -12,12 +12,21 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
-from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind, driver_files
+from hpctrain.comm.accelerators.kinds import (
+    DEVICE_VARIABLE,
+    FAMILY_VARIABLE,
+    KINDS,
+    MIG_PATTERN,
+    Ability,
+    DeviceKind,
+    driver_files,
+    family_of,
+)
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring, probe_direct
-from hpctrain.comm.transports.torch_groups import NATIVE_VARIABLE, library_ability
+from hpctrain.comm.transports.members import GroupMessages
+from hpctrain.comm.transports.native import NATIVE_VARIABLE, library_ability
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 
@@ -40,7 +49,7 @@ def bind_accelerator(world: World) -> Accelerator:
     kind = world.place.kind
     with world.all_or_none():
         visible = _visible_devices(kind) if kind != "cpu" else _no_devices()
-    everywhere = _of_all(world, tuple(visible))
+    everywhere = world.all_objects(tuple(visible))
     accelerator: Accelerator = CpuAccelerator(world.place.family)
     sharing = os.environ.get(SHARE_VARIABLE) == "1"
     sharers = 1
@@ -74,7 +83,7 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     if own_host and rank == own_host[0]:
         index = accelerator.device.index or 0
         direct = asked_direct() or (probe_direct(accelerator.kind, index) if len(places) > 1 else ALONE)
-    families = combine(world.topology, _of_all(world, (native, direct)))
+    families = combine(world.topology, world.all_objects((native, direct)))
     if asked_direct() is None:
         families = confirm_direct(world, accelerator, families)
     return Devices(accelerator, families, bridge=asked_direct() or UNPLANNED)
@@ -116,8 +125,8 @@ def confirm_direct(
     def exchanged(ranks: Sequence[int]) -> Ability:
         own = None
         if world.rank in ranks:
-            own = exchange_in_ring(world.messages(ranks), accelerator)
-        return all_of([each for each in _of_all(world, own) if each is not None])
+            own = exchange_in_ring(GroupMessages(world.space.members(ranks)), accelerator)
+        return all_of([each for each in world.all_objects(own) if each is not None])
 
     for name, family in families.items():
         if family.direct.works and len(members[name]) > 1:
@@ -212,16 +221,12 @@ def choose_devices(
     return result
 
 
-def _of_all(world: World, value) -> list:
-    return world.broadcast_object(world.gather_objects(value))
-
-
 def _threads_per_core(world: World) -> float:
     """Return how many computing threads of this host's CPU ranks share a core. All ranks must call."""
     own = world.place.kind == "cpu", torch.get_num_threads(), os.sched_getaffinity(0)
     here = [
         result
-        for place, result in zip(world.topology.places, _of_all(world, own), strict=True)
+        for place, result in zip(world.topology.places, world.all_objects(own), strict=True)
         if place.host_name == world.place.host_name and result[0]
     ]
     cores = set().union(*(cores for _, _, cores in here))

@@ -14,30 +14,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from hpctrain.comm.accelerators.detect import detect_device, use_device_early
+from hpctrain.comm.accelerators.kinds import detect_device, use_device_early
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
 from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.start.litter import remove_dead_segments
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
-from hpctrain.comm.transports.members import GroupMessages, MessageSpace
+from hpctrain.comm.transports.members import MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, wait_until
-from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
+from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
 from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.groups.channel import Channel
     from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
-    from hpctrain.comm.groups.solo import Solo
     from hpctrain.comm.progress.lanes import Progress
     from hpctrain.comm.waiting import PendingNumbers
 
 
 T = TypeVar("T")
 
-# The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.detect.
+# The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.kinds.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 PAIRED = ("x", "y")
@@ -61,8 +60,8 @@ class World:
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
         self.space = MessageSpace(mpi, self._comm, self.patience)
         self._waits_for_all = False
-        self.oversight = Oversight(mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
-        self._lane = self.oversight.recorder.add_group("world", range(self.size))
+        self.watchdog = Watchdog(mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
+        self._lane = self.watchdog.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
@@ -140,7 +139,7 @@ class World:
     def enter(self, phase: Phase) -> None:
         """Begin another part of the run. All ranks should, at about the same time; nobody waits."""
         self.patience.phase = phase
-        self.oversight.recorder.note_phase(phase.name)
+        self.watchdog.recorder.note_phase(phase.name)
 
     def group(
         self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False
@@ -194,16 +193,6 @@ class World:
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, instruments)
         return self._keep(made)
 
-    def messages(self, ranks: Sequence[int]) -> GroupMessages:
-        """Return messages of buffers, for what is tried before groups are made. All `ranks` must call."""
-        return GroupMessages(self.space.members(ranks))
-
-    def solo(self) -> "Solo":
-        """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""
-        from hpctrain.comm.groups.solo import Solo
-
-        return Solo(self.rank, self.size, self.settings.rehearsal)
-
     @contextmanager
     def freeing(self):
         """Free at its end what is made in this block, such as memory and connections. All ranks must call."""
@@ -226,8 +215,8 @@ class World:
         Raises CommError on all of them if one cannot write.
         """
         with self.all_or_none():
-            self.oversight.recorder.move_to(folder)
-        self.oversight.announce_folder(folder)
+            self.watchdog.recorder.move_to(folder)
+        self.watchdog.announce_folder(folder)
 
     def _connect(self, ranks: Sequence[int], name: str, on_host: bool = False) -> "tuple[Backend | None, Instruments]":
         """Return what a group communicates by, and what follows its operations, of which this is the first."""
@@ -243,7 +232,7 @@ class World:
 
         Whoever waits inside MPI spins, and takes a core from those who still work.
         """
-        with self.oversight.recorder.recorded(self._lane, operation):
+        with self.watchdog.recorder.recorded(self._lane, operation):
             self._waits_for_all = True
             wait_until(self._comm.Ibarrier().Test, lambda: f"all ranks in {operation}", self.patience)
             self._waits_for_all = False
@@ -252,7 +241,7 @@ class World:
     def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
         rehearsal = self.settings.rehearsal
         pace = rehearsal.pace(name) if rehearsal else None
-        return Instruments(self.oversight.recorder, name or "group", ranks, self.tracer, pace, which)
+        return Instruments(self.watchdog.recorder, name or "group", ranks, self.tracer, pace, which)
 
     def _routes(self):
         from hpctrain.comm.groups.maker import RouteMaker
@@ -324,6 +313,11 @@ class World:
         with self._together("gather_objects"):
             return self._comm.gather(value) or []
 
+    def all_objects(self, value: T) -> list[T]:
+        """Return every rank's value, in their order, on every rank. For small plain objects. All ranks must call."""
+        with self._together("all_objects"):
+            return self._comm.allgather(value)
+
     def gather_numbers(self, numbers: Sequence[float]) -> "PendingNumbers":
         """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call."""
         from hpctrain.comm.waiting import PendingNumbers
@@ -332,13 +326,11 @@ class World:
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
-        with self._together("smallest"):
-            return min(self._comm.allgather(value))
+        return min(self.all_objects(value))
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values. All ranks must call."""
-        with self._together("largest"):
-            return max(self._comm.allgather(value))
+        return max(self.all_objects(value))
 
     def clock_offset(self) -> float:
         """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks must call."""
@@ -363,7 +355,7 @@ class World:
             self._progress.close()
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
-        self.oversight.close()
+        self.watchdog.close()
         self._comm.Free()
         self._alarms.Free()
         if self._owns_mpi:
@@ -379,7 +371,7 @@ class World:
         record_exit(code)
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
-        is_first = self.oversight.note_failure(error)
+        is_first = self.watchdog.note_failure(error)
         if not self._waits_for_all and self._everybody_failed():  # MPI cannot end in order with a barrier in flight
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)

@@ -292,7 +292,7 @@ def align(
         jobs = {dtype: job if dtype in dtypes else with_values(job, "kernels", attention="auto") for dtype in trained}
         losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
         own = RankAlignment(**{**own.__dict__, "losses": losses})
-    every = world.broadcast_object(world.gather_objects(own))
+    every = world.all_objects(own)
     for each in every:
         if each.digests != every[0].digests:
             different = next(name for name, digest in every[0].digests.items() if each.digests.get(name) != digest)

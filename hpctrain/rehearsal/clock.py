@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hpctrain.comm.progress.steps import Pending, Steps
-from hpctrain.comm.waiting import WAKE_SECONDS
+from hpctrain.comm.waiting import WAKE_SECONDS, Pending, Steps
 
 # A rank does not lead its device by more than this: what it sees of others would be of an earlier time.
 LONGEST_LEAD_SECONDS = 2e-3

@@ -43,7 +43,7 @@ def lock_python(seconds: int) -> None:
 
 def play(world: World, folder: str, story: str, culprit: int) -> None:
     rank, size = world.rank, world.size
-    comm, recorder = world.raw_mpi.COMM_WORLD.Dup(), world.oversight.recorder
+    comm, recorder = world.raw_mpi.COMM_WORLD.Dup(), world.watchdog.recorder
     everyone, data = (recorder.add_group(name, range(size)) for name in ("everyone", "data"))
     if folder != "-":
         world.keep_records(Path(folder) / "flight")

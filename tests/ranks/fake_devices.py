@@ -287,11 +287,6 @@ class FakeGroup:
         requests = [self._comm.Ibcast(self.memory(part), root) for root, part in enumerate(parts)]
         self._library.finish("allgather", requests)
 
-    def broadcast(self, tensors, options) -> None:
-        is_root = self._rank == options.rootRank
-        self.use("broadcast", *((tensors, []) if is_root else ([], tensors)))
-        self._library.finish("broadcast", [self._comm.Ibcast(self.memory(tensors[0]), options.rootRank)])
-
     def alltoall(self, received, sent, options) -> None:
         self.use("alltoall", sent, received)
         requests = [self._comm.Irecv(self.memory(part), i) for i, part in enumerate(received) if part.numel()]

@@ -39,7 +39,7 @@ class Measurement:
     def excuse(self, overrun: float = 0.0) -> str | None:
         """Return why figures prove nothing, the same on all ranks; None where the machine kept up."""
         own = [self._others.own_seconds(), overrun]
-        every = self._world.broadcast_object(self._world.gather_objects(own))
+        every = self._world.all_objects(own)
         overrun = max(late for _, late in every)
         share = self._world.broadcast_object(self._others.share(sum(seconds for seconds, _ in every)))
         if overrun <= TOO_LATE and share <= TOO_BUSY:
@@ -54,7 +54,7 @@ class Measurement:
             yield
         except AssertionError as error:
             failure = error
-        failures = self._world.broadcast_object(self._world.gather_objects(failure and str(failure)))
+        failures = self._world.all_objects(failure and str(failure))
         if not any(failures):
             return
         if excuse := self.excuse(overrun):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpctrain.comm.transports.members import GroupMessages
 from hpctrain.comm.waiting import wait_until
 from hpctrain.rehearsal.clock import DeviceQueue
 from hpctrain.rehearsal.fabric import PretendedNetwork
@@ -40,7 +41,7 @@ class Shaped:
         self._made = []
 
     def transport(self, ranks, stream: DeviceQueue | None = None) -> ShapedTransport:
-        self._made.append(self.world.messages(ranks))
+        self._made.append(GroupMessages(self.world.space.members(ranks)))
         return ShapedTransport(self.network, self._made[-1], stream)
 
     def note_starts(self) -> list[float]:
@@ -77,7 +78,7 @@ def wait(world, ready) -> float:
 
 def everywhere(world, value) -> list:
     """Return all ranks' values on each."""
-    return world.broadcast_object(world.gather_objects(value))
+    return world.all_objects(value)
 
 
 def report(world, text: str) -> None:

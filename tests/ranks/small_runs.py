@@ -92,6 +92,8 @@ class Alone:
     def gather_objects(self, value):
         return [value]
 
+    all_objects = gather_objects
+
     def broadcast_object(self, value):
         return value
 
@@ -161,7 +163,7 @@ def curve_and_weights(world, job: Job, plan: Plan, steps: int) -> tuple[list[flo
         result = [trainer.step(training)[0] for _ in range(steps)]
         summary = [m[key] for m in result for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
         weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
-    return summary, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
+    return summary, world.all_objects(sha256(b"".join(weights)).hexdigest())
 
 
 @functools.cache
@@ -203,7 +205,7 @@ def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]], 
 
         before = sent()
         result = sent() - before
-    return sum(world.broadcast_object(world.gather_objects(result)))
+    return sum(world.all_objects(result))
 
 
 def largest_relative_difference(a: list[float], b: list[float]) -> float:

@@ -67,7 +67,6 @@ def cases(draw):
         "dtype": draw(st.sampled_from(sorted(DTYPES | INTEGERS))),
         "op": draw(st.sampled_from(["sum", "max", "min"])),
         "counts": counts,
-        "root": draw(st.integers(0, len(ranks) - 1)),
         "allocated": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31)),
     }
@@ -115,7 +114,7 @@ def test_collectives_agree_with_a_reference(world, case):
         comm.all_reduce(tensor, case["op"])
         assert_close(case, tensor, reduced(case, size), case["op"])
         everywhere = tensor.clone()
-        comm.broadcast(everywhere)
+        comm.all_reduce(everywhere, "max")
         assert torch.equal(everywhere, tensor), "the result is the same bits on every rank"
 
         bounds = np.cumsum([0, *case["counts"]]).tolist()
@@ -133,20 +132,12 @@ def test_collectives_agree_with_a_reference(world, case):
         expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
         assert torch.equal(gathered, expected)
 
-        sent = contribution(case, me, size)
-        comm.broadcast(sent, case["root"])
-        assert torch.equal(sent, contribution(case, case["root"], size))
-
         common = comm.allocate_common(comm.size, torch.int64, tensor.device)
         assert (common is not None) == (comm.route_name == "shared memory")
         if common is not None:
             common[me] = me
             comm.barrier()
             assert common.tolist() == list(range(comm.size))
-        exchanged = [torch.empty((me + i) % 5, dtype=tensor.dtype) for i in range(comm.size)]
-        comm.all_to_all([torch.full_like(part, me) for part in exchanged], exchanged)
-        for i, part in enumerate(exchanged):
-            assert (part == i).all()
 
         token = torch.tensor([me])
         if me:
@@ -256,7 +247,7 @@ def test_a_missing_rank_is_named_after_the_timeout(world):
 def test_lanes_move_while_the_main_thread_does_something_else(world):
     first, second = world.lane(range(world.size)), world.lane(range(world.size))
     ones, counts = torch.ones(300_000), torch.arange(5.0)
-    works = [first.all_reduce(ones), first.broadcast(ones, world.size - 1), second.all_reduce(counts)]
+    works = [first.all_reduce(ones), first.all_gather(ones), second.all_reduce(counts)]
     deadline = time.monotonic() + 30
     while not all(work.ended for work in works):  # nobody polls but the thread
         assert time.monotonic() < deadline

@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from hpctrain.comm import waiting
 from hpctrain.comm.groups import communicator
-from hpctrain.comm.progress import launches, steps
+from hpctrain.comm.progress import launches
 from hpctrain.data.order import open_datasets
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job, make_trainer
 from tests.ranks.test_staged import Pretended
@@ -53,9 +54,9 @@ def counted_waits(device):
             waits.append(what())
         return wait_until(ready, what, *rest)
 
-    wait_until, synchronize = steps.wait_until, device.synchronize
+    wait_until, synchronize = waiting.wait_until, device.synchronize
     with (
-        patch.object(steps, "wait_until", counting),
+        patch.object(waiting, "wait_until", counting),
         patch.object(communicator, "wait_until", counting),
         patch.object(launches, "wait_until", counting),
         patch.object(device, "synchronize", lambda: (waits.append("synchronize"), synchronize())),
@@ -96,7 +97,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
         return waits
 
     def wait_on_host(launch) -> None:
-        steps.complete(iter([steps.Pending(lambda: launch.ended, "the device")]), "a test", world.patience)
+        waiting.complete(iter([waiting.Pending(lambda: launch.ended, "the device")]), "a test", world.patience)
 
     assert waits_of_a_step() == ["the device"]
     with patch.object(launches.DeviceLaunch, "wait", wait_on_host):

@@ -181,8 +181,8 @@ def check_memory(world, job, plan=None, least=-0.04):
         trainer.initialise()
         for _ in range(2):
             trainer.step(training)
-        peaks = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
-        on_host = own.broadcast_object(own.gather_objects(own.accelerator.host_peak_bytes))
+        peaks = own.all_objects(own.accelerator.memory().peak)
+        on_host = own.all_objects(own.accelerator.host_peak_bytes)
         is_late = own.largest(own.accelerator.overrun) > QUOTED_OVERRUN
     setup = Setup.of_job(job)
     for stage in Predictor(setup, trainer.plan, CLUSTER).memory:

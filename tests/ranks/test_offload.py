@@ -164,7 +164,7 @@ def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_a
                 trainer.initialise()
                 most = MOST_STEPS if how == offload else 1
                 seconds[how], overrun = punctual_step(own, trainer, training, own.accelerator.clock.forget, most)
-                peaks[how] = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
+                peaks[how] = own.all_objects(own.accelerator.memory().peak)
                 del trainer
     assert max(peaks["none"]) > memory_bytes >= max(peaks[offload])
     for stage in needed[offload]:

@@ -47,7 +47,7 @@ DTYPES = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
 
 def every_complaint(world) -> list[str]:
     """Return what the devices of all ranks complained of. All ranks must call."""
-    return [each for of in world.broadcast_object(world.gather_objects(list(MODULE.complaints))) for each in of]
+    return [each for of in world.all_objects(list(MODULE.complaints)) for each in of]
 
 
 def trained(world, families: str, job, route: dict) -> list[float]:

@@ -91,7 +91,7 @@ def test_parts_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, 
             transfers = trainer.layout.transfers[0]
             own_parts = transfers.send_activation + transfers.send_gradient
             elements = sum(part.num_elements for part in own_parts)
-            sent[variant] = sum(own.broadcast_object(own.gather_objects(elements)))
+            sent[variant] = sum(own.all_objects(elements))
     if world.rank == 0:
         print(f"sent {sent}, seconds of a step {seconds}")
     assert result["parts"] == result["whole"]
@@ -128,7 +128,7 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
             with device.running():
                 a @ a
                 comm.all_reduce(tensor)
-            every = world.broadcast_object(world.gather_objects((start, start + taken())))
+            every = world.all_objects((start, start + taken()))
             computed = [
                 start + 2 * 128**3 / (FAST, SLOW)[rank // 2].flops_per_second["fp32"]
                 for rank, (start, _) in enumerate(every)

@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
-from hpctrain.comm.progress.steps import complete, until_all
+from hpctrain.comm.waiting import complete, until_all
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.rehearsal.clock import DeviceQueue
 from tests.ranks.shaped_networks import (

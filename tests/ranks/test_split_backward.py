@@ -171,7 +171,7 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
         seconds, overrun = punctual_step(world, trainer, training, begin)
         concurrent = device.busy_seconds - sum(map(sum, noted.values()))
         own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"overlapped": concurrent}
-    every = world.broadcast_object(world.gather_objects(own))
+    every = world.all_objects(own)
     return seconds, {name: max(each[name] for each in every) for name in own}, overrun
 
 

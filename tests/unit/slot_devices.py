@@ -45,7 +45,7 @@ class Noted(SilentCollectives):
         self._log, self._entry = log, entry
 
     def __getattribute__(self, name: str):
-        if name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"):
+        if name in ("all_reduce", "reduce_scatter", "all_gather"):
             self._log.append(self._entry)
         return super().__getattribute__(name)
 
@@ -78,7 +78,7 @@ class NotingWorld(Solo):
 
         def backend(is_started: bool) -> Backend:
             noted = Noted(self.log, Entry("collective", group, is_started), place, len(ranks))
-            return Backend(noted, None, "noted", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
+            return Backend(noted, None, "noted")
 
         lane = Lane(ranks, backend(True), Progress(threaded=False), ENDLESS) if overlapped else None
         return Communicator(ranks, backend(False), lane=lane)

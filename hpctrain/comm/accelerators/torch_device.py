@@ -14,7 +14,8 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
-from hpctrain.comm.start.launcher import asked_threads, machine_name
+from hpctrain.comm.start.launcher import asked_threads
+from hpctrain.comm.watchdog.flight import this_machine
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
@@ -303,7 +304,7 @@ def visible_devices(kind: DeviceKind) -> list[str]:
     for index in range(module.device_count()):
         properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
         uuid = getattr(properties, "uuid", None)
-        names.append(str(uuid) if uuid and str(uuid).strip("0-") else f"device {index} of {machine_name()}")
+        names.append(str(uuid) if uuid and str(uuid).strip("0-") else f"device {index} of {this_machine()}")
     return names
 
 

@@ -1,8 +1,15 @@
-"""Collectives over any transport, as steps.
+"""Collectives over any transport, as steps. Every route offers the same; `groups/maker.py` chooses one for a group:
+
+| class                     | for                                                                      |
+|---------------------------|--------------------------------------------------------------------------|
+| `SharedCollectives`       | ranks of one host, through its memory                                    |
+| `FlatCollectives`         | ranks that are all equally far from each other, by messages              |
+| `HierarchicalCollectives` | several domains: one of the others inside each, and messages across      |
+| `NativeCollectives`       | devices of one family, by their maker's library (`transports/native.py`) |
+| `ByMemory`                | such devices: the library for their memory, messages for the host's      |
 
 Read it in this order; a file imports only from its own line and those above it.
 
-    protocol              what every route offers, and which class is whose
     flat, shared          between hosts, by messages; inside one host, through its memory
     hierarchical          inside domains by the one, across them by the other
     streamed              on tensors of devices: around one of them, on a stream of its own

@@ -6,17 +6,34 @@ alone, by one rank or by each of them: the result is the same bits on every rank
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from hpctrain.comm.progress.steps import Ready, Steps, until_all
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order, section_of
 from hpctrain.comm.topology import SEGMENT_BYTES
 from hpctrain.comm.transports.transport import Transport
+from hpctrain.comm.waiting import Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# A broadcast of less goes down a tree whole; of more it is scattered and gathered, which uses every rank's network.
-SMALL_BROADCAST_BYTES = 64 * 1024
+
+class Collectives(Protocol):
+    """Collectives on flat tensors, as steps, that all ranks of the group must take.
+
+    Where ranks have devices, `StreamedCollectives` is around them: it returns what is launched there.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def barrier(self) -> Steps: ...
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps: ...
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps: ...
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps: ...
 
 
 class FlatCollectives:
@@ -34,14 +51,11 @@ class FlatCollectives:
     def _awaited(self, peer: int) -> str:
         return f"rank {peer} of {self.size}"
 
-    def _messages(self, ready: Sequence[Ready]) -> Steps:
-        yield from until_all(ready, f"the other {self.size - 1} ranks")
-
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         """Send every other rank its tensor of `sent`, and receive that of `received` from it; none that is empty."""
         ready = [self.transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
         ready += [self.transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
-        yield from self._messages(ready)
+        yield from until_all(ready, f"the other {self.size - 1} ranks")
 
     def barrier(self) -> Steps:
         """Dissemination (Hensgen, Finkel, Manber 1988): after round k everybody has heard of 2^k others."""
@@ -105,29 +119,32 @@ class FlatCollectives:
         parts = [flat[slice(*cut)] for cut in cuts]
         yield from self._exchange([parts[self.rank]] * self.size, parts)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        if flat.numel() * flat.element_size() > SMALL_BROADCAST_BYTES:
-            cuts = cut_evenly(flat.numel(), self.size)
-            parts = [flat[slice(*cut)] for cut in cuts]
-            if self.rank == root:
-                yield from self._messages([self.transport.send(i, parts[i]) for i in self._others()])
-            else:
-                yield from until_all([self.transport.receive(root, parts[self.rank])], self._awaited(root))
-            yield from self.all_gather(flat, cuts)
-            return
-        place = (self.rank - root) % self.size  # a binomial tree from place 0
-        if place:
-            above = (root + (place & (place - 1))) % self.size
-            yield from until_all([self.transport.receive(above, flat)], self._awaited(above))
-        bit = (place & -place) >> 1 if place else 1 << (self.size - 1).bit_length() >> 1
-        below = []
-        while bit:
-            if place + bit < self.size:
-                below.append((root + place + bit) % self.size)
-            bit >>= 1
-        yield from self._messages([self.transport.send(i, flat) for i in below])
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
-        received[self.rank].copy_(sent[self.rank])
-        yield from self._exchange(sent, received)
+class SilentCollectives:
+    """Collectives without others, of a group of one or as if there were none.
+
+    They leave memory as the real ones would, with numbers that can be computed with: sums are of this rank's part
+    alone; what others would bring is this rank's part again.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.name = "silent" if size > 1 else "alone"
+        self.rank, self.size = rank, size
+
+    def barrier(self) -> Steps:
+        yield from ()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        yield from ()
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        out.copy_(flat[slice(*cuts[self.rank])])
+        yield from ()
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        own = flat[slice(*cuts[self.rank])].clone()
+        if size := own.numel():
+            times, rest = divmod(flat.numel(), size)
+            flat[: times * size].view(times, size).copy_(own.expand(times, size))
+            flat[times * size :] = own[:rest]
+        yield from ()

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from hpctrain.comm.collectives.flat import FlatCollectives
-from hpctrain.comm.collectives.protocol import Collectives
-from hpctrain.comm.progress.steps import Ready, Steps, until_all
+from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
 from hpctrain.comm.reduction import partial_dtype, reduce_in_order
+from hpctrain.comm.waiting import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
@@ -143,28 +142,6 @@ class HierarchicalCollectives:
         region = _region(cuts)
         if self._inner is not None and region.size:
             yield from self._inner.all_gather(flat[slice(*region)], [cut.shift(-region.start) for cut in cuts])
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        """Inside the root's domain first; then each of its ranks sends its shares, and the others gather."""
-        source, whole = next(i for i, domain in enumerate(self._domains) if root in domain), Interval(0, flat.numel())
-        shares, sending = self._shares(whole, self._mine), self._shares(whole, source)
-        if self._mine != source:
-            met = self._meetings(source, sending, shares[self._place])
-            arriving = [self._transport.receive(rank, flat[slice(*common)]) for rank, common in met]
-            yield from until_all(arriving, f"the shares of rank {root}'s domain")
-            yield from self._gather_inside(flat, shares)
-            return
-        if self._inner is not None:
-            yield from self._inner.broadcast(flat, self._domains[source].index(root))
-        leaving = [
-            self._transport.send(rank, flat[slice(*common)])
-            for d in self._others
-            for rank, common in self._meetings(d, self._shares(whole, d), shares[self._place])
-        ]
-        yield from until_all(leaving, "the other domains to take their shares")
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        yield from self._across.all_to_all(sent, received)
 
 
 def _region(cuts: Sequence[Interval]) -> Interval:

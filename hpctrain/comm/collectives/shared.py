@@ -11,18 +11,18 @@ from functools import lru_cache
 
 import torch
 
-from hpctrain.comm.progress.steps import Pending, Steps
-from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
+from hpctrain.comm.reduction import reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.waiting import Pending, Steps
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # Of each of a rank's two slots (`_next_slot`). Small enough for the slots of a few ranks to stay in the cache. Large
 # enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
-# A window's counters: how far a rank has come, and, one for each slot, its longest part in an all_to_all.
-ANNOUNCED, LONGEST = 0, 1
+ANNOUNCED = 0
+"""The window's counter of how far a rank has come."""
 # Nothing large is put into shared memory unless it leaves this share of what is free to others.
 SHARE_LEFT_FREE = 0.5
 # Below this, everybody reduces everything: one announcement instead of two.
@@ -36,40 +36,30 @@ class SharedCollectives:
 
     name = "shared memory"
 
-    def __init__(self, members: Members):
-        """All ranks must call."""
+    def __init__(self, members: Members, ranks_on_host: int):
+        """All ranks must call. `ranks_on_host` are those of all groups, who share its memory."""
+        self._ranks_on_host = max(ranks_on_host, members.size)
         self.rank, self.size = members.rank, members.size
         self._members = members
         self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
-        self._known_announced = 0
-        """All ranks are known to have announced this much."""
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
-    def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int, is_common: bool = False) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
 
-        Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
+        Collectives on tensors inside them need no copies through slots. If `is_common` all ranks get the same memory.
+        All ranks must call with the same size.
         """
-        region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
-        return None if region is None else region.bytes[self.rank]
-
-    def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
-        """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
-        groups = max(ranks_on_host, self.size) // self.size
-        region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
-        if region is None:
-            return None
-        return region.bytes[0]
-
-    def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
-        enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
+        parts_on_host = self._ranks_on_host // self.size if is_common else self._ranks_on_host
+        enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
         if not self._members.combine(enough, all):
             return None
-        self._regions.append(SharedWindow(self._members, num_bytes))
-        return self._regions[-1]
+        region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
+        self._regions.append(region)
+        return region.bytes[0 if is_common else self.rank]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""
@@ -80,33 +70,21 @@ class SharedCollectives:
                 return [memory[start:stop].view(flat.dtype) for memory in region.bytes]
         return None
 
-    def _announce(self, wait_for: Sequence[int] | None = None) -> Steps:
-        """Say that this rank has come so far, and wait until all have, or those named."""
-        self._announced += 1
-        self._window.publish(ANNOUNCED, self._announced)
-        yield from self._await(range(self.size) if wait_for is None else wait_for)
-        if wait_for is None:
-            self._known_announced = self._announced
-
-    def _await(self, ranks: Sequence[int]) -> Steps:
-        value, window = self._announced, self._window
-        for other in ranks:
-            counter = window.counters[other]
+    def _announce(self) -> Steps:
+        """Say that this rank has come so far, and wait until all have."""
+        window = self._window
+        self._announced = value = self._announced + 1
+        window.publish(ANNOUNCED, value)
+        for other, counter in enumerate(window.counters):
             if counter[ANNOUNCED] < value:
                 yield Pending(lambda c=counter: c[ANNOUNCED] >= value, f"rank {other} of {self.size}")
         window.fence()
-
-    def _await_readers(self) -> Steps:
-        """Make sure that nobody reads the slots that come next: `broadcast` alone does not wait for all."""
-        if self._known_announced < self._announced:
-            yield from self._await(range(self.size))
-            self._known_announced = self._announced
 
     def _next_slot(self) -> int:
         """Return which of a rank's two slots is next; all ranks alternate between the same ones.
 
         Two suffice: who writes the third chunk, into the slot of the first, knows that all have read the first, since
-        all have announced the second. After a `broadcast` it is `_await_readers` that makes sure of it.
+        all have announced the second.
         """
         self._slot ^= 1
         return self._slot
@@ -127,7 +105,6 @@ class SharedCollectives:
             reduce_in_order([tensor[slice(*cuts[self.rank])] for tensor in seen], own, op)
             yield from self._gather_seen(seen, cuts)
             return
-        yield from self._await_readers()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield from self._all_reduce_chunk(flat[start : start + step], op)
@@ -166,14 +143,6 @@ class SharedCollectives:
                 reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
             yield from self._announce()
             return
-        yield from self._await_readers()
-        if flat.numel() * flat.element_size() <= SMALL_BYTES:
-            slot, dtype = self._next_slot(), flat.dtype
-            self._view(self.rank, slot, dtype, 0, flat.numel()).copy_(flat)
-            yield from self._announce()
-            if own.size:
-                reduce_in_order([self._view(rank, slot, dtype, *own) for rank in range(self.size)], out, op)
-            return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             sections = [section_of(cut, start, step) for cut in cuts]
@@ -194,7 +163,6 @@ class SharedCollectives:
         if (seen := self._everywhere(flat)) is not None:
             yield from self._gather_seen(seen, cuts)
             return
-        yield from self._await_readers()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             slot = self._next_slot()
@@ -207,49 +175,7 @@ class SharedCollectives:
                 if other != self.rank and section.size:
                     flat[slice(*section)].copy_(self._view(other, slot, flat.dtype, 0, section.size))
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        """Nobody waits but for the root, and the root for those who are two chunks behind."""
-        data = as_bytes(flat)
-        for start in range(0, data.numel(), SLOT_BYTES):
-            chunk = data[start : start + SLOT_BYTES]
-            sent = self._view(root, self._next_slot(), torch.uint8, 0, chunk.numel())
-            if self.rank == root:
-                yield from self._await_readers()
-                sent.copy_(chunk)
-            yield from self._announce(wait_for=[root])
-            if self.rank != root:
-                chunk.copy_(sent)
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
-        yield from self._await_readers()
-        received[self.rank].copy_(sent[self.rank])
-        dtype = sent[0].dtype
-        step = SLOT_BYTES // dtype.itemsize // self.size
-        start, longest = 0, 1
-        while start < longest:
-            slot = self._next_slot()
-            for other, tensor in enumerate(sent):
-                if other != self.rank and tensor.numel() > start:
-                    section, at = _part(tensor, start, step), other * step
-                    self._view(self.rank, slot, dtype, at, at + section.numel()).copy_(section)
-            if start == 0:  # a counter for each slot, for the same reason as two slots
-                index = LONGEST + slot
-                self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
-            yield from self._announce()
-            if start == 0:
-                longest = max(counter[index] for counter in self._window.counters)
-            for other, tensor in enumerate(received):
-                if other != self.rank and tensor.numel() > start:
-                    section, at = _part(tensor, start, step), self.rank * step
-                    section.copy_(self._view(other, slot, dtype, at, at + section.numel()))
-            start += step
-
     def close(self) -> None:
         self._view.cache_clear()
         for window in (*self._regions, self._window):
             window.close()
-
-
-def _part(flat: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    return flat if start == 0 and flat.numel() <= size else flat[start : start + size]

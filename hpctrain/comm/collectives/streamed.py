@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.collectives.protocol import Collectives
+from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.progress.steps import Pending, Ready, Steps
 from hpctrain.comm.transports.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
+from hpctrain.comm.waiting import Pending, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
 
@@ -59,12 +59,6 @@ class StreamedCollectives:
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Procedure:
         return self._procedure(self._inner.all_gather(flat, cuts), flat)
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Procedure:
-        return self._procedure(self._inner.broadcast(flat, root), flat)
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Procedure:
-        return self._procedure(self._inner.all_to_all(sent, received), *sent, *received)
 
     def _procedure(self, steps: Steps, *tensors: torch.Tensor) -> Procedure:
         if not self._accelerator.is_on_device(tensors[0]):
@@ -127,9 +121,3 @@ class ByMemory:
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         return self._for(flat).all_gather(flat, cuts)
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        return self._for(flat).broadcast(flat, root)
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        return self._for(sent[0]).all_to_all(sent, received)

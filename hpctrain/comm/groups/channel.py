@@ -108,12 +108,12 @@ class SharedChannel(Channel):
 class LaneChannel(Channel):
     """A two-way channel by messages, over a lane per direction; they move while the rank computes."""
 
-    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool, instruments: Instruments):
-        """`posts_early` says whether receives are posted when they are expected."""
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, instruments: Instruments):
         super().__init__(instruments)
         self.route_name, self.reason = outgoing.route_name, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
-        self._posts_early = posts_early
+        self._posts_early = outgoing.transport.polls_freely
+        """Whether receives are posted when they are expected."""
         self._peer = 1 - outgoing.rank
         self._in_flight: deque[Started] = deque()
         self._expected: deque[tuple[torch.Tensor, Started]] = deque()
@@ -162,4 +162,4 @@ def make_channel(
     # The channel records messages; the trace also shows those that go out while the rank computes.
     outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())
     incoming = Lane(ranks, backend, progress, patience, Instruments(pace=instruments.pace))
-    return LaneChannel(outgoing, incoming, depth, backend.transport.polls_freely, instruments)
+    return LaneChannel(outgoing, incoming, depth, instruments)

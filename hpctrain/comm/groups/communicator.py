@@ -1,10 +1,10 @@
 """Communicators: collectives on torch tensors over a set of ranks, by the route that fits where the ranks are.
 
-Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape
-and any dtype that torch trains with. Arrays of CuPy and NumPy are taken like tensors, and changed in place. Half
-precision is summed in fp32 and rounded once. Results are the same bits on every rank and in every run. A `Communicator`
-blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's library does an operation on a device, to wait
-for it means that the device waits: the host continues, and must not look at the result before the device is there.
+Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape and
+any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on every
+rank and in every run. A `Communicator` blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's
+library does an operation on a device, to wait for it means that the device waits: the host continues, and must not look
+at the result before the device is there.
 """
 
 from abc import ABC, abstractmethod
@@ -12,19 +12,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
-from hpctrain.comm.collectives.protocol import Collectives
+from hpctrain.comm.collectives.flat import Collectives, SilentCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ENDED, Ended, Progress, Work
 from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.progress.steps import Ready, Steps, complete, until_all
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.transport import Transport
-from hpctrain.comm.waiting import Patience, Phase, wait_until
+from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, complete, until_all, wait_until
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -34,29 +33,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.native import NativeCollectives
 
 Started = Work | DeviceLaunch | Ended
-
-
-class ArrayLike(Protocol):
-    """An array of another library that shares its memory by DLPack, such as CuPy's and NumPy's."""
-
-    def __dlpack__(self, *args: Any, **keywords: Any) -> Any: ...
-
-    def __dlpack_device__(self) -> tuple[Any, Any]: ...
-
-
-Buffer = torch.Tensor | ArrayLike
-
-
-def as_tensor(buffer: Buffer) -> torch.Tensor:
-    """Return a tensor over the memory of a buffer, which is not copied. Raises CommError for what shares none."""
-    if isinstance(buffer, torch.Tensor):
-        return buffer
-    if not hasattr(buffer, "__dlpack__"):
-        raise CommError(f"a {type(buffer).__name__} is no tensor and no array that shares its memory (DLPack)")
-    try:
-        return torch.from_dlpack(buffer)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise CommError(f"a {type(buffer).__name__} cannot be used in place: {error}") from None
 
 
 REDUCTIONS = ("sum", "max", "min")
@@ -77,13 +53,13 @@ class BackendPart(Protocol):
 class Backend:
     """The means by which a group communicates: its collectives, its messages, and why these.
 
-    `groups/maker.py` makes it; `collectives/protocol.py` says which class of collectives is whose.
+    `groups/maker.py` makes it; `hpctrain.comm.collectives` says which class of collectives is whose.
     """
 
     collectives: "Collectives | StreamedCollectives"
-    transport: Transport
+    transport: Transport | None
+    """None where nobody is sent anything."""
     reason: str
-    ranks_on_host: int
     parts: "Sequence[BackendPart]" = ()
     """What was made for it, in this order."""
     natives: "Sequence[NativeCollectives]" = ()
@@ -121,10 +97,9 @@ class Operations(ABC, Generic[Result]):
         self._instruments = instruments or Instruments()
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
-        self.rank = backend.collectives.rank if backend else 0
-        self.route_name = backend.collectives.name if backend else "alone"
-        self.reason = backend.reason if backend else "a single rank"
-        self._backend = backend
+        self._backend = backend or Backend(SilentCollectives(0, 1), None, "a single rank")
+        self._collectives, self.reason = self._backend.collectives, self._backend.reason
+        self.rank, self.route_name = self._collectives.rank, self._collectives.name
         self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
 
     @abstractmethod
@@ -135,12 +110,7 @@ class Operations(ABC, Generic[Result]):
     @property
     def bytes_sent(self) -> Sequence[int]:
         """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
-        return self._backend.transport.bytes_sent if self._backend else (0,)
-
-    @property
-    def _collectives(self) -> "Collectives | StreamedCollectives":
-        assert self._backend is not None
-        return self._backend.collectives
+        return self._backend.transport.bytes_sent if self._backend.transport else (0,)
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_contiguous():
@@ -158,80 +128,57 @@ class Operations(ABC, Generic[Result]):
         if op not in REDUCTIONS:
             raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
 
-    def all_reduce(self, tensor: Buffer, op: str = "sum") -> Result:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Result:
         """Reduce in place over all ranks; `op` is sum, max or min."""
         self._check_reduction(op)
-        tensor = as_tensor(tensor)
-        if self.size == 1 or not tensor.numel():
-            return self._execute("all_reduce", tensor, iter(()))
-        return self._execute("all_reduce", tensor, self._collectives.all_reduce(self._flat(tensor), op))
+        flat = self._flat(tensor)
+        steps = self._collectives.all_reduce(flat, op) if flat.numel() else iter(())
+        return self._execute("all_reduce", tensor, steps)
 
     def reduce_scatter(
-        self, tensor: Buffer, out: Buffer, cuts: Sequence[Interval] | None = None, op: str = "sum"
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
     ) -> Result:
         """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
         self._check_reduction(op)
-        tensor = as_tensor(tensor)
-        flat, into = self._flat(tensor), self._flat(as_tensor(out))
+        flat, into = self._flat(tensor), self._flat(out)
         cuts = self._cuts(flat, cuts)
         if into.numel() != cuts[self.rank].size:
             raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
-        if self.size == 1:
-            return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
         return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
 
-    def all_gather(self, tensor: Buffer, cuts: Sequence[Interval] | None = None) -> Result:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Result:
         """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`."""
-        tensor = as_tensor(tensor)
-        if self.size == 1 or not tensor.numel():
-            return self._execute("all_gather", tensor, iter(()))
         flat = self._flat(tensor)
-        return self._execute("all_gather", tensor, self._collectives.all_gather(flat, self._cuts(flat, cuts)))
-
-    def broadcast(self, tensor: Buffer, root: int = 0) -> Result:
-        """Overwrite the tensor with that of `root` (a position in the group)."""
-        tensor = as_tensor(tensor)
-        if self.size == 1 or not tensor.numel():
-            return self._execute("broadcast", tensor, iter(()))
-        return self._execute("broadcast", tensor, self._collectives.broadcast(self._flat(tensor), root))
-
-    def all_to_all(self, sent: Sequence[Buffer], received: Sequence[Buffer]) -> Result:
-        """Make rank i's `sent[j]` rank j's `received[i]`; any sizes, one dtype, a tensor for every rank."""
-        ours, theirs = ([self._flat(as_tensor(each)) for each in buffers] for buffers in (sent, received))
-        if self.size == 1:
-            return self._execute("all_to_all", ours[0], _copying(theirs, ours))
-        return self._execute("all_to_all", ours[0], self._collectives.all_to_all(ours, theirs))
+        steps = self._collectives.all_gather(flat, self._cuts(flat, cuts)) if flat.numel() else iter(())
+        return self._execute("all_gather", tensor, steps)
 
     def barrier(self) -> Result:
-        steps = iter(()) if self.size == 1 else self._collectives.barrier()
-        return self._execute("barrier", torch.empty(0), steps)
+        return self._execute("barrier", torch.empty(0), self._collectives.barrier())
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
             raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
 
-    def send(self, tensor: Buffer, peer: int) -> Result:
+    def send(self, tensor: torch.Tensor, peer: int) -> Result:
         """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
         self._check_peer(peer)
-        tensor = as_tensor(tensor)
-        return self._execute("send", tensor, self._message(self._transport.send, tensor, peer), peer)
+        return self._execute("send", tensor, self._message(self.transport.send, tensor, peer), peer)
 
-    def receive(self, tensor: Buffer, peer: int) -> Result:
+    def receive(self, tensor: torch.Tensor, peer: int) -> Result:
         """Fill the tensor with the next message of the rank at position `peer`."""
         self._check_peer(peer)
-        tensor = as_tensor(tensor)
-        return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer), peer)
+        return self._execute("receive", tensor, self._message(self.transport.receive, tensor, peer), peer)
 
     @property
-    def _transport(self) -> Transport:
-        if self._backend is None:
-            raise CommError("a group of a single rank has nobody to send to")
+    def transport(self) -> Transport:
+        """The messages of its ranks."""
+        assert self._backend.transport is not None, "a group of one has no peer"
         return self._backend.transport
 
     def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
         """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
         data = as_bytes(self._flat(tensor))
-        return self._moved(move, data, peer, self._transport.queued(data))
+        return self._moved(move, data, peer, self.transport.queued(data))
 
     def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
         yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
@@ -239,17 +186,15 @@ class Operations(ABC, Generic[Result]):
     @property
     def is_open(self) -> bool:
         """Say whether others are waited for, and not left."""
-        return self._backend is not None and self._backend.is_open
+        return self._backend.is_open
 
     def abandon(self) -> None:
         """Leave without the others: `close` will do nothing. For error paths."""
-        if self._backend:
-            self._backend.abandon()
+        self._backend.abandon()
 
     def close(self) -> None:
         """Free what it uses. All ranks must call; a second call does nothing."""
-        if self._backend:
-            self._backend.close()
+        self._backend.close()
 
 
 class Communicator(Operations[torch.Tensor]):
@@ -290,7 +235,7 @@ class Communicator(Operations[torch.Tensor]):
     def bytes_sent(self) -> Sequence[int]:
         """The bytes sent to each rank by position; what was started is counted with the rest."""
         own = super().bytes_sent
-        if self._lane is None or self._lane.uses(self._backend):
+        if self._lane is None or self._lane._backend is self._backend:
             return own
         return [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
@@ -331,27 +276,22 @@ class Communicator(Operations[torch.Tensor]):
 
         All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
         """
-        backend, shared = self._backend, self._shared(device)
-        if backend and shared and numel:
-            memory = shared.allocate(numel * dtype.itemsize, backend.ranks_on_host)
-            if memory is not None:
-                return memory.view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
+        memory = self._allocate(numel, dtype, device, is_common=False)
+        return torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
 
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return zeros [numel] that are one memory for all ranks; None where the group has no such memory.
 
         Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
         """
-        backend, shared = self._backend, self._shared(device)
-        if backend and shared and numel:
-            memory = shared.allocate_common(numel * dtype.itemsize, backend.ranks_on_host)
-            return None if memory is None else memory.view(dtype)
-        return None
+        return self._allocate(numel, dtype, device, is_common=True)
 
-    def _shared(self, device: torch.device) -> SharedCollectives | None:
-        collectives = self._backend and self._backend.collectives
-        return collectives if isinstance(collectives, SharedCollectives) and device.type == "cpu" else None
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device, is_common: bool) -> torch.Tensor | None:
+        collectives = self._collectives
+        if not isinstance(collectives, SharedCollectives) or device.type != "cpu" or not numel:
+            return None
+        memory = collectives.allocate(numel * dtype.itemsize, is_common)
+        return None if memory is None else memory.view(dtype)
 
 
 class Lane(Operations[Started]):
@@ -371,10 +311,6 @@ class Lane(Operations[Started]):
         super().__init__(ranks, backend, instruments)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
-
-    def uses(self, backend: Backend | None) -> bool:
-        """Say whether this lane communicates by a backend that its group has too."""
-        return self._backend is not None and self._backend is backend
 
     def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None) -> Started:
         followed = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
@@ -401,9 +337,3 @@ def _settled(procedure: Steps | Composite) -> Steps:
         procedure.order.settle()
         return procedure.steps
     return procedure
-
-
-def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-    yield from ()

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
-from hpctrain.comm.collectives.protocol import Collectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.communicator import Backend, BackendPart
@@ -55,17 +54,16 @@ class RouteMaker:
         if for_host and self._known_devices is not None:
             as_hosts = replace(self._settings, devices=None)
             return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
-        on_host = self._topology.ranks_on_host(self.rank)
         self._parts, self._has_pairs = [], has_pairs
         if self._known_devices is not None:
             self._bridge = self._known_devices.bridge_of_sums
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
-            return Backend(collectives, transport, self._topology.route(ranks).reason, on_host, self._parts)
+            return Backend(collectives, transport, self._topology.route(ranks).reason, self._parts)
         natives = [part for part in self._parts if isinstance(part, NativeCollectives)]
         streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, natives)
-        return Backend(streamed, transport, self._device_reason(ranks), on_host, self._parts, natives)
+        return Backend(streamed, transport, self._device_reason(ranks), self._parts, natives)
 
     def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
@@ -79,8 +77,7 @@ class RouteMaker:
         if isinstance(peers, PeerMemory):
             self._parts.append(peers)
         transport = self.transport(ranks, pace, peers if isinstance(peers, PeerMemory) else None)
-        flat, on_host = self._flat(ranks, transport), self._topology.ranks_on_host(self.rank)
-        return Backend(flat, transport, reason, on_host, self._parts)
+        return Backend(self._flat(ranks, transport), transport, reason, self._parts)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
         """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
@@ -114,7 +111,8 @@ class RouteMaker:
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)
             if route.kind == "shared":
-                shared = SharedCollectives(self.space.members(ranks))
+                on_host = self._topology.ranks_on_host(self.rank)
+                shared = SharedCollectives(self.space.members(ranks), on_host)
                 self._parts.append(shared)
                 return shared
             domains = route.domains

@@ -6,51 +6,12 @@ an overflow of its memory, leaves nobody waiting.
 
 from collections.abc import Sequence
 
-import torch
-
+from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
 from hpctrain.comm.groups.settings import Rehearsal
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments
 from hpctrain.comm.progress.lanes import Progress
-from hpctrain.comm.progress.steps import Steps
 from hpctrain.config.errors import CommError
-from hpctrain.sharding.intervals import Interval
-
-
-class SilentCollectives:
-    """Collectives without others: they leave memory as the real ones would, with numbers that can be computed with.
-
-    Sums are of this rank's part alone; what others would bring is this rank's part again.
-    """
-
-    name = "silent"
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-    def barrier(self) -> Steps:
-        yield from ()
-
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        yield from ()
-
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        out.copy_(flat[slice(*cuts[self.rank])])
-        yield from ()
-
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        own = flat[slice(*cuts[self.rank])].clone()
-        if size := own.numel():
-            times, rest = divmod(flat.numel(), size)
-            flat[: times * size].view(times, size).copy_(own.expand(times, size))
-            flat[times * size :] = own[:rest]
-        yield from ()
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        yield from ()
-
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        yield from ()
 
 
 class Solo:
@@ -77,7 +38,7 @@ class Solo:
         if len(ranks) == 1:
             return Communicator(ranks)
         silent = SilentCollectives(tuple(ranks).index(self.rank), len(ranks))
-        backend = Backend(silent, None, "alone", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
+        backend = Backend(silent, None, "alone")
         lane = None
         if overlapped:
             lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments(name))

@@ -69,7 +69,7 @@ def fingerprint(world: World, accelerator: Accelerator) -> str:
         os.environ.get(FABRIC_VARIABLE, FABRIC),
         platform.machine(),
     )
-    ranks = world.broadcast_object(world.gather_objects(own))
+    ranks = world.all_objects(own)
     families = world.settings.devices.families if world.settings.devices else {}
     routes = [
         (one.name, other.name, device_route(one, other)[0], message_route(one, other)[0], os.environ.get(PEER_VARIABLE))

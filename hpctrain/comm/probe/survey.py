@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.detect import FAMILY_VARIABLE
+from hpctrain.comm.accelerators.kinds import FAMILY_VARIABLE
 from hpctrain.comm.probe.device_timing import DeviceFigures, measure_device, measure_overlap
 from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messages, pair_classes
 from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load
@@ -55,7 +55,7 @@ def probe_cluster(
     different fabrics.
     """
     places, watch = world.topology.places, LoadWatch()
-    fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
+    fabrics = world.all_objects(environment.get(FABRIC_VARIABLE, FABRIC))
     with world.all_or_none():
         check_names(places, fabrics)
     comm = world.group(range(world.size), "probe", overlapped=world.has_threads)
@@ -64,7 +64,7 @@ def probe_cluster(
     if not with_overlap:
         for_devices, for_overlap = for_devices + for_overlap, 0.0
     ranks_on_host = world.topology.ranks_on_host(world.rank)
-    every = world.broadcast_object(world.gather_objects(accelerator.measured_dtypes))
+    every = world.all_objects(accelerator.measured_dtypes)
     dtypes = list(dict.fromkeys(name for names in every for name in names))
     family = world.place.family
     figures = measure_device(comm, accelerator, family, ranks_on_host, seconds * for_devices, dtypes)

@@ -1,1 +1,1 @@
-"""Operations as steps, and what moves them: lanes, the order of launches, the records of each."""
+"""Lanes and the order of launches move operations, and instruments record each of them."""

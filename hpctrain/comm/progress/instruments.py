@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import Protocol
 
-from hpctrain.comm.progress.steps import Pending, Steps
+from hpctrain.comm.waiting import Pending, Steps
 from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.comm.watchdog.recorder import Recorder
 

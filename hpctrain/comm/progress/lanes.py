@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 from hpctrain.comm.progress.instruments import Followed
-from hpctrain.comm.progress.steps import Pending, Steps
 from hpctrain.comm.waiting import (
     FIRST_SLEEP_SECONDS,
     LONGEST_KNOWN_SLEEP_SECONDS,
     LONGEST_SLEEP_SECONDS,
     WAKE_SECONDS,
     Patience,
+    Pending,
+    Steps,
     wait_until,
 )
 

@@ -20,8 +20,7 @@ import torch
 
 from hpctrain.comm.progress.instruments import Followed
 from hpctrain.comm.progress.lanes import Work
-from hpctrain.comm.progress.steps import Steps
-from hpctrain.comm.waiting import Patience, wait_until
+from hpctrain.comm.waiting import Patience, Steps, wait_until
 
 LOOK_SECONDS = 0.5
 """Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
@@ -87,7 +86,7 @@ class LaunchOrder:
 
         Kernels are loaded at their first launch, which may wait until the device is idle: for an operation, and so for
         other ranks."""
-        self.meanwhile: Callable[[], object] = _do_nothing
+        self.meanwhile: Callable[[], object] = lambda: None
         """Moves lanes while the host waits so: other ranks may wait for their messages."""
 
     @cached_property
@@ -224,7 +223,3 @@ class Composite(NamedTuple):
 
 Procedure = Steps | DeviceLaunch | Composite
 """What collectives return, for who carries it out."""
-
-
-def _do_nothing() -> None:
-    pass

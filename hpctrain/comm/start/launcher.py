@@ -2,12 +2,10 @@
 
 import math
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from hpctrain.config.errors import LaunchError
 
@@ -31,14 +29,6 @@ def record_exit(code: int) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with suppress(OSError), open(path, "x") as file:
             file.write(f"{code}\n")
-
-
-def machine_name() -> str:
-    """Return a name that no other machine has, even where all are called `localhost`: with the number of its boot."""
-    boot = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot}".strip()
 
 
 def host_memory_bytes() -> int:

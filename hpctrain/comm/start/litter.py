@@ -19,13 +19,13 @@ PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posi
 """The others are of the names that MPICH and its relatives, Open MPI and UCX give."""
 
 
-def remove_dead_segments(folder: Path = SHARED_MEMORY, before: float | None = None) -> list[str]:
+def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:
     """Remove segments that are this user's, older than this process, and open in no process; return their names.
 
-    Each rank calls it before it starts MPI: a segment of this start is younger, or open. `before` replaces the time
-    at which this process began, in seconds since 1970. Never raises: a segment that cannot be removed stays.
+    Each rank calls it before it starts MPI: a segment of this start is younger, or open. Never raises: a
+    segment that cannot be removed stays.
     """
-    begun = process_start() if before is None else before
+    begun = process_start()
     candidates: dict[tuple[int, int], Path] = {}
     with suppress(OSError):
         for path in folder.iterdir():

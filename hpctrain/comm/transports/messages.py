@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.progress.steps import Ready
+from hpctrain.comm.waiting import Ready
 
 # A chunk costs its sender and its receiver about so much on top of the copies: an event polled late, a message posted.
 CHUNK_OVERHEAD_SECONDS = 20e-6

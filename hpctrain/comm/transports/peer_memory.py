@@ -13,10 +13,10 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.progress.steps import Ready
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.messages import Message, MessagePart, MessageStage
 from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.waiting import Ready
 
 # Of each direction: enough that copies in and out overlap, and little of a device.
 SLOTS, SLOT_BYTES = 4, 8 << 20

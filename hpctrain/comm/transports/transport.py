@@ -1,7 +1,7 @@
 """Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Protocol
 
@@ -9,12 +9,12 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
-from hpctrain.comm.progress.steps import Ready
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.cuda_aware import mpi_buffer
 from hpctrain.comm.transports.members import GroupMessages
 from hpctrain.comm.transports.messages import Message, Request, chunk_bytes, plain_message, staged_message
 from hpctrain.comm.transports.peer_memory import PeerMemory
+from hpctrain.comm.waiting import Ready
 
 
 class Transport(Protocol):
@@ -83,17 +83,14 @@ class DeviceTransport:
         messages: GroupMessages,
         accelerator: Accelerator,
         direct: Collection[int] = (),
-        part_bytes: Callable[[int], int] = chunk_bytes,
         peers: PeerMemory | None = None,
     ):
-        """`direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same
-        at both ends. `peers` is for groups of two.
-        """
+        """`direct` peers (positions) must be the same at both ends. `peers` is for groups of two."""
         self._messages, self._mpi = messages, messages.space.mpi
         self.rank, self.size = messages.rank, messages.size
         self.bytes_sent = [0] * self.size
         self._accelerator = accelerator
-        self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
+        self._direct, self._peers = frozenset(direct), peers
         self.is_direct = bool(self._direct)
         """Whether any message is of device memory."""
         self._moving: dict[tuple[int, bool], deque[Message]] = {}
@@ -128,7 +125,7 @@ class DeviceTransport:
         post = partial(self._post, peer, is_sent)
         if peer in self._direct:
             return plain_message(post, [data], queued)
-        parts = data.split(self._part_bytes(data.numel()))
+        parts = data.split(chunk_bytes(data.numel()))
         if self._accelerator.is_on_device(data):
             return staged_message(post, parts, queued, self._accelerator, is_sent)
         return plain_message(post, parts, queued)

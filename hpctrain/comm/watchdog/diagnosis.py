@@ -1,7 +1,8 @@
 """Finds who keeps the others waiting: pure functions on the flight records of all ranks."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hpctrain.comm.watchdog.flight import (
@@ -60,15 +61,9 @@ def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
             r for r in members.get(key, ()) if r not in inside and _entered(lanes, r, key, COLLECTIVES) < sequence
         }
         usual, differing = _differing(inside | _finished(flights, members.get(key, ()), key, sequence))
-        oldest = min(
-            (o for o in inside.values() if _kind(o) == usual), key=_start, default=min(inside.values(), key=_start)
-        )
+        oldest = min(inside.values(), key=lambda operation: (_kind(operation) != usual, operation.start))
         waits.append(Wait(oldest, tuple(sorted(inside)), tuple(sorted(missing)), differing))
     return sorted(waits, key=lambda wait: wait.operation.start)
-
-
-def _start(operation: Operation) -> float:
-    return operation.start
 
 
 def _entered(lanes: Lanes, rank: int, key: Key, kind: int) -> int:
@@ -147,11 +142,10 @@ class Evidence:
     """Seconds; younger waits do not count."""
     hosts: Sequence[str] = ()
     """By rank, for those that have no record."""
-    waits: tuple[Wait, ...] = field(init=False)
 
-    def __post_init__(self):
-        waits = (w for w in detect_waits(self.flights) if self.now - w.operation.start >= self.shortest_wait)
-        object.__setattr__(self, "waits", tuple(waits))
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        return tuple(w for w in detect_waits(self.flights) if self.now - w.operation.start >= self.shortest_wait)
 
     def name(self, rank: int) -> str:
         host = self.host(rank)
@@ -177,7 +171,7 @@ class Evidence:
             return "it left no record"
         if not flight.operations:
             return "it has recorded no operation"
-        last = max(flight.operations, key=lambda o: (o.end is None, o.end or o.start))
+        last = max(flight.operations, key=_recency)
         state = f"begun {self.age(last.start)} and in flight" if last.end is None else f"finished {self.age(last.end)}"
         return f"its last was {describe(last)}, {state}"
 
@@ -191,6 +185,10 @@ def describe(operation: Operation, brief: bool = False) -> str:
     if brief:
         return f"{operation.name} {number}{peer} on {operation.lane.name}{size}"
     return f"{operation.name} number {number}{peer} on lane {operation.lane}{size}"
+
+
+def _recency(operation: Operation) -> tuple[bool, float]:
+    return operation.end is None, operation.end or operation.start
 
 
 def format_bytes(count: int) -> str:
@@ -343,7 +341,7 @@ def _operations(evidence: Evidence, rank: int) -> str:
     flight = evidence.flights.get(rank)
     if flight is None or not flight.operations:
         return "no operation" if flight else ""
-    newest = sorted(flight.operations, key=lambda o: (o.end is None, o.end or o.start), reverse=True)
+    newest = sorted(flight.operations, key=_recency, reverse=True)
     summary = []
     for operation in newest[:SHOWN_OPERATIONS]:
         age = evidence.age(operation.end or operation.start)

@@ -24,77 +24,163 @@ import os
 import select
 import socket
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-LONGEST_LINE = 4096
+LONGEST_MESSAGE = 8192
+"""A word and a path."""
+BACKLOG = 1024
 # How long the ranks of a host may take to connect; a guardian that nobody needs ends after this.
 START_SECONDS = 30.0
 # A launcher that was killed is gone this long after the ranks that die of it.
 LAUNCHER_SECONDS = 0.3
+GOODBYE_SECONDS = 1.0
 
 
-class Guardian:
-    """The work of the process: it listens to the ranks of its host until one dies or all take leave."""
+class Guarded:
+    """A rank's connection to the guardian of its host. All ranks must make it, together.
 
-    def __init__(self, listener: socket.socket, ranks: Collection[int]):
-        """`ranks` are the processes that are listened to."""
-        self._listener, self._processes = listener, frozenset(ranks)
-        self._poll = select.epoll()  # reports events in the order in which they happened
-        self._poll.register(listener, select.EPOLLIN)
-        self._connections: dict[int, socket.socket] = {}
-        self._ranks: dict[int, tuple[int, int, str]] = {}
-        """By connection: rank, process, host."""
-        self._texts: dict[int, bytes] = {}
-        self._goodbyes = False
-        self.folder: Path | None = None
+    Where a guardian cannot be started or reached, nobody names a rank that is killed.
+    """
 
-    def watch(self) -> tuple[int, int, str] | None:
-        """Return the first that dies without a goodbye (rank, process, host); None if all have said theirs."""
-        deadline = time.monotonic() + START_SECONDS
-        while self._connections or time.monotonic() < deadline:
-            for number, _ in self._poll.poll(None if self._connections else START_SECONDS):
-                if number == self._listener.fileno():
-                    self._admit(self._listener.accept()[0])
-                elif self._is_gone(number):
-                    self._poll.unregister(number)
-                    self._connections.pop(number).close()
-                    if number in self._ranks and not self._goodbyes:
-                        return self._ranks[number]
-                    if self._goodbyes and not self._connections:
-                        return None
-        return None
+    def __init__(self, comm, host: str):
+        """The lowest rank of each machine starts the guardian, and all of its ranks connect."""
+        self._folder: Path | None = None
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen | None = None
+        networks, processes, hosts = zip(*comm.allgather((network_name(), os.getpid(), host)), strict=True)
+        leader, name = networks.index(networks[comm.rank]), ""
+        if leader == comm.rank:
+            here = (rank for rank, network in enumerate(networks) if network == networks[leader])
+            with suppress(OSError):
+                self._process, name = start_guardian({processes[rank]: (rank, hosts[rank]) for rank in here})
+        name = comm.allgather(name)[leader]
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(OSError):
+            link.connect(_address(name))  # waits where others have filled the queue
+            link.settimeout(GOODBYE_SECONDS)
+            if peer_of(link) == (processes[leader], os.geteuid()):
+                self._socket = link
+                os.register_at_fork(after_in_child=link.close)  # a child that outlives its rank must not keep it open
+                return
+        link.close()  # another process has its name, or none
 
-    def _admit(self, made: socket.socket) -> None:
-        """Listen to a connection if it is from a rank of this start, and this user; close all others."""
-        process, user = peer_of(made)
-        if process not in self._processes or user != os.geteuid():
-            made.close()
-            return
-        self._connections[made.fileno()] = made
-        self._poll.register(made, select.EPOLLIN)
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
 
-    def _is_gone(self, number: int) -> bool:
-        """Take in what a rank says; return whether that was the last of it."""
-        try:
-            data = self._connections[number].recv(LONGEST_LINE)
-        except OSError:
-            data = b""
-        *lines, rest = (self._texts.get(number, b"") + data).split(b"\n")
-        self._texts[number] = rest
-        for line in lines:
-            word, _, text = os.fsdecode(line).partition(" ")
-            if word == "rank":
-                rank, process, host = text.split(" ", 2)
-                self._ranks[number] = int(rank), int(process), host
-            elif word == "folder":
-                self.folder = Path(text)
+    def announce_folder(self, folder: Path) -> None:
+        """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed."""
+        self._folder = folder
+        self._say(f"folder {folder.absolute()}")
+
+    def say_goodbye(self, reports_error: bool = False) -> bool:
+        """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.
+
+        Return False where another rank or a guardian has announced before that it prints what happened.
+        """
+        from hpctrain.comm.watchdog.flight import claim_last_word
+
+        has_last_word = not reports_error or self._folder is None or claim_last_word(self._folder, {})
+        self._say("goodbye")
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None and not reports_error:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GOODBYE_SECONDS)
+            self._process = None
+        return has_last_word
+
+    def _say(self, message: str) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it has ended
+                self._socket.send(os.fsencode(message))  # a folder's name may be no UTF-8
+
+
+def launcher_names_the_dead(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher itself prints the rank and the host of a process that was killed."""
+    if "HYDI_CONTROL_FD" in environment:  # MPICH's, maybe started by Slurm
+        return False
+    return "OMPI_COMM_WORLD_RANK" in environment or "SLURM_PROCID" in environment
+
+
+def _address(name: str) -> bytes:
+    return b"\0hpctrain-" + name.encode()  # an abstract name, of Linux: nothing that could be left behind
+
+
+def network_name() -> str:
+    """Name what abstract names are unique in: a boot of a machine, and a network namespace of it."""
+    from hpctrain.comm.watchdog.flight import this_machine
+
+    try:
+        return f"{this_machine()}:{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return this_machine()
+
+
+def start_guardian(ranks: Mapping[int, tuple[int, str]], speaks: bool | None = None) -> tuple[subprocess.Popen, str]:
+    """Start the guardian of `ranks`, number and host by process; return it, and the name under which it listens.
+
+    It is silent where the launcher names the dead, unless `speaks` says otherwise. Raises OSError.
+    """
+    name = os.urandom(8).hex()
+    speaks = not launcher_names_the_dead() if speaks is None else speaks
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(name))
+        listener.listen(BACKLOG)
+        # -I -S: without site-packages, whose .pth files cost more than all the rest.
+        arguments = listener.fileno(), os.getppid(), parent_of(os.getppid()), int(speaks)
+        described = [f"{process}:{rank}:{host}" for process, (rank, host) in ranks.items()]
+        command = [sys.executable, "-I", "-S", __file__, *map(str, arguments), *described]
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, pass_fds=[listener.fileno()], stdin=quiet, stdout=quiet, start_new_session=True, cwd="/"
+        )
+        return process, name
+
+
+def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | None, Path | None]:
+    """Listen to the ranks with these processes until one dies without a goodbye, or all have gone.
+
+    Return the process that died first, and the folder of the flight records; None where there is none.
+    """
+    poll = select.epoll()  # reports events in the order in which they happened
+    poll.register(listener, select.EPOLLIN)
+    connections: dict[int, tuple[socket.socket, int]] = {}
+    folder, has_goodbye, deadline = None, False, time.monotonic() + START_SECONDS
+    while connections or time.monotonic() < deadline:
+        for number, _ in poll.poll(None if connections else START_SECONDS):
+            if number == listener.fileno():
+                made = listener.accept()[0]
+                process, user = peer_of(made)
+                if process in processes and user == os.geteuid():
+                    connections[made.fileno()] = made, process
+                    poll.register(made, select.EPOLLIN)
+                else:
+                    made.close()
+                continue
+            connection, process = connections[number]
+            message = b""  # of who is gone
+            with suppress(OSError):
+                message = connection.recv(LONGEST_MESSAGE)
+            word, _, text = os.fsdecode(message).partition(" ")
+            if word == "folder":
+                folder = Path(text)
             elif word == "goodbye":
-                self._goodbyes = True
-        return not data
+                has_goodbye = True
+            elif not word:
+                poll.unregister(number)
+                connections.pop(number)[0].close()
+                if not has_goodbye:
+                    return process, folder
+                if not connections:
+                    return None, folder
+    return None, folder
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -135,15 +221,16 @@ def describe_death(folder: Path | None, rank: int, process: int, host: str) -> s
 
 
 def main() -> None:
-    number, launcher, launched_by, speaks, *ranks = map(int, sys.argv[1:])
-    guardian = Guardian(socket.socket(fileno=number), ranks)
-    died = guardian.watch()
-    if not died:
+    number, launcher, launched_by, speaks = map(int, sys.argv[1:5])
+    ranks = {int(process): (int(rank), host) for process, rank, host in (each.split(":", 2) for each in sys.argv[5:])}
+    died, folder = watch(socket.socket(fileno=number), ranks)
+    if died is None:
         return
     time.sleep(LAUNCHER_SECONDS)
     if parent_of(launcher) != launched_by:  # it is gone, or its own parent is: mpirun, of which it is a part
         return
-    text = describe_death(guardian.folder, *died)
+    rank, host = ranks[died]
+    text = describe_death(folder, rank, died, host)
     if text and speaks:
         from hpctrain.config.terminal import printable
 

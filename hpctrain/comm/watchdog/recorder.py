@@ -172,9 +172,6 @@ class Recorder:
         result = min(list(self._in_flight.items()), key=lambda item: item[1], default=None)
         return None if result is None else (result[0], _monotonic() - result[1])
 
-    def is_in_flight(self, handle: int) -> bool:
-        return handle in self._in_flight
-
     def beat(self) -> None:
         """Leave a sign of life."""
         self._doubles[flight.ALIVE_AT // 8] = _monotonic()

@@ -28,7 +28,7 @@ from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog import flight
 from hpctrain.comm.watchdog.diagnosis import Diagnosis, Evidence, diagnose
 from hpctrain.comm.watchdog.flight import Flight
-from hpctrain.comm.watchdog.guarded import Guarded
+from hpctrain.comm.watchdog.guardian import Guarded
 from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import CommError
 
@@ -41,6 +41,8 @@ DEFERENCE_SECONDS = 2 * ANSWER_SECONDS
 HEARD_SECONDS = 0.5
 SENT_OPERATIONS = 16
 SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
+# A waiting operation leaves the word to the watchdog, which knows more, for this long after its patience has ended.
+GRACE_SECONDS = 30.0
 APPEAL, QUESTION, ANSWER = range(3)
 
 
@@ -55,23 +57,28 @@ class Answer:
 
 
 class Watchdog:
-    """Watches the operations of one rank's recorder. All ranks must make it."""
+    """Records what this rank communicates, and sees to it that a rank that is missing is named, once."""
 
     def __init__(
         self,
         mpi,
         comm,
-        recorder: Recorder,
-        hosts: Sequence[str],
+        alarms,
+        places: Sequence[Place],
         patience: Patience,
-        abort: Callable[[int], None],
+        watched: bool,
+        abort: Callable[[int], object],
     ):
-        """`comm` is of all ranks, who send on it here alone. The thread calls `abort(code)`, which ends them."""
-        self._mpi, self._recorder, self._hosts = mpi, recorder, tuple(hosts)
-        self._patience, self._abort = patience, abort
-        self._comm = comm
-        self._comm.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
+        """All ranks must call. Without `watched` it records in memory, and nobody looks.
+
+        `comm` is of all ranks, and `alarms` too, on which watchdogs alone send. `abort(code)` ends all ranks.
+        """
+        self._mpi, self._comm, self._patience, self._end_all = mpi, alarms, patience, abort
         self._rank, self._size = comm.rank, comm.size
+        self._hosts = tuple(place.host for place in places)
+        own = places[self._rank]
+        self.recorder = Recorder(None, self._rank, self._size, own.host, own.family, comm.bcast(time.time_ns()))
+        self.recorder.note_phase(patience.phase.name)
         self._sent: list = []
         self._deferring_until = 0.0
         self._candidates: Iterator[int] = iter(())
@@ -79,21 +86,44 @@ class Watchdog:
         self._next_appeal = 0.0
         self._launcher = os.getppid()
         self._stop = threading.Event()
+        self._guarded: Guarded | None = None
         self._thread: threading.Thread | None = None
-        self.reason = "" if mpi.Query_thread() == mpi.THREAD_MULTIPLE else "off: MPI was started for one thread alone"
+        if watched and self._size > 1:
+            self._guarded = Guarded(comm, own.host)
+            alarms.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
+            if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+                patience.grace_seconds = GRACE_SECONDS
+                self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+                self._thread.start()
 
-    def start(self) -> None:
-        """Begin to watch, unless `reason` says why it cannot."""
-        if not self.reason:
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-            self._thread.start()
+    def announce_folder(self, folder: Path) -> None:
+        """Say where the records are kept, after all ranks have moved theirs there. All ranks must call."""
+        if self._guarded:
+            self._guarded.announce_folder(folder)
 
-    def stop(self) -> None:
-        """End the thread, before MPI is ended."""
+    def note_failure(self, error: BaseException) -> bool:
+        """Stop watching: this rank ends with an error. Return False where another one reports what happened."""
+        self._end_thread()
+        self.recorder.close(f"{type(error).__name__}: {error}")
+        return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
+
+    def close(self) -> None:
+        """End in order. All ranks must call, before MPI is ended."""
+        self._end_thread()
+        self.recorder.close()
+        if self._guarded:
+            self._guarded.say_goodbye()
+
+    def _end_thread(self) -> None:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+
+    def _abort(self) -> None:
+        if self._guarded:
+            self._guarded.say_goodbye(reports_error=True)
+        self._end_all(CommError.exit_code)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_SECONDS):
@@ -103,7 +133,7 @@ class Watchdog:
                 continue
 
     def _tick(self) -> None:
-        self._recorder.beat()
+        self.recorder.beat()
         if os.getppid() != self._launcher:
             self._end_without_launcher()
         appeals = self._read_appeals()
@@ -136,12 +166,12 @@ class Watchdog:
                 f"CommError: on host {host} process {self._launcher} is gone, which the launcher had started the ranks"
                 " with; its ranks are stopped, start the same command again"
             )
-            self._recorder.close(error=text)
+            self.recorder.close(error=text)
             print(f"hpctrain: {text}", file=sys.stderr, flush=True)
 
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""
-        result = self._recorder.max_in_flight()
+        result = self.recorder.max_in_flight()
         if result is None or result[1] < self._patience.phase.seconds:
             self._overdue = None
             return False
@@ -180,10 +210,10 @@ class Watchdog:
 
     def _describe_self(self) -> Answer:
         stacks = python_stacks(skip=threading.get_ident())
-        if (folder := self._recorder.folder) is not None:
+        if (folder := self.recorder.folder) is not None:
             self._save_stacks(folder, stacks)
         overdue_in = self._patience.phase if self._is_overdue() else None
-        return Answer(self._recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
+        return Answer(self.recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
 
     def _save_stacks(self, folder: Path, stacks: str) -> None:
         try:
@@ -210,18 +240,18 @@ class Watchdog:
         if not phases:
             return None  # what was slow has come
         report, summary = self._report(answers, phases[0])
-        self._recorder.close(error=f"CommError: {summary}; {phases[0]}")
+        self.recorder.close(error=f"CommError: {summary}; {phases[0]}")
         with suppress(OSError):  # whoever read it may be gone
             print(report, file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
-        return self._abort(CommError.exit_code)
+        return self._abort()
 
     def _report(self, answers: dict[int, Answer], phase: Phase) -> tuple[str, str]:
         flights = {rank: answer.flight for rank, answer in answers.items()}
         silent = frozenset(range(self._size)) - frozenset(answers)
         gone: set[int] = set()
-        if silent and self._recorder.folder is not None:  # what they cannot say their records may
-            left = flight.read_flights(self._recorder.folder)
+        if silent and self.recorder.folder is not None:  # what they cannot say their records may
+            left = flight.read_flights(self.recorder.folder)
             flights |= {rank: left[rank] for rank in silent if rank in left}
             gone = {rank for rank in silent if rank in left and left[rank].process_is_gone()}
         evidence = Evidence(flights, self._size, time.time(), frozenset(gone), silent, hosts=self._hosts)
@@ -235,8 +265,8 @@ class Watchdog:
         return "\n".join(lines + self._stacks(result, answers)), result.sentences[0]
 
     def _stacks(self, result: Diagnosis, answers: dict[int, Answer]) -> list[str]:
-        if self._recorder.folder is not None:
-            return [f"  Python stacks of the ranks that answered: {self._recorder.folder / 'stacks-*.txt'}"]
+        if self.recorder.folder is not None:
+            return [f"  Python stacks of the ranks that answered: {self.recorder.folder / 'stacks-*.txt'}"]
         shown = [rank for rank in result.culprits or answers if rank in answers][:SHOWN_STACKS]
         return [f"  Python stacks of rank {rank}:\n{answers[rank].stacks}" for rank in shown]
 
@@ -255,62 +285,3 @@ def python_stacks(skip: int = 0) -> str:
         if identifier != skip:
             summary.append(f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}")
     return "\n".join(summary)
-
-
-# A waiting operation leaves the word to the watchdog, which knows more, for this long after its patience has ended.
-GRACE_SECONDS = 30.0
-
-
-class Oversight:
-    """Records what this rank communicates, and sees to it that a rank that is missing is named, once."""
-
-    def __init__(
-        self,
-        mpi,
-        comm,
-        alarms,
-        places: Sequence[Place],
-        patience: Patience,
-        watched: bool,
-        abort: Callable[[int], object],
-    ):
-        """All ranks must call. Without `watched` it records in memory, and nobody looks.
-
-        `comm` is of all ranks, and `alarms` too, on which watchdogs alone send. `abort(code)` ends all ranks.
-        """
-        self._end_all = abort
-        host, family = places[comm.rank].host, places[comm.rank].family
-        self.recorder = Recorder(None, comm.rank, comm.size, host, family, comm.bcast(time.time_ns()))
-        self.recorder.note_phase(patience.phase.name)
-        self._guarded = self._watchdog = None
-        if watched and comm.size > 1:
-            self._guarded = Guarded(comm, host)
-            hosts = [place.host for place in places]
-            self._watchdog = Watchdog(mpi, alarms, self.recorder, hosts, patience, self._abort)
-            self._watchdog.start()
-            patience.grace_seconds = 0.0 if self._watchdog.reason else GRACE_SECONDS
-
-    def announce_folder(self, folder: Path) -> None:
-        """Say where the records are kept, after all ranks have moved theirs there. All ranks must call."""
-        if self._guarded:
-            self._guarded.announce_folder(folder)
-
-    def _abort(self, code: int) -> None:
-        if self._guarded:
-            self._guarded.say_goodbye(reports_error=True)
-        self._end_all(code)
-
-    def note_failure(self, error: BaseException) -> bool:
-        """Stop watching: this rank ends with an error. Return False where another one reports what happened."""
-        if self._watchdog:
-            self._watchdog.stop()
-        self.recorder.close(f"{type(error).__name__}: {error}")
-        return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
-
-    def close(self) -> None:
-        """End in order. All ranks must call, before MPI is ended."""
-        if self._watchdog:
-            self._watchdog.stop()
-        self.recorder.close()
-        if self._guarded:
-            self._guarded.say_goodbye()

@@ -23,6 +23,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.groups.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
@@ -99,7 +100,7 @@ class Trials:
         by default the job's.
 
         No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
-        self._solo, self._rank = world.solo(), world.rank
+        self._solo, self._rank = Solo(world.rank, world.size, world.settings.rehearsal), world.rank
         self._families = [place.family for place in world.topology.places]
         self._accelerator = accelerator
         self._job = job
@@ -318,7 +319,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
     for zero in PROFILED_ZEROS:
         with world.all_or_none():
             own = trials.limit(zero, most, own and own.rows)
-        limits.append(_of_all(world, own))
+        limits.append(world.all_objects(own))
     families = [place.family for place in world.topology.places]
     measured = []
     for number, zero in enumerate(PROFILED_ZEROS):
@@ -330,7 +331,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
         with world.all_or_none():
             top = max(fewest, min(LEAST_TOP_ROWS, most))
             times = trials.times(zero, top, deadline, top)
-        measured.append(_of_all(world, times))
+        measured.append(world.all_objects(times))
     if world.rank:
         return None
     profiles, comments = [], []
@@ -370,7 +371,7 @@ def short_profile(
         trials.times(1, 1, time.monotonic())  # loads and compiles kernels, however long that takes
         likely = -(-job.train.global_batch // world.size)
         times = trials.times(1, job.train.global_batch, time.monotonic() + seconds, likely)
-    measured = _of_all(world, times)
+    measured = world.all_objects(times)
     if world.rank:
         return None
     families = [place.family for place in world.topology.places]
@@ -387,10 +388,6 @@ def short_profile(
         for family in dict.fromkeys(families)
     ]
     return profiles, [f"Times of items alone, the median of {families.count(of.family)} ranks'." for of in profiles]
-
-
-def _of_all(world: World, value) -> list:
-    return world.broadcast_object(world.gather_objects(value))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -53,7 +53,7 @@ def resolve_kernels(
             own = own._replace(compiles=accelerator.compiles())
         if choice.attention != "auto":
             own = own._replace(attends=try_attention(accelerator, job, dtypes))
-    trials = [trial for trial in world.broadcast_object(world.gather_objects(own)) if trial.rank in ranks]
+    trials = [trial for trial in world.all_objects(own) if trial.rank in ranks]
     check_attention(choice, trials)
     kernels, reasons = resolve_fused(choice, trials)
     return job.model_copy(update={"kernels": kernels}), reasons

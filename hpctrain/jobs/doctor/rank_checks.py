@@ -83,8 +83,7 @@ def check_promise(size: int) -> Finding:
 def describe_drivers(kind: str, environment: Mapping[str, str] = os.environ) -> str:
     """Say which makers' drivers this rank's host has, and whether the rank uses a device of theirs; `kind` is what it
     computes on."""
-    from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE
-    from hpctrain.comm.accelerators.kinds import KINDS, driver_files, torch_module
+    from hpctrain.comm.accelerators.kinds import DEVICE_VARIABLE, KINDS, driver_files, torch_module
 
     there = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"
     if kind == "cpu":
@@ -185,7 +184,7 @@ def _measure_links(world: "World", accelerator) -> list[dict[str, Any]]:
     from hpctrain.comm.probe.link_timing import measure_messages, pair_classes
     from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE
 
-    fabrics = world.broadcast_object(world.gather_objects(os.environ.get(FABRIC_VARIABLE, FABRIC)))
+    fabrics = world.all_objects(os.environ.get(FABRIC_VARIABLE, FABRIC))
     classes = pair_classes(world.topology.places, fabrics)
     if not classes:
         return []

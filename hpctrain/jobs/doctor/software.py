@@ -43,10 +43,10 @@ def compare_software(world: "World") -> list[Software]:
     """
     package = os.path.realpath(PACKAGE)
     own = Software(__version__, package, sys.prefix, world.library)
-    everybody: list[Software] = world.broadcast_object(world.gather_objects(own))
+    everybody: list[Software] = world.all_objects(own)
     keys = [(place.host, each.package) for place, each in zip(world.topology.places, everybody, strict=True)]
     reads = len(set(keys)) > 1 and keys.index(keys[world.rank]) == world.rank
-    digests = world.broadcast_object(world.gather_objects(code_digest() if reads else ""))
+    digests = world.all_objects(code_digest() if reads else "")
     of_key = {key: digest for key, digest in zip(keys, digests, strict=True) if digest}
     with world.all_or_none():
         refuse_differences(everybody, [of_key.get(key, "") for key in keys])

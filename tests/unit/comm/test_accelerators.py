@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from hpctrain.comm import bind
-from hpctrain.comm.accelerators import detect, kinds
+from hpctrain.comm.accelerators import kinds
 from hpctrain.comm.accelerators.base import BufferPool
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import detect_device, family_of, local_rank
-from hpctrain.comm.accelerators.kinds import KINDS, Ability
+from hpctrain.comm.accelerators.kinds import KINDS, Ability, detect_device, family_of, local_rank
 from hpctrain.comm.bind import DTYPES, choose_devices
 from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.comm.transports.abilities import (
@@ -27,7 +26,7 @@ from hpctrain.comm.transports.abilities import (
 )
 from hpctrain.comm.transports.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.transports.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
-from hpctrain.comm.transports.torch_groups import library_ability
+from hpctrain.comm.transports.native import library_ability
 from hpctrain.config.errors import TopologyError
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 
@@ -73,8 +72,8 @@ def test_a_device_that_is_not_there_is_detected_later_by_all_ranks():
 
 def test_a_start_without_drivers_does_not_load_torch():
     code = (
-        "import sys; from hpctrain.comm.accelerators import detect, kinds; kinds.os.path.exists = lambda path: False;"
-        "detect.detect_device({});"
+        "import sys; from hpctrain.comm.accelerators import kinds; kinds.os.path.exists = lambda path: False;"
+        "kinds.detect_device({});"
     )
     done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], timeout=60)
     assert done.returncode == 0
@@ -138,7 +137,6 @@ def driver(monkeypatch):
     """A host with NVIDIA's driver, whose device torch does not see."""
     monkeypatch.setattr(kinds.os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr(kinds, "torch_module", lambda kind: None)
-    monkeypatch.setattr(detect, "torch_module", lambda kind: None)
 
 
 @pytest.mark.parametrize("variables", [{}, {"HPCTRAIN_FAMILY": "h100"}, {"HPCTRAIN_DEVICE": "auto"}])

@@ -6,15 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.watchdog import guarded
+from hpctrain.comm.watchdog import guardian
 from hpctrain.comm.watchdog.flight import LAST_WORD
-from hpctrain.comm.watchdog.guardian import parent_of
 
 NOBODY = 65534
 HEARD_SECONDS = 0.2
@@ -27,7 +26,7 @@ if user != os.geteuid():
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-link = socket.socket(socket.AF_UNIX)
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
     link.connect(b"\\0hpctrain-" + name.encode())
     link.sendall(words)
@@ -40,7 +39,7 @@ sys.stdin.readline()
 ATTACKS = {
     "a false death, with a code that clears the screen": "rank 3 1 node7\x1b[2J",
     "a death that is hidden": "goodbye",
-    "a file where the attacker says": "folder {elsewhere}\nrank 3 1 node7",
+    "a file where the attacker says": "folder {elsewhere}",
     "a line that ends it": "rank nonsense",
 }
 
@@ -57,7 +56,7 @@ def client(user: int) -> Iterator[subprocess.Popen]:
 
 def say(process: subprocess.Popen, name: str, words: str) -> None:
     assert process.stdin and process.stdout
-    process.stdin.write(f"{name}\n{words!r}\\n\n".replace("'", ""))
+    process.stdin.write(f"{name}\n{words!r}\n".replace("'", ""))
     process.stdin.flush()
     assert process.stdout.readline() == "said\n"
 
@@ -70,7 +69,10 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def sockets_of(process: int) -> int:
-    links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
+    links = []
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(path))
     return sum(link.startswith("socket:") for link in links)
 
 
@@ -83,16 +85,16 @@ def test_strangers_are_not_believed(tmp_path: Path, capfd, user, words):
     for folder in (own, elsewhere):
         folder.mkdir(parents=True)
     with client(os.geteuid()) as rank, client(NOBODY if user == "nobody" else os.geteuid()) as stranger:
-        guardian, name = guarded._start_guardian([rank.pid], speaks=True)
-        say(rank, name, f"rank 0 {rank.pid} node0\nfolder {own}")
-        wait_until(lambda: sockets_of(guardian.pid) == 2)  # it listens, and has heard the rank
+        process, name = guardian.start_guardian({rank.pid: (0, "node0")}, speaks=True)
+        say(rank, name, f"folder {own}")
+        wait_until(lambda: sockets_of(process.pid) == 2)  # it listens, and has heard the rank
         say(stranger, name, words.replace("{elsewhere}", str(elsewhere)))
         stranger.kill()
         stranger.wait()
         time.sleep(HEARD_SECONDS)
         assert not list(elsewhere.iterdir())
         os.kill(rank.pid, signal.SIGKILL)
-        wait_until(lambda: not parent_of(guardian.pid))
+        wait_until(lambda: not guardian.parent_of(process.pid))
     said = capfd.readouterr().err
     assert said.startswith(f"hpctrain: rank 0 (host node0, process {rank.pid}) was killed or crashed"), said
     assert said.count("was killed") == 1
@@ -102,11 +104,12 @@ def test_strangers_are_not_believed(tmp_path: Path, capfd, user, words):
 
 
 def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
-    guardian, name = guarded._start_guardian([os.getpid()], speaks=False)
+    process, name = guardian.start_guardian({os.getpid(): (1, "node0")}, speaks=False)
     try:
-        answers = iter([[(guarded._network(), 1), (guarded._network(), os.getpid())], [name, ""]])
+        own = guardian.network_name()
+        answers = iter([[(own, 1, "node0"), (own, os.getpid(), "node0")], [name, ""]])
         comm = SimpleNamespace(rank=1, size=2, allgather=lambda value: next(answers))
-        assert guarded.Guarded(comm, "node0").reason == "rank 0 cannot be reached: another process has its name"
+        assert not guardian.Guarded(comm, "node0").is_connected
     finally:
-        guardian.kill()
-        guardian.wait()
+        process.kill()
+        process.wait()

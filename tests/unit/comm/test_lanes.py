@@ -4,8 +4,7 @@ import pytest
 
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import Progress, Work
-from hpctrain.comm.progress.steps import Pending
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.waiting import Patience, Pending, Phase
 
 
 def work(progress: Progress, looks) -> Work:

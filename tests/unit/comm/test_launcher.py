@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import LOCAL_RANK_VARIABLES, local_rank
+from hpctrain.comm.accelerators.kinds import LOCAL_RANK_VARIABLES, local_rank
 from hpctrain.comm.start import launcher, pmi
 from hpctrain.comm.start.launcher import RANK_VARIABLES, SIZE_VARIABLES, asked_threads, promised_rank, promised_size
 from hpctrain.config.errors import LaunchError

@@ -74,6 +74,7 @@ def test_what_a_busy_machine_gives_is_marked_not_kept_and_measured_again(monkeyp
         topology=SimpleNamespace(places=(Place("a", "cpu"),), has_devices=False),
         broadcast_object=lambda value: value,
         gather_objects=lambda value: [value],
+        all_objects=lambda value: [value],
     )
     device = SimpleNamespace(model="m", kind="cpu", memory=lambda: SimpleNamespace(total=1))
     measured = iter([Survey(CLUSTER, {}, "others were there"), Survey(CLUSTER, {}, ""), None])

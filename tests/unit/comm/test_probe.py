@@ -262,8 +262,8 @@ def test_links_by_mpi_are_not_those_of_a_makers_library(monkeypatch):
     def fingerprint_with(works: bool, kind: str = "cuda") -> str:
         family = FamilyAbilities("a", kind, Ability(works, "-"), Ability(False, "-"))
         settings = SimpleNamespace(devices=SimpleNamespace(families={"a": family}))
-        of_ranks = {"gather_objects": lambda own: [own], "broadcast_object": lambda value: value}
-        world = SimpleNamespace(place=Place("n1", "a", kind), library="an MPI", settings=settings, **of_ranks)
+        place = Place("n1", "a", kind)
+        world = SimpleNamespace(place=place, library="an MPI", settings=settings, all_objects=lambda own: [own])
         return fingerprint(world, CpuAccelerator("a"))  # pyright: ignore[reportArgumentType]
 
     assert fingerprint_with(True) != fingerprint_with(False)

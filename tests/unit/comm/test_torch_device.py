@@ -16,8 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm import bind
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
-from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
-from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, Ability, may_be_there
+from hpctrain.comm.accelerators.kinds import (
+    CUDA,
+    KINDS,
+    MPS,
+    ROCM,
+    Ability,
+    DetectedDevice,
+    may_be_there,
+    use_device_early,
+)
 from hpctrain.comm.accelerators.torch_device import (
     EXACT_BYTES,
     FRAGMENTATION_SHARE,
@@ -27,20 +35,17 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
-from hpctrain.comm.groups.communicator import Communicator, as_tensor
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.progress.instruments import Followed, Instruments
 from hpctrain.comm.progress.lanes import Progress, Work
 from hpctrain.comm.progress.launches import DeviceLaunch
-from hpctrain.comm.progress.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.transports.native import connect_native
-from hpctrain.comm.transports.torch_groups import Connection
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.transports.native import Connection, connect_native
+from hpctrain.comm.waiting import Patience, Pending, Phase
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
@@ -194,14 +199,6 @@ def test_products_are_summed_in_fp32(monkeypatch):
         torch.set_num_threads(threads)
 
 
-def test_arrays_of_other_libraries_are_taken_in_place():
-    array = np.arange(4, dtype=np.float32)
-    assert as_tensor(array).data_ptr() == array.ctypes.data
-    assert torch.equal(Communicator((0,)).all_reduce(array), torch.arange(4.0))
-    with pytest.raises(CommError, match="a list is no tensor"):
-        as_tensor([1, 2])
-
-
 def test_a_waiting_stream_is_not_a_waiting_host():
     made, module = device()
     later = FakePlace(passed=False)
@@ -318,7 +315,7 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
 
 
 def test_who_leaves_in_an_error_aborts_and_never_shuts_down(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.transports.torch_groups.ABORT_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.comm.transports.native.ABORT_SECONDS", 0.2)
     group = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(group)
     start = time.monotonic()
@@ -350,7 +347,7 @@ def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypa
         raise ConnectionError("no network")
 
     if not has_store:
-        monkeypatch.setattr("hpctrain.comm.transports.torch_groups.dist.TCPStore", without_network)
+        monkeypatch.setattr("hpctrain.comm.transports.native.dist.TCPStore", without_network)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
         connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
@@ -442,27 +439,27 @@ def test_only_messages_between_processes_prove_that_mpi_takes_device_memory(chan
 def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
     monkeypatch.setattr(bind, "asked_direct", lambda: None)
     monkeypatch.setattr(bind, "probe_direct", lambda *_: Ability(True, "a probe sent it"))
+    monkeypatch.setattr(bind, "GroupMessages", lambda members: members)
     monkeypatch.setattr(bind, "exchange_in_ring", lambda *_: Ability(False, "8388608 bytes arrived changed"))
     monkeypatch.setattr(bind, "native_ability", lambda *_: Ability(False, "-"))
     world = SimpleNamespace(
         topology=Topology((Place("n1", "a", "cuda"), Place("n1", "a", "cuda"))),
         all_or_none=nullcontext,
         rank=0,
-        messages=list,
-        gather_objects=lambda value: [value, value],
-        broadcast_object=lambda value: value,
+        space=SimpleNamespace(members=list),
+        all_objects=lambda value: [value, value],
     )
     devices = bind.learn_devices(world, FakeAccelerator("a"), 1)
     assert devices.families["a"].direct == (False, "8388608 bytes arrived changed")
     world.topology = Topology((Place("n1", "a", "cuda"),))
-    world.gather_objects = lambda value: [value]
+    world.all_objects = lambda value: [value]
     assert bind.learn_devices(world, FakeAccelerator("a"), 1).families["a"].direct == bind.ALONE
 
 
 def test_the_device_is_current_before_mpi_starts():
     code = """
 import hpctrain.comm.world as world
-from hpctrain.comm.accelerators.detect import DetectedDevice
+from hpctrain.comm.accelerators.kinds import DetectedDevice
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -489,7 +486,7 @@ MPI.Finalize()
 
 def test_the_early_device_is_that_of_the_local_rank(monkeypatch):
     module = FakeTorchModule(count=4)
-    monkeypatch.setattr("hpctrain.comm.accelerators.detect.torch_module", lambda kind: module)
+    monkeypatch.setattr("hpctrain.comm.accelerators.kinds.torch_module", lambda kind: module)
     given = DetectedDevice("cuda", "h200")
     assert use_device_early(given, {"SLURM_LOCALID": "6"}) == 2 == module.current_device()
     assert use_device_early(given, {}) is None, "without a local rank another one's could be taken"
@@ -537,13 +534,13 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
         inside = len({places[member].family for member in members}) == 1
         return Ability(inside, "arrived as they were" if inside else "8388608 bytes arrived changed")
 
+    monkeypatch.setattr(bind, "GroupMessages", lambda members: members)
     monkeypatch.setattr(bind, "exchange_in_ring", exchange)
     world = SimpleNamespace(
         topology=Topology(tuple(places)),
         rank=0,
-        messages=list,
-        gather_objects=lambda value: [value or Ability(True, "of others")],
-        broadcast_object=lambda value: value,
+        space=SimpleNamespace(members=list),
+        all_objects=lambda value: [value or Ability(True, "of others")],
     )
     yes = Ability(True, "a probe sent it")
     families = {name: FamilyAbilities(name, "cuda", Ability(False, "-"), yes) for name in "ab"}

@@ -14,8 +14,7 @@ from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.launches import DeviceLaunch
-from hpctrain.comm.transports.native import NativeCollectives
-from hpctrain.comm.transports.torch_groups import library_ability
+from hpctrain.comm.transports.native import NativeCollectives, library_ability
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.unit.comm.test_torch_device import SOON, Looking, device
 

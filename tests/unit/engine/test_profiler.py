@@ -83,8 +83,9 @@ def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: flo
     clock = Clock()
     accelerator = RehearsedAccelerator("slow", device, clock, 1.0, seed=rank)
     world = SimpleNamespace(
-        solo=lambda: Solo(rank, 4, RehearsedNetwork(None, clock)),
         rank=rank,
+        size=4,
+        settings=SimpleNamespace(rehearsal=RehearsedNetwork(None, clock)),
         topology=Topology(places_of(CLUSTER), shares_memory=False),
     )
     return Trials(world, accelerator, job, time.monotonic() + seconds), accelerator

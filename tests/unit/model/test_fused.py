@@ -180,8 +180,7 @@ def test_a_pretended_device_is_no_processor():
         rank=0,
         place=Place("node0", "h100"),
         topology=SimpleNamespace(shares_memory=False),
-        gather_objects=lambda own: [own],
-        broadcast_object=lambda every: every,
+        all_objects=lambda own: [own],
     )
     truth = PretendDevice(memory_bytes=10**9, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
     pretended = RehearsedAccelerator("h100", truth, Clock(), 1.0, seed=0)

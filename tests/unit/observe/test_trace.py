@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments, Tracer
-from hpctrain.comm.progress.steps import Pending
 from hpctrain.comm.topology import Place
+from hpctrain.comm.waiting import Pending
 from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from benchmarks import gpu, gpu_inside
 from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, SectionError, Setting, is_done, run, run_section
-from hpctrain.comm.transports import torch_groups
+from hpctrain.comm.transports import native
 
 MOST_SECONDS = 30 * 60
 
@@ -105,7 +105,7 @@ class Groups:
 
 
 def test_the_library_of_collectives_is_left_in_order_and_in_an_error(monkeypatch):
-    monkeypatch.setattr(torch_groups, "group_class", lambda kind: Groups)
+    monkeypatch.setattr(native, "group_class", lambda kind: Groups)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     done = CliRunner().invoke(gpu_inside.command, ["native"], catch_exceptions=False)
     result = json.loads(done.output)

@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.progress.steps import Pending, complete
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.waiting import Patience, Pending, Phase, complete
 from hpctrain.config.clusters.links import link_between
 from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
