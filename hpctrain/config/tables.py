@@ -3,7 +3,6 @@
 Every TOML file is read here, within limits that keep a damaged one from taking minutes, or the memory of the host.
 """
 
-import difflib
 import io
 import json
 import math
@@ -20,9 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
 from hpctrain.config.paths import open_file
 
-REPEATED = re.compile(
-    r"(?:Cannot overwrite a value|Cannot declare .* twice) \(at (?:line (\d+), column|end of document)"
-)
+REPEATED = re.compile(r"Cannot overwrite a value|Cannot declare .* twice")
+PLACE = re.compile(r"\(at line (\d+), ")
 HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
 KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -37,17 +35,14 @@ TYPES = {
 """By pydantic's type of a mistake, what to write."""
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([KMGTP])(i?)(?:B|b|FLOP).*", re.IGNORECASE)
-ASIDE = "given twice"
-"""The table into which parsing moves what is given twice, to look for more mistakes."""
 # Far more than a plan for ten thousand ranks takes; reading it takes some seconds.
 MOST_BYTES = 4_000_000
 # Tables in tables; no file of hpctrain has more than 6. Reading keys of many parts takes the square of their number.
 MOST_NESTED = 32
 KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{KEY_PART}){{{MOST_NESTED}}}""", re.ASCII)
-# A file is read again for each key that it has twice, and mistakes are compared with each other.
+# Mistakes are compared with each other.
 MOST_MISTAKES = 20
-MOST_READ_AGAIN_BYTES = 1_000_000
 SHOWN_CHARACTERS = 200
 DIGITS = 6
 """Of numbers that are written, where these suffice."""
@@ -88,50 +83,30 @@ def read_text(path: Path, kind: type[HpctrainError]) -> str:
 
 
 def parse_toml(text: str, where: str, kind: type[HpctrainError]) -> dict[str, Any]:
-    """Return TOML as plain data; `where` is what errors call it. Raises `kind` where it is none."""
-    tree, repeated = parse_toml_once(text, where, kind)
-    if repeated:
-        raise kind("\n".join(f"{where}: {line}" for line in repeated))
-    return tree
+    """Return TOML as plain data; `where` is what errors call it.
 
-
-def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[dict[str, Any], list[str]]:
-    """Return TOML as plain data, and a line for each key that is given twice, of which the first one counts.
-
-    Raises `kind` where it is no TOML, or has what no file of ours has: integers beyond 64 bits, text with zero bytes,
-    tables in tables without an end.
+    Raises `kind` where it is no TOML, a key is given twice, or it has what no file of ours has: integers beyond 64
+    bits, text with zero bytes, tables in tables without an end.
     """
-    repeated: list[str] = []
-    lines = text.split("\n")  # TOML knows no other ends of lines
-    while True:
-        try:
-            tree = _parse_within_limits("\n".join(lines))
-            tree.pop(ASIDE, None)
-            return tree, repeated
-        except tomllib.TOMLDecodeError as error:
-            result = REPEATED.search(str(error))
-            number = int(result[1] or 0) if result else 0
-            line = lines[number - 1].strip() if number else ""
-            key, header = line.partition("=")[0].strip(), HEADER.fullmatch(line)
-            if header:
-                lines[number - 1] = f'["{ASIDE}".{number}]'
-                several = "" if "." in header[1] else f", or write [[{header[1]}]] above each"
-                repeated.append(f"line {number}: {shorten(line)}: the table is there twice; keep one{several}")
-            elif BARE_KEY.fullmatch(key):
-                lines[number - 1] = ""
-                repeated.append(f"line {number}: {shorten(key)}: the key is there twice in its table; keep one")
-            else:
-                raise kind("\n".join([f"{where}: not valid TOML: {_shown(error, lines)}", *repeated])) from None
-            if len(repeated) == MOST_MISTAKES or len(text) * len(repeated) > MOST_READ_AGAIN_BYTES:
-                raise kind("\n".join(f"{where}: {line}" for line in [*repeated, "and maybe more"])) from None
-        except ValueError as error:
-            raise kind("\n".join([f"{where}: {error}", *repeated])) from None
+    try:
+        return _parse_within_limits(text)
+    except tomllib.TOMLDecodeError as error:
+        raise kind(f"{where}: {_explain_toml(error, text)}") from None
+    except ValueError as error:
+        raise kind(f"{where}: {error}") from None
 
 
-def _shown(error: tomllib.TOMLDecodeError, lines: list[str]) -> str:
-    """Return what the parser says, with the line that it means."""
-    place = re.search(r"\(at line (\d+), ", str(error))
-    return shorten(error) + (f": {shorten(lines[int(place[1]) - 1].strip())}" if place else "")
+def _explain_toml(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """Return what the parser says, with the line that it means, or that the line gives something again."""
+    place = PLACE.search(str(error))
+    line = text.split("\n")[int(place[1]) - 1].strip() if place else ""  # TOML knows no other ends of lines
+    key, header = line.partition("=")[0].strip(), HEADER.fullmatch(line)
+    if place and REPEATED.match(str(error)) and header:
+        several = "" if "." in header[1] else f", or write [[{header[1]}]] above each"
+        return f"line {place[1]}: {shorten(line)}: the table is there twice; keep one{several}"
+    if place and REPEATED.match(str(error)) and BARE_KEY.fullmatch(key):
+        return f"line {place[1]}: {shorten(key)}: the key is there twice in its table; keep one"
+    return f"not valid TOML: {shorten(error)}" + (f": {shorten(line)}" if place else "")
 
 
 def with_lines(text: str, mistakes: Iterable[str]) -> list[str]:
@@ -141,8 +116,7 @@ def with_lines(text: str, mistakes: Iterable[str]) -> list[str]:
         key = re.split(r"[:=\s]", mistake, maxsplit=1)[0]
         while key and key not in known:
             key = key.rpartition(".")[0]
-        stated = re.match(r"line (\d+): ", mistake)
-        number = known[key] if key else int(stated[1]) if stated else math.inf
+        number = known[key] if key else math.inf
         placed.append((number, f"line {number}: {mistake}" if key else mistake))
     return [mistake for _, mistake in sorted(placed, key=lambda pair: pair[0])]
 
@@ -277,35 +251,24 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     """Turn pydantic's findings in a file of `table` into dotted keys, each with a message that names it.
 
     A key is empty where the finding is about several keys at once; the message then names them itself. A key that is
-    missing because it was misspelt is reported once, as the typo. Of very many only the first ones are there.
+    missing from a table with unknown keys is left out: it may be one of them, misspelt. Of very many mistakes only the
+    first ones are there.
     """
     problems = error.errors(include_url=False)
     left_out = len(problems) - MOST_MISTAKES
     problems = problems[:MOST_MISTAKES]
     texts: list[tuple[str, str]] = []
-    typos = misspelt(error, table)
+    with_typos = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
     for problem in problems:
         here = problem["loc"]
         inside = any(other["loc"][: len(here)] == here and other["loc"] != here for other in problems)
         if problem["type"] == "too_short" and inside:
             continue  # it has entries, all of them wrong, and each is listed
-        key, text = _explain_one(problem, table)
-        if problem["type"] != "missing" or key not in typos:
-            texts.append((key, text))
+        if problem["type"] != "missing" or here[:-1] not in with_typos:
+            texts.append(_explain_one(problem, table))
     if left_out > 0:
         texts.append((texts[-1][0] if texts else "", f"and {left_out:,} mistakes more"))
     return list(dict.fromkeys(texts))
-
-
-def misspelt(error: ValidationError, table: type[BaseModel]) -> set[str]:
-    """Return the dotted keys of `table` that unknown keys of a file probably mean."""
-    result: set[str] = set()
-    for problem in error.errors(include_url=False):
-        if problem["type"] == "extra_forbidden":
-            *above, name = problem["loc"]
-            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
-            result |= {".".join(map(str, [*above, meant])) for meant in close}
-    return result
 
 
 def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[str, str]:

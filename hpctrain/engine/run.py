@@ -12,8 +12,8 @@ from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
-from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.resolve import Prepared, prepare_run
+from hpctrain.engine.start.facts import Described, Prepared
+from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.start.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
@@ -214,12 +214,11 @@ class Leg:
 
     def _introduce(self) -> None:
         from hpctrain.engine.routes import describe_routes
-        from hpctrain.observe.metrics import Rates
 
         run, prepared, done = self._run, self._prepared, self._trainer.steps_done
         routes = describe_routes(self._world, self._trainer.layout)
         more = {"routes": routes, "rehearsal": self._described.scale}
-        reasons = prepared.reasons | {key: reason for key, reason in more.items() if reason}
+        reasons = {**prepared.reasons, **{key: reason for key, reason in more.items() if reason}}
         with self._world.all_or_none():
             if run.lock:
                 cluster, predicted = self._described.cluster, prepared.prediction
@@ -227,7 +226,7 @@ class Leg:
                 damage = run.folder.rewind_metrics(done)
                 self._families = keep_families(run.path, self.job, self._described)
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
-                self._rates = Rates(mfu_seconds, sum_of_families(self._families))
+                self._full_speed = mfu_seconds, sum_of_families(self._families)
                 is_rehearsed = self._described.is_rehearsed
                 self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
                 run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
@@ -238,6 +237,7 @@ class Leg:
         from hpctrain.engine.saves import Saves
         from hpctrain.observe.anomalies import JumpWatch
         from hpctrain.observe.folder.run_folder import CORRUPTION
+        from hpctrain.observe.metrics import add_shares
 
         run, trainer, prepared = self._run, self._trainer, self._prepared
         if trainer.steps_done >= until:
@@ -251,7 +251,7 @@ class Leg:
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
             if run.lock:
-                self._rates.add_shares(metrics)
+                add_shares(metrics, *self._full_speed)
             if due:
                 self._metrics.record(metrics)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
@@ -352,7 +352,7 @@ class Leg:
         return {
             KEPT: self._world.on_first_rank(self._kept),
             "tokenizer": self._run.source.tokenizer_json or "",
-            "data": self._prepared.data_identity,
+            "data": self._prepared.training.identity,
             "cluster": dump_cluster(network.cluster),
         }
 

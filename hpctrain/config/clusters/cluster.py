@@ -6,8 +6,7 @@ Every figure says where it is from. Devices are numbered as ranks are, node by n
 How a rehearsal's pretend devices really behave is not known here: see `hpctrain.config.clusters.truth`.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -16,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from hpctrain.config.bounds import (
     MOST_MEMORY_BYTES,
     MOST_NUMBER,
+    MOST_RANKS,
     Count,
     Latency,
     Rank,
@@ -25,7 +25,6 @@ from hpctrain.config.bounds import (
     SequenceCount,
     Slowdown,
 )
-from hpctrain.config.clusters.cluster_checks import inconsistencies, table_mistakes
 from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import Several, Table
@@ -161,6 +160,19 @@ class Family(Figures):
     launch: Launch | None = None
     """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.peak_flops_per_second and not self.sustained_flops_per_second:
+            raise ValueError("no speed: set peak_flops_per_second or sustained_flops_per_second, by dtype")
+        if self.memory_bytes <= (self.reserved_bytes or 0):
+            raise ValueError(
+                f"reserved_bytes {self.reserved_bytes} leaves nothing of memory_bytes {self.memory_bytes}; lower it"
+            )
+        products = [f"{product.dtype} {list(product.shape)}" for product in self.products]
+        if twice := next((product for product in products if products.count(product) > 1), None):
+            raise ValueError(f"products has {twice} twice; keep one")
+        return self
+
     def slower_by_rows(self, rows: int) -> float:
         """Return how many times as long as at the sustained speed a product takes that has so many rows."""
         half = self.half_speed_rows
@@ -226,6 +238,19 @@ class Nodes(Figures):
     """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
     ranks: Several[Rank] | None = None
     """Of the devices, node by node; left out: consecutive."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        devices, keys = self.num_devices, ("link_latency_seconds", "link_bytes_per_second")
+        if devices > 1 and (missing := [key for key in keys if getattr(self, key) is None]):
+            raise ValueError(
+                f"{devices} devices on a node, and nothing said of the link between them; set {' and '.join(missing)}"
+            )
+        if self.ranks is not None and len(self.ranks) != self.count * devices:
+            raise ValueError(
+                f"{len(self.ranks)} ranks for {self.count} x {devices} devices; give one for each, or none"
+            )
+        return self
 
     @property
     def num_devices(self) -> int:
@@ -298,6 +323,13 @@ class Profile(Figures):
     times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
     """By ascending rows. Without communication."""
 
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        rows = [times.rows for times in self.times]
+        if rows != sorted(set(rows)):
+            raise ValueError(f"times are of rows {rows}; list each number of rows once, in ascending order")
+        return self
+
     @property
     def key(self) -> tuple[str, str, int]:
         return self.family, self.work, self.zero
@@ -327,10 +359,50 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        tree = self.model_dump()
-        if problems := [*(f"{key}: {mistake}" for key, mistake in table_mistakes(tree)), *inconsistencies(tree)]:
+        checks = self._described_twice(), self._wrong_ranks(), self._unconnected()
+        problems = [problem for check in checks for problem in check]
+        if self.num_devices > MOST_RANKS:
+            problems.append(
+                f"nodes: have {self.num_devices:,} devices; lower count or devices to {MOST_RANKS:,} in all"
+            )
+        if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _described_twice(self) -> Iterator[str]:
+        for what, tables, text in (
+            ("links", self.links, "these families' link is described above already"),
+            ("profiles", self.profiles, "this family's work in this ZeRO stage is above already"),
+        ):
+            keys = [table.key for table in tables]
+            yield from (f"{what}.{i}: {text}; keep one" for i, key in enumerate(keys) if key in keys[:i])
+
+    def _wrong_ranks(self) -> Iterator[str]:
+        given = [nodes.ranks for nodes in self.nodes if nodes.ranks is not None]
+        if not given:
+            return
+        for i, nodes in enumerate(self.nodes):
+            if nodes.ranks is None:
+                yield f"nodes.{i}.ranks: missing, other nodes have theirs; set it for all or for none"
+        missing = set(range(self.num_devices)).difference(*given)
+        if missing and len(given) == len(self.nodes):
+            last = self.num_devices - 1
+            yield f"nodes.*.ranks: rank {min(missing)} is in none of them; list 0 to {last} once each"
+
+    def _unconnected(self) -> Iterator[str]:
+        """Say which kinds of nodes have no fabric in common, each pair of kinds once."""
+        kinds: dict[frozenset[str], list[int]] = {}
+        for i, nodes in enumerate(self.nodes):
+            kinds.setdefault(frozenset(nic.fabric for nic in nodes.nics), []).append(i)
+        for place, (here, tables) in enumerate(kinds.items()):
+            for there, others in list(kinds.items())[place:]:
+                several = here != there or len(tables) > 1 or self.nodes[tables[0]].count != 1
+                if several and not here & there:
+                    yield (
+                        f"nodes.{tables[0]} and nodes.{others[-1]}: no fabric in common"
+                        f" ({', '.join(sorted(here)) or 'none'}; {', '.join(sorted(there)) or 'none'});"
+                        " give both a NIC on the same one"
+                    )
 
     @property
     def num_devices(self) -> int:
@@ -357,6 +429,17 @@ class Cluster(Table):
     @cached_property
     def links_by_key(self) -> dict[tuple[str | None, tuple[str, ...]], LinkClass]:
         return {link.key: link for link in self.links}
+
+    @property
+    def tables(self) -> dict[str, Figures]:
+        """All tables of figures, by their dotted keys."""
+        tables: dict[str, Figures] = {f"families.{name}": family for name, family in self.families.items()}
+        tables |= {f"fabrics.{name}": fabric for name, fabric in self.fabrics.items()}
+        for i, nodes in enumerate(self.nodes):
+            tables[f"nodes.{i}"] = nodes
+            tables |= {f"nodes.{i}.nics.{j}": nic for j, nic in enumerate(nodes.nics)}
+        tables |= {f"links.{i}": link for i, link in enumerate(self.links)}
+        return tables | {f"profiles.{i}": profile for i, profile in enumerate(self.profiles)}
 
     def without_environment(self) -> Self:
         """Return it without the variables with which its ranks are started: keys and passwords may be among them."""
@@ -402,49 +485,9 @@ class Cluster(Table):
 
 def assumed_figures(cluster: Cluster) -> list[str]:
     """Return the keys of all figures that are given but neither measured nor from a data sheet."""
-    tables: dict[str, Figures] = {f"families.{name}": family for name, family in cluster.families.items()}
-    tables |= {f"fabrics.{name}": fabric for name, fabric in cluster.fabrics.items()}
-    for i, nodes in enumerate(cluster.nodes):
-        tables[f"nodes.{i}"] = nodes
-        tables |= {f"nodes.{i}.nics.{j}": nic for j, nic in enumerate(nodes.nics)}
-    tables |= {f"links.{i}": link for i, link in enumerate(cluster.links)}
-    tables |= {f"profiles.{i}": profile for i, profile in enumerate(cluster.profiles)}
     return [
         f"{key}.{figure}"
-        for key, table in tables.items()
+        for key, table in cluster.tables.items()
         for figure in table.given
         if table.origin_of(figure) == "assumed"
     ]
-
-
-def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
-    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where it has no such.
-
-    `families` and `hosts` are of the ranks, those of a host one after the other.
-    """
-    if any(nodes.ranks is not None for nodes in cluster.nodes):
-        return None
-    places = zip(hosts, families, strict=True)
-    given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
-    counts = [0] * len(cluster.nodes)
-    table = 0
-    for node in given:
-        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
-            table += 1
-        if table == len(cluster.nodes):
-            return None
-        counts[table] += 1
-    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
-    kept = {name for each in nodes for name in each.devices}
-    return Cluster(
-        families={name: family for name, family in cluster.families.items() if name in kept},
-        fabrics=cluster.fabrics,
-        nodes=tuple(nodes),
-        links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
-        profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
-    )
-
-
-def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
-    nodes = cluster.nodes[table]
-    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node

@@ -3,7 +3,7 @@
 Works on the file's plain data, before it is validated; what a person typed always stays as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -22,6 +22,8 @@ from hpctrain.config.clusters.device_catalogue import (
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import as_list, as_table
 
+MINIATURE_FLOPS_PER_SECOND = 1e12
+"""Every family of a miniature has less than this, and than `MINIATURE_BYTES`."""
 LATENCY_SOURCE = "assumed latency"
 NEEDED = ("kind", "memory_bytes", "memory_bytes_per_second")
 SPEEDS = ("peak_flops_per_second", "sustained_flops_per_second")
@@ -34,10 +36,8 @@ class Filled:
     tree: dict[str, Any]
     sources: dict[str, str] = field(default_factory=dict)
     """By dotted key, which data sheet a figure is from."""
-    mistakes: dict[str, str] = field(default_factory=dict)
-    """By dotted key, what could not be looked up."""
-    unresolved: list[str] = field(default_factory=list)
-    """Tables whose missing figures follow from another mistake."""
+    mistakes: list[str] = field(default_factory=list)
+    """What could not be looked up, each with its key."""
 
     def put(self, table: dict, at: str, key: str, value: Any, source: str, origin: str | None = "datasheet") -> None:
         """Set a key that a table lacks; `origin` is None for what is no figure."""
@@ -60,12 +60,30 @@ def fill(tree: Mapping[str, Any]) -> Filled:
     for i, table in enumerate(map(as_table, as_list(filled.tree.get("nodes")))):
         _fill_link(filled, i, table, families)
         _fill_nics(filled, i, table, fabrics)
+    filled.mistakes += _unknown_names(filled.tree)
     return filled
 
 
-def accelerator_of(family: Mapping[str, Any]) -> CatalogueEntry | None:
-    """Return what the catalogue has of a family's model."""
-    model = family.get("model")
+def _unknown_names(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Say which tables name a family or a fabric that the file does not have."""
+    families, fabrics = tree.get("families"), tree.get("fabrics", {})
+    used: list[tuple[str, Any, Any, str]] = []
+    for i, nodes in enumerate(map(as_table, as_list(tree.get("nodes")))):
+        used += [("family", name, families, f"nodes.{i}.devices") for name in as_table(nodes.get("devices"))]
+        for j, nic in enumerate(as_list(nodes.get("nics"))):
+            used.append(("fabric", as_table(nic).get("fabric"), fabrics, f"nodes.{i}.nics.{j}.fabric"))
+    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
+        used += [("family", name, families, f"links.{i}.families") for name in as_list(link.get("families"))]
+        used.append(("fabric", link.get("fabric"), fabrics, f"links.{i}.fabric"))
+    for i, profile in enumerate(map(as_table, as_list(tree.get("profiles")))):
+        used.append(("family", profile.get("family"), families, f"profiles.{i}.family"))
+    for what, name, known, key in used:
+        if isinstance(name, str) and isinstance(known, dict) and name not in known and (known or what == "fabric"):
+            yield f"{key}: no {what} '{name}'{did_you_mean(name, known) if known else '; none is described'}"
+
+
+def accelerator_of(model: object) -> CatalogueEntry | None:
+    """Return what the catalogue has of a family's model; None for what is no name of one."""
     name = lookup_accelerator(model) if isinstance(model, str) else None
     return ACCELERATORS[name] if name else None
 
@@ -82,20 +100,20 @@ def _fill_family(filled: Filled, name: str, family: dict) -> None:
     if not missing:
         return
     if not isinstance(model, str):
-        misspelt = [key for key in family if "model" in get_close_matches(key, ["model", *Family.model_fields], n=1)]
-        if "model" in family or misspelt or len(missing) > len(NEEDED):
-            filled.unresolved.append(f"families.{name}")
-        if not misspelt and "model" not in family and len(missing) > len(NEEDED):
-            filled.mistakes[f"families.{name}.model"] = (
+        keys = ["model", *Family.model_fields]
+        if misspelt := next((key for key in family if "model" in get_close_matches(key, keys, n=1)), ""):
+            if misspelt != "model":  # else the check of types refuses what it is
+                filled.mistakes.append(f"families.{name}.{misspelt}: unknown key; did you mean 'model'?")
+        elif len(missing) > len(NEEDED):
+            filled.mistakes.append(
                 f"families.{name}: nothing says what it is; set model, {LIST_COMMAND}; or set {', '.join(missing)}"
             )
         return
-    known = accelerator_of(family)
+    known = accelerator_of(model)
     if known is None:
         hint = did_you_mean(model, ACCELERATORS)
         hint = "" if "known are" in hint else hint.rstrip("?") + "?"
-        filled.unresolved.append(f"families.{name}")
-        filled.mistakes[f"families.{name}.model"] = (
+        filled.mistakes.append(
             f"families.{name}.model = {model!r}: not in the catalogue{hint} {LIST_COMMAND};"
             f" or set {', '.join(missing)} yourself"
         )
@@ -118,8 +136,7 @@ def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
     if known is None:
         hint = did_you_mean(called, NETWORKS)
         hint += "" if hint.endswith("?") else ";"
-        filled.unresolved.append(f"fabrics.{name}")
-        filled.mistakes[f"fabrics.{name}.network"] = (
+        filled.mistakes.append(
             f"fabrics.{name}.network = {called!r}: not in the catalogue{hint} {LIST_COMMAND};"
             " or leave it out and set latency_seconds, and the bandwidth of its NICs"
         )
@@ -133,17 +150,14 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
     devices = as_table(table.get("devices"))
     if not all(isinstance(count, int) for count in devices.values()):
         return
-    if any(name not in families or f"families.{name}" in filled.unresolved for name in devices):
-        filled.unresolved.append(f"nodes.{number}")
     if sum(devices.values()) < 2:
         return
     key = f"nodes.{number}"
     if "link_latency_seconds" not in table:
         filled.put(table, key, "link_latency_seconds", LINK_LATENCY_SECONDS, LATENCY_SOURCE, "assumed")
-    if any(_is_miniature(families.get(name, {})) for name in devices):
-        filled.unresolved += [key] if all(accelerator_of(families.get(n, {})) for n in devices) else []
+    if any(is_miniature(families.get(name, {})) for name in devices):
         return
-    known = [each for name in devices if (each := accelerator_of(families.get(name, {})))]
+    known = [each for name in devices if (each := accelerator_of(families.get(name, {}).get("model")))]
     if not known or len(known) < len(devices) or "link_bytes_per_second" in table:
         return
     slowest = min(known, key=lambda accelerator: accelerator.link_bytes_per_second)
@@ -158,17 +172,20 @@ def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, d
             continue  # the check of types refuses it
         called = fabrics.get(fabric, {}).get("network")
         known = lookup_network(called) if isinstance(called, str) else None
-        if fabric not in fabrics or (called is not None and known is None):
-            filled.unresolved.append(f"nodes.{number}.nics.{j}")
         for key in ("send_bytes_per_second", "receive_bytes_per_second"):
             if known and key not in nic:
                 network = NETWORKS[known]
                 filled.put(nic, f"nodes.{number}.nics.{j}", key, network.bytes_per_second, network.source)
 
 
-def _is_miniature(family: Mapping[str, Any]) -> bool:
-    memory = family.get("memory_bytes")
-    return isinstance(memory, int | float) and memory < MINIATURE_BYTES
+def is_miniature(family: Mapping[str, Any]) -> bool:
+    """Say whether a family is slower and smaller than accelerators are, as the families of a miniature are."""
+    memory, speeds = (
+        family.get("memory_bytes"),
+        [speed for key in SPEEDS for speed in as_table(family.get(key)).values()],
+    )
+    figures = (memory, MINIATURE_BYTES), *((speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds)
+    return all(isinstance(value, int | float) and value < limit for value, limit in figures)
 
 
 def describe_sources(sources: Mapping[str, str]) -> list[str]:

@@ -1,16 +1,14 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.clusters.cluster import MINIATURE_BYTES, Cluster, Profile
-from hpctrain.config.clusters.cluster_checks import NO_LINK, NO_SPEED, inconsistencies, table_mistakes
-from hpctrain.config.clusters.cluster_defaults import SPEEDS, accelerator_of, fill
+from hpctrain.config.clusters.cluster import Cluster, Profile
+from hpctrain.config.clusters.cluster_defaults import SPEEDS, accelerator_of, fill, is_miniature
 from hpctrain.config.clusters.device_catalogue import NETWORKS, lookup_network
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import JobError, TopologyError, did_you_mean
@@ -18,13 +16,9 @@ from hpctrain.config.paths import is_file, write_text
 from hpctrain.config.tables import (
     HEADER,
     Table,
-    as_list,
-    as_table,
     explain,
     given_values,
-    misspelt,
     parse_toml,
-    parse_toml_once,
     read_text,
     shorten,
     toml_comment,
@@ -89,31 +83,22 @@ def filled_figures(path: Path) -> dict[str, str]:
 
 
 def _parse(text: str, where: str) -> _File:
-    """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
-    tree, repeated = parse_toml_once(text, where, TopologyError)
-    filled, result = fill(tree), None
-    doubts = doubtful_figures(tree)
-    lines = [*repeated, *filled.mistakes.values(), *doubts.values()]
-    try:
-        result = _File.model_validate(filled.tree)
-    except ValidationError as error:
-        problems = [(key, text) for key, text in explain(error, _File) if key and key not in doubts]
-        problems += [(key, f"{key}: {text}") for key, text in table_mistakes(filled.tree)]
-        known = filled.unresolved, misspelt(error, _File)
-        causes = [text for key, text in problems if not _follows(key, text, *known)]
-        others = inconsistencies(filled.tree)
-        lines += [*causes, *others] if lines or causes or others else [text for _, text in problems]
-    if lines or result is None:
-        lines = with_lines(text, dict.fromkeys(lines))
-        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
-    return result
+    """Read a file's data, fill it in, and validate it.
 
-
-def _follows(key: str, text: str, unresolved: Sequence[str], typos: Collection[str]) -> bool:
-    """Say whether a mistake in a model, a network, a fabric or a name is the only reason why a figure is missing."""
-    is_missing = text.endswith(": missing; set it") or NO_LINK in text or NO_SPEED in text
-    misspelt_here = [typo for typo in typos if typo.rpartition(".")[0] == key and typo.rpartition(".")[2] in text]
-    return is_missing and (bool(misspelt_here) or any(f"{key}.".startswith(f"{table}.") for table in unresolved))
+    Raises TopologyError with all mistakes of a kind, one a line: first names that do not exist, then tables that are
+    wrong, then what tables must have in common, then figures that cannot be meant.
+    """
+    filled = fill(parse_toml(text, where, TopologyError))
+    mistakes = filled.mistakes
+    if not mistakes:
+        try:
+            file = _File.model_validate(filled.tree)
+            if not (mistakes := list(doubtful_figures(file, is_rehearsed=file.truth is not None))):
+                return file
+        except ValidationError as error:
+            mistakes = [line for _, text in explain(error, _File) for line in text.splitlines()]
+    lines = with_lines(text, dict.fromkeys(mistakes))
+    raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
@@ -210,16 +195,14 @@ def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
 
 
 FACTOR = 30.0
-MINIATURE_FLOPS_PER_SECOND = 1e12
-"""Every family of a miniature has less than this, and than `MINIATURE_BYTES`."""
-# By unit of a figure: the least and the most that is taken, what is usual, and the units that people forget.
+# By how the name of a figure ends: the least and the most that is taken, and what is usual.
 RANGES = {
-    "bytes": (1e5, 1e14, (4e9, 1e12)),
+    "memory_bytes": (1e5, 1e14, (4e9, 1e12)),
     "bytes_per_second": (1e4, 1e15, (1e9, 1e13)),
     "flops_per_second": (1e6, 1e18, (1e12, 1e16)),
-    "seconds": (0.0, 1.0, (1e-7, 1e-3)),
+    "latency_seconds": (0.0, 1.0, (1e-7, 1e-3)),
 }
-NAMES = {"bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_second": "FLOP/s", "seconds": "seconds"}
+NAMES = dict(zip(RANGES, ("bytes", "bytes/s", "FLOP/s", "seconds"), strict=True))
 PREFIXES = {
     1e-9: "nano",
     1e-6: "micro",
@@ -231,8 +214,8 @@ PREFIXES = {
 }
 
 
-def doubtful_figures(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return by dotted key a question about each typed figure that cannot be meant: a unit forgotten, or applied twice.
+def doubtful_figures(cluster: Cluster, is_rehearsed: bool = False) -> Iterator[str]:
+    """Yield a question about each typed figure that cannot be meant: a unit forgotten, or applied twice.
 
     Two rules, which docs/cluster-file.md states:
     1. Every figure that was not measured must be in a wide physical range, whatever the file is for (`RANGES`).
@@ -240,44 +223,59 @@ def doubtful_figures(tree: Mapping[str, Any]) -> dict[str, str]:
        CPUs, files with a table `[truth]`, and miniatures for rehearsals: all families are slower and smaller than
        accelerators.
     """
-    doubts = {}
-    for key, value, unit, known, name in _figures(tree, "truth" in tree or _is_miniature(tree)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            continue  # that is said otherwise
-        if value <= 0 or (value < 1 and unit != "seconds"):
-            continue  # that too
-        low, high, usual = RANGES[unit]
-        is_off = known is not None and not known / FACTOR <= value <= known * FACTOR
-        if is_off or not low <= value <= high:
-            doubts[key] = f"{key} = {_short(value)}: {_question(value, unit, known, name, usual)}"
-    return doubts
+    is_small = is_rehearsed or all(is_miniature(vars(family)) for family in cluster.families.values())
+    catalogued = {} if is_small else _catalogued(cluster)
+    for key, table in cluster.tables.items():
+        for figure in table.given:
+            unit = next((unit for unit in RANGES if figure.endswith(unit) and not figure.startswith("host_")), None)
+            if unit is None or table.origin_of(figure) == "measured":
+                continue
+            value, place = getattr(table, figure), f"{key}.{figure}"
+            values = {f"{place}.{d}": v for d, v in value.items()} if isinstance(value, dict) else {place: value}
+            low, high, usual = RANGES[unit]
+            for place, value in values.items():
+                known, name = catalogued.get(place, (None, ""))
+                is_off = known is not None and not known / FACTOR <= value <= known * FACTOR
+                if value and (is_off or not low <= value <= high):
+                    yield f"{place} = {_short(value)}: {_question(value, unit, known, name, usual)}"
 
 
-def _is_miniature(tree: Mapping[str, Any]) -> bool:
-    families = [as_table(family) for family in as_table(tree.get("families")).values()]
-    for family in families:
-        speeds = [*as_table(family.get("peak_flops_per_second")).values()]
-        speeds += as_table(family.get("sustained_flops_per_second")).values()
-        figures = [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
-        figures.append((family.get("memory_bytes"), MINIATURE_BYTES))
-        if not speeds or not all(isinstance(value, int | float) and value < limit for value, limit in figures):
-            return False
-    return bool(families)
+def _catalogued(cluster: Cluster) -> dict[str, tuple[float, str]]:
+    """Return by dotted key what the catalogue has in place of a figure, and of what."""
+    result = {}
+    for key, family in cluster.families.items():
+        entry = accelerator_of(family.model)
+        if entry is None or family.kind == "cpu":
+            continue
+        model = f"a{'n' * (str(family.model)[0] in 'AEIMaeim8')} {family.model}"
+        for figure in ("memory_bytes", "memory_bytes_per_second"):
+            result[f"families.{key}.{figure}"] = getattr(entry, figure), model
+        for dtype, speed in entry.peak_flops_per_second.items():
+            result |= {f"families.{key}.{figure}.{dtype}": (speed, f"{model} ({dtype})") for figure in SPEEDS}
+    for i, nodes in enumerate(cluster.nodes):
+        entries = [accelerator_of(cluster.families[name].model) for name in nodes.devices]
+        if known := [entry.link_bytes_per_second for entry in entries if entry]:
+            result |= {f"nodes.{i}.link_bytes_per_second": (min(known), "its node")} if all(entries) else {}
+        for j, nic in enumerate(nodes.nics):
+            if network := lookup_network(cluster.fabrics[nic.fabric].network or ""):
+                speed = NETWORKS[network].bytes_per_second, network
+                result |= {f"nodes.{i}.nics.{j}.{way}_bytes_per_second": speed for way in ("send", "receive")}
+    return result
 
 
 def _question(value: float, unit: str, known: float | None, name: str, usual: tuple[float, float]) -> str:
     meant = known if known is not None else math.sqrt(usual[0] * usual[1])
     has = f"{name} has {_short(known)}" if known is not None else f"usual are {usual[0]:g} to {usual[1]:g}"
-    factors = PREFIXES if unit != "seconds" else {f: n for f, n in PREFIXES.items() if f < 1}
+    factors = PREFIXES if unit != "latency_seconds" else {f: n for f, n in PREFIXES.items() if f < 1}
     factor = min(factors, key=lambda factor: abs(math.log(value * factor / meant)))
     gap = abs(math.log10(value * factor / meant))
     unit_name = NAMES[unit]
     text = f"{_short(value)} {unit_name}? {has}"
     if gap > 1.5:
         return f"{text}; set it in {unit_name}"
-    if factor < 1 and unit != "seconds":
+    if factor < 1 and unit != "latency_seconds":
         return f"{text}; if the unit was applied twice write {_scaled(value, factor)}"
-    word = PREFIXES[factor] + (unit_name.replace("bytes", "B") if unit != "seconds" else unit_name)
+    word = PREFIXES[factor] + (unit_name.replace("bytes", "B") if unit != "latency_seconds" else unit_name)
     return f"{text}; if it is {word} write {_scaled(value, factor)}"
 
 
@@ -294,47 +292,3 @@ def _scaled(value: float, factor: float) -> str:
     if factor < 1 and value >= 1e6:
         return _short(value * factor)
     return f"{value:g}e{round(math.log10(factor))}" if "e" not in f"{value:g}" else _short(value * factor)
-
-
-def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str, Any, str, float | None, str]]:
-    """Yield for each typed figure its key, value, unit, what the catalogue has in its place, and of what."""
-    families, fabrics = as_table(tree.get("families")), as_table(tree.get("fabrics"))
-    for name, family in families.items():
-        family, key = as_table(family), f"families.{name}"
-        known = None if is_miniature or family.get("kind") == "cpu" else accelerator_of(family)
-        model = f"an {family['model']}" if known and family["model"][0] in "AEIMaeim8" else f"a {family.get('model')}"
-        yield from _typed(key, family, ("memory_bytes", "memory_bytes_per_second"), vars(known) if known else {}, model)
-        for figure in SPEEDS:
-            for dtype, value in as_table(family[figure] if _is_typed(family, figure) else None).items():
-                like = known.peak_flops_per_second.get(dtype) if known else None
-                yield f"{key}.{figure}.{dtype}", value, "flops_per_second", like, f"{model} ({dtype})"
-    for name, fabric in fabrics.items():
-        yield from _typed(f"fabrics.{name}", as_table(fabric), ("latency_seconds",))
-    for i, nodes in enumerate(map(as_table, as_list(tree.get("nodes")))):
-        models = [accelerator_of(as_table(families.get(name))) for name in as_table(nodes.get("devices"))]
-        slowest = min((model.link_bytes_per_second for model in models if model), default=None)
-        like = {} if is_miniature or None in models else {"link_bytes_per_second": slowest}
-        yield from _typed(f"nodes.{i}", nodes, ("link_latency_seconds", "link_bytes_per_second"), like, "its node")
-        for j, nic in enumerate(map(as_table, as_list(nodes.get("nics")))):
-            fabric, speeds = nic.get("fabric"), ("send_bytes_per_second", "receive_bytes_per_second")
-            called = as_table(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
-            network = lookup_network(called) if isinstance(called, str) and not is_miniature else None
-            like = dict.fromkeys(speeds, NETWORKS[network].bytes_per_second) if network else {}
-            yield from _typed(f"nodes.{i}.nics.{j}", nic, speeds, like, str(network))
-    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
-        yield from _typed(f"links.{i}", link, ("latency_seconds", "bytes_per_second"))
-
-
-def _typed(
-    key: str, table: Mapping[str, Any], figures: Sequence[str], known: Mapping[str, float | None] = {}, name: str = ""
-) -> Iterator[tuple[str, Any, str, float | None, str]]:
-    """Yield those of some figures of a table that were not measured, as `_figures` does."""
-    for figure in figures:
-        if _is_typed(table, figure):
-            unit = next(unit for unit in RANGES if figure.endswith(unit))
-            yield f"{key}.{figure}", table[figure], unit, known.get(figure), name
-
-
-def _is_typed(table: Mapping[str, Any], figure: str) -> bool:
-    """Say whether a table has a figure that was not measured."""
-    return figure in table and as_table(table.get("origins")).get(figure, table.get("origin")) != "measured"

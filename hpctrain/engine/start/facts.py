@@ -1,17 +1,18 @@
-"""The facts that a start knows of a run while its job is resolved, and what a resolver returns."""
+"""The facts that a start knows of a run while its job is resolved, in one frozen object."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.config.clusters.cluster import Cluster
     from hpctrain.config.clusters.truth import Truth
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Described:
     """A description of what the ranks run on: the real machine, or the one that they impersonate."""
 
-    cluster: "Cluster"
+    cluster: Cluster
     name: str
     is_rehearsed: bool = False
     path: Path | None = None
@@ -43,24 +44,34 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts that resolvers know in addition to the job, and determine for those after them."""
+class Prepared:
+    """All that is known of a run before its weights are made. Each resolver returns it with more values and reasons."""
 
     world: "World"
+    job: Job
+    source: "TokenSource"
+    training: "AnySequences"
+    validation: "AnySequences | None"
     resume_from: Path | None = None
     fresh_probe: bool = False
     described_or_none: Described | None = None
     """The machine, as soon as it is known."""
     plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
-    data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
-    links_of: "Cluster | None" = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By key, or by what else was chosen."""
+    links_of: Cluster | None = None
     """Whose links chose the algorithms of the run that is continued."""
-    previous: "tuple[Plan, Cluster] | None" = None
+    previous: tuple[Plan, Cluster] | None = None
     """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
     job_to_keep: Job | None = None
     """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
     prediction: "Prediction | None" = None
+    """Of a step; on rank 0."""
+
+    def but(self, reasons: Mapping[str, str] = {}, **values: Any) -> Self:
+        """Return it with other values, and the reasons of what was chosen."""
+        return replace(self, reasons={**self.reasons, **reasons}, **values)
 
     @cached_property
     def families(self) -> list[str]:
@@ -76,22 +87,38 @@ class Facts:
         assert self.plan_or_none is not None, "asked for after the plan is there"
         return self.plan_or_none
 
-    @property
-    def data(self) -> "tuple[TokenSource, AnySequences, AnySequences | None]":
-        assert self.data_or_none is not None, "asked for after the data is open"
-        return self.data_or_none
 
-    @property
-    def data_identity(self) -> str:
-        return self.data[1].identity
+def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
+    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where it has no such.
+
+    `families` and `hosts` are of the ranks, those of a host one after the other.
+    """
+    if any(nodes.ranks is not None for nodes in cluster.nodes):
+        return None
+    places = zip(hosts, families, strict=True)
+    given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
+    counts = [0] * len(cluster.nodes)
+    table = 0
+    for node in given:
+        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
+            table += 1
+        if table == len(cluster.nodes):
+            return None
+        counts[table] += 1
+    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
+    kept = {name for each in nodes for name in each.devices}
+    return Cluster(
+        families={name: family for name, family in cluster.families.items() if name in kept},
+        fabrics=cluster.fabrics,
+        nodes=tuple(nodes),
+        links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
+        profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
+    )
 
 
-class Resolution(NamedTuple):
-    """The job and the facts that a resolver returns, with a reason for each key that it gave a value."""
-
-    job: Job
-    facts: Facts
-    reasons: Mapping[str, str] = {}
+def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
+    nodes = cluster.nodes[table]
+    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node
 
 
 def with_values(job: Job, section: str, **values) -> Job:

@@ -280,7 +280,10 @@ BAD_FILES = [
         FAMILY.replace("{bf16 = 140e12}", "{bf = 1e12}") + NODE,
         "sustained_flops_per_second.bf = 'bf': input should be 'fp64'",
     ),
-    (FAMILY.replace("mi250x", '" mi250x"') + NODE, "' mi250x' is no name: it is empty, or has control characters, or"),
+    (
+        (FAMILY + NODE).replace("mi250x", '" mi250x"'),
+        "' mi250x' is no name: it is empty, or has control characters, or",
+    ),
     (
         FAMILY.replace(
             "products = [", "products = [\n  {dtype = 'bf16', shape = [4096, 4096, 4096], flops_per_second = 1.0},"
@@ -297,7 +300,7 @@ BAD_FILES = [
     (
         FAMILY
         + NODE
-        + "nics = [{fabric = 'ib', origin = 'assumed', send_bytes_per_second = 1, receive_bytes_per_second = 1}]",
+        + "nics = [{fabric = 'ib', origin = 'assumed', send_bytes_per_second = 1e9, receive_bytes_per_second = 1e9}]",
         "nodes.0.nics.0.fabric: no fabric 'ib'; none is described",
     ),
     (FAMILY + NODE + "ranks = [0, 1]", "nodes.0: 2 ranks for 1 x 1 devices; give one for each, or none"),

@@ -1,4 +1,4 @@
-"""Cluster files that people type: all mistakes in one message, what may be left out, figures of another world."""
+"""Cluster files that people type: mistakes of tables in one message, what may be left out, figures of another world."""
 
 import math
 import re
@@ -33,11 +33,15 @@ MISTAKES = {
     "bytes_per_second = 1e9\n": ("bytes_per_second = 1e-308\n", "links.0.bytes_per_second = 1e-308: input should be"),
     "{message_bytes = 1_000, flows = 1, seconds = 41e-6},": ("3,", "links.0.times.0 = 3: must be a section"),
 }
+NAME = '"sling", count = 4'
+"""The one of them that names what is not there: nothing else is looked at before it is mended."""
+BYTES, SPEED = "memory_bytes = 64_000_000_000", "sustained_flops_per_second = {bf16 = 140e12}"
 LISTED = TEXT + FAMILY.replace("mi250x]", 'extra]\nmodel = "some"')
 
 
 @given(st.sets(st.sampled_from(sorted(MISTAKES)), min_size=1))
-def test_all_mistakes_of_a_file_are_in_one_message(chosen):
+def test_all_mistakes_of_tables_are_in_one_message(chosen):
+    """But for a table that has several: what it must be as a whole is looked at when each of its keys is right."""
     text = LISTED
     for old in chosen:
         assert old in text
@@ -45,9 +49,10 @@ def test_all_mistakes_of_a_file_are_in_one_message(chosen):
     with pytest.raises(TopologyError) as caught:
         parse_cluster(text, "a file")
     lines = str(caught.value).splitlines()
-    for old in chosen:
+    listed = {NAME} & chosen or chosen
+    for old in listed - {SPEED} if BYTES in listed else listed:
         assert sum(MISTAKES[old][1] in line for line in lines) == 1, f"{MISTAKES[old][1]} in:\n{caught.value}"
-    assert len(lines) <= len(chosen) + 1, "what follows from a mistake is left out"  # one figure is two mistakes
+    assert len(lines) <= len(listed) + 1, "what follows from a mistake is left out"  # one figure is two mistakes
 
 
 def test_typed_figures_need_no_origin_and_a_node_no_latency():

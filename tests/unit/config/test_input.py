@@ -115,7 +115,7 @@ def test_measured_runs_of_a_billion_degrees_are_refused(tmp_path):
         ("x = " + "[" * 40 + "]" * 40, "within each other, more than 32 deep"),
         (".".join(["a"] * 20_000) + " = 1", "a key has more than 32 parts"),
         ("[" + ".".join(['"a"'] * 20_000) + "]", "a key has more than 32 parts"),
-        ("a = 1\n" * 100_000, "and maybe more"),
+        ("a = 1\n" * 100_000, "line 2: a: the key is there twice in its table; keep one"),
     ],
 )
 def test_toml_that_would_take_the_host_is_refused(text, says):
