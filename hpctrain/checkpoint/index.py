@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.checkpoint.contents import check_index
 from hpctrain.checkpoint.format import (
     ABOUT,
     BLOCK,
@@ -131,8 +132,6 @@ class Index:
 
         Raises DamagedCheckpointError that names the damaged part and tensor.
         """
-        from hpctrain.checkpoint.contents import check_index
-
         number, count = share
         if number == 0:
             self._check_coverage()

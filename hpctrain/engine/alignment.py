@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.solo import Solo
 from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
 from hpctrain.data.order import open_datasets
@@ -35,9 +36,6 @@ from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.storage.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 SAFETY = 2.0
 REFERENCE_DTYPE = "fp32"
@@ -274,7 +272,7 @@ def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -
 
 
 def align(
-    world: "World",
+    world: World,
     accelerator: Accelerator,
     job: Job,
     dtypes: Sequence[str],

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.watchdog.flight import write_ranks
+from hpctrain.comm.world import World
 from hpctrain.config.errors import InterruptionError
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 STOP_FILE, SAVE_FILE = "stop", "save"
 MARGIN_SECONDS = 60.0
@@ -66,7 +64,7 @@ class Requests:
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
         return Asked(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
 
-    def reason(self, asked: Asked, world: "World") -> str:
+    def reason(self, asked: Asked, world: World) -> str:
         """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
         received = world.gather_objects(self.signals.received)
         ranks: dict[str, list[int]] = {}
@@ -93,7 +91,7 @@ class Requests:
         return self.now() + MARGIN_SECONDS + 2 * (self.longest_step + self.longest_save) > self.end_time
 
 
-def refuse_if_interrupted(world: "World", signals: StopSignals) -> None:
+def refuse_if_interrupted(world: World, signals: StopSignals) -> None:
     """End in order before the first step where a rank received a signal. All ranks must call.
 
     Raises InterruptionError.

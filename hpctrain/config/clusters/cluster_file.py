@@ -259,7 +259,7 @@ def _catalogued(cluster: Cluster) -> dict[str, tuple[float, str]]:
         for j, nic in enumerate(nodes.nics):
             if network := lookup_network(cluster.fabrics[nic.fabric].network or ""):
                 speed = NETWORKS[network].bytes_per_second, network
-                result |= {f"nodes.{i}.nics.{j}.{way}_bytes_per_second": speed for way in ("send", "receive")}
+                result |= {f"nodes.{i}.nics.{j}.{verb}_bytes_per_second": speed for verb in ("send", "receive")}
     return result
 
 

@@ -1,8 +1,10 @@
 """Takes over what a run continues with: its plan and all that can change a bit, or the start of a new plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.state import check_same_run
+from hpctrain.comm.probe.machine import with_overflows
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
@@ -10,11 +12,12 @@ from hpctrain.config.tables import toml_value
 from hpctrain.engine.start.facts import Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import continued_kernels
 from hpctrain.engine.start.resolve_overlap import continued
+from hpctrain.observe.folder.run_folder import CLUSTER
 from hpctrain.plan import checks
 from hpctrain.plan.tiling import Plan
-
-if TYPE_CHECKING:
-    from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.plan.uniform import families_of
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.setup import Setup
 
 
 def continue_run(run: Prepared) -> Prepared:
@@ -22,8 +25,6 @@ def continue_run(run: Prepared) -> Prepared:
     where, job = run.resume_from, run.job
     if where is None:
         return run
-    from hpctrain.checkpoint.state import check_same_run
-
     gone: list[str] = []
     theirs, plan, cluster = check_same_run(where, job, run.training.identity, gone.append)
     reasons = {"of an older version": "; ".join(gone)} if gone else {}
@@ -77,24 +78,20 @@ def describe_changes(job: Job, theirs: Job) -> str:
     return ", ".join(changes)
 
 
-def _is_described_anew(cluster: "Cluster", run: Prepared) -> bool:
+def _is_described_anew(cluster: Cluster, run: Prepared) -> bool:
     """Say whether a description was given that is not that of the run which is continued, or whether one of its devices
     ran out of memory since."""
-    from hpctrain.comm.probe.machine import with_overflows
-
     if run.world.on_first_rank(lambda: with_overflows(cluster)) != cluster:
         return True
     return bool(run.described_or_none) and without_profiles(run.described.cluster) != without_profiles(cluster)
 
 
-def without_profiles(cluster: "Cluster") -> "Cluster":
+def without_profiles(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"profiles": ()})
 
 
-def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
+def with_profiles(cluster: Cluster, checkpoint: Path | None) -> Cluster:
     """Return the cluster of a checkpoint with the profiles that its run's folder has, if that describes the same."""
-    from hpctrain.observe.folder.run_folder import CLUSTER
-
     path = checkpoint.parents[1] / CLUSTER if checkpoint else None
     if path is None or not path.is_file():
         return cluster
@@ -102,7 +99,7 @@ def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
     return described if without_profiles(described) == without_profiles(cluster) else cluster
 
 
-def keep(run: Prepared, theirs: Job, cluster: "Cluster | None") -> Prepared:
+def keep(run: Prepared, theirs: Job, cluster: Cluster | None) -> Prepared:
     """Take over what can change a bit of the result from a run that continues by its own plan."""
     overlap, taken = continued(run.job.overlap, theirs.overlap)
     kernels, also_taken = continued_kernels(run.job.kernels, theirs.kernels)
@@ -112,11 +109,8 @@ def keep(run: Prepared, theirs: Job, cluster: "Cluster | None") -> Prepared:
     return run.but(why, job=job, links_of=cluster if has_links else None)
 
 
-def describe_change(run: Prepared, plan: Plan, cluster: "Cluster", seconds: float) -> str:
+def describe_change(run: Prepared, plan: Plan, cluster: Cluster, seconds: float) -> str:
     """Say what changes in plan and predicted step for a run that continues on other devices than those of `cluster`."""
-    from hpctrain.planner.prediction.predictor import predict
-    from hpctrain.planner.prices.setup import Setup
-
     cluster = with_profiles(cluster, run.resume_from)
     try:
         before = f"{predict(Setup.of_job(run.job), plan, cluster).step_seconds:.4g} s a step"
@@ -130,8 +124,6 @@ def describe_change(run: Prepared, plan: Plan, cluster: "Cluster", seconds: floa
 
 def is_for(plan: Plan, families: list[str]) -> bool:
     """Say whether a plan is for ranks of these families."""
-    from hpctrain.plan.uniform import families_of
-
     tiles = [tile.family for tile in plan.tiles]
     return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
 

@@ -1,21 +1,28 @@
 """Resolves a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
 
-The order is that of what depends on what. Mistakes in files are reported before torch is imported; what takes time
-comes last. Every choice comes back as a value and a reason.
+The order is that of what depends on what. Commands report mistakes in files before they import this, and with it torch;
+what takes time comes last. Every choice comes back as a value and a reason.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.folder import locate_checkpoint
+from hpctrain.checkpoint.index import Index
+from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.probe.load import LoadWatch
+from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe_overflows, with_overflows
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
+from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
+from hpctrain.data.order import check_tokenizer, open_datasets
 from hpctrain.engine.requests import refuse_if_interrupted
+from hpctrain.engine.routes import choose_bridge
 from hpctrain.engine.start.continuing import (
     continue_run,
     count_families,
@@ -33,13 +40,13 @@ from hpctrain.engine.start.resolve_overlap import (
 )
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import Resolved, resolve_plan
+from hpctrain.planner.choose import PlanChoice, check_fits, choose_plan, with_dtypes, with_enough_rows
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.curves import has_times
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
-    from hpctrain.planner.choose import PlanChoice
-    from hpctrain.planner.prices.setup import Setup
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 1.5
@@ -48,7 +55,7 @@ WORTH_A_NEW_PLAN = 0.02
 
 
 def prepare_run(
-    world: "World",
+    world: World,
     job: Job,
     resume_from: Path | None = None,
     described: Described | None = None,
@@ -66,8 +73,6 @@ def prepare_run(
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError, InterruptionError; PlanError
     also where the plan is predicted not to fit into memory.
     """
-    from hpctrain.data.order import open_datasets
-
     run = Prepared(world, job, *open_datasets(job.data, job.train.seed), resume_from, fresh_probe, described)
     for resolver in RESOLVERS:
         if signals:
@@ -80,10 +85,6 @@ def check_data(run: Prepared) -> Prepared:
     """Check that the tokens are whole, and those of the model; they say how large its vocabulary is."""
     world, job, source = run.world, run.job, run.source
     if job.train.start_from and run.resume_from is None:
-        from hpctrain.checkpoint.folder import locate_checkpoint
-        from hpctrain.checkpoint.index import Index
-        from hpctrain.data.order import check_tokenizer
-
         start = locate_checkpoint(job.train.start_from)
         with world.all_or_none(), Index(start) as index:
             check_tokenizer(source, index.about["tokenizer"], start)
@@ -103,8 +104,6 @@ def check_data(run: Prepared) -> Prepared:
 
 def take_given_plan(run: Prepared) -> Prepared:
     """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
-    from hpctrain.plan.uniform import resolve_plan
-
     if run.job.plan is None:
         return run
     made = run.world.on_first_rank(lambda: resolve_plan(run.job, run.world.size, run.families))
@@ -121,12 +120,8 @@ def check_precision(run: Prepared) -> Prepared:
 
 def know_machine(run: Prepared) -> Prepared:
     """Look up the description of these devices, where none is given, or measure one."""
-    from hpctrain.comm.probe.machine import describe_machine, describe_overflows, with_overflows
-
     world = run.world
     if run.described_or_none is None:
-        from hpctrain.comm.bind import bind_accelerator
-
         machine = describe_machine(world, bind_accelerator(world), run.fresh_probe)
         name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
         described = Described(machine.cluster, name, path=machine.path, disturbance=machine.disturbance)
@@ -167,8 +162,6 @@ def _computing(run: Prepared) -> list[str]:
 def choose_dtype(run: Prepared) -> Prepared:
     if run.job.train.dtype is not None:
         return run
-    from hpctrain.planner.choose import with_dtypes
-
     with run.world.all_or_none():
         job, reason = with_dtypes(run.job, run.described.cluster, _computing(run), run.described.name)
     return run.but({"train.dtype": reason}, job=job)
@@ -179,9 +172,6 @@ def fill_devices(run: Prepared) -> Prepared:
     plan, cluster = run.plan_or_none, run.described.cluster
     if plan is None or run.job.plan is None or run.described.is_rehearsed:
         return run
-    from hpctrain.plan.uniform import Resolved
-    from hpctrain.planner.choose import with_enough_rows
-
     priced, few = _priced(run), Resolved(plan, {})
     setup_of = setups_by_plan(priced, priced, run.world.topology)
     made = run.world.on_first_rank(lambda: with_enough_rows(priced, few, run.families, cluster, setup_of))
@@ -190,15 +180,10 @@ def fill_devices(run: Prepared) -> Prepared:
 
 def profile_job(run: Prepared) -> Prepared:
     """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
-    from hpctrain.planner.prices.curves import has_times
-
     described, world, job = run.described, run.world, run.job
     path = described.path
     if run.plan_or_none or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
         return run
-    from hpctrain.comm.bind import bind_accelerator
-    from hpctrain.comm.probe.load import LoadWatch
-    from hpctrain.comm.probe.machine import add_profiles
     from hpctrain.engine.start.profiler import short_profile
 
     watch = LoadWatch()
@@ -232,11 +217,8 @@ def _without_plan(run: Prepared) -> Prepared:
     return run.but(job=run.job.model_copy(update={"overlap": overlap}))
 
 
-def _choose(job: Job, run: Prepared, setup_of: "Callable[[Plan], Setup]") -> "tuple[PlanChoice, str]":
+def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple[PlanChoice, str]:
     """Search; return the result, and why it is better than the plan of the run that is continued, if it is."""
-    from hpctrain.planner.choose import choose_plan
-    from hpctrain.planner.prediction.predictor import predict
-
     described, where = run.described, run.resume_from
     choice = choose_plan(job, described.cluster, described.name, setup_of)
     if run.previous is None or run.job_to_keep is None:
@@ -284,8 +266,6 @@ def check_plan(run: Prepared) -> Prepared:
 
 def bridge_families(run: Prepared) -> Prepared:
     """Say how messages between families of devices go, by what is proven for the plan."""
-    from hpctrain.engine.routes import choose_bridge
-
     return run.but(choose_bridge(run.world, run.job, run.plan))
 
 
@@ -294,10 +274,6 @@ def predict_step(run: Prepared) -> Prepared:
     prediction, reasons, described = None, {}, run.described
     with run.world.all_or_none():
         if run.world.rank == 0:
-            from hpctrain.planner.choose import check_fits
-            from hpctrain.planner.prediction.predictor import predict
-            from hpctrain.planner.prices.setup import Setup
-
             try:
                 prediction = predict(Setup.of_job(_priced(run)), run.plan, described.cluster)
             except HpctrainError as error:
@@ -323,8 +299,6 @@ def choose_algorithms(run: Prepared) -> Prepared:
 
 def choose_kernels(run: Prepared) -> Prepared:
     """Try what the kernels need that the job asks for, or leaves open: compilers take seconds, so this comes last."""
-    from hpctrain.comm.bind import bind_accelerator
-
     job, reasons = resolve_kernels(run.world, bind_accelerator(run.world), run.job, run.plan.ranks)
     return run.but(reasons, job=job)
 
