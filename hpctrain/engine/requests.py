@@ -67,16 +67,12 @@ class Requests:
     def reason(self, asked: Asked, world: World) -> str:
         """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
         received = world.gather_objects(self.signals.received)
-        ranks: dict[str, list[int]] = {}
-        for rank, name in enumerate(received):
-            if name:
-                ranks.setdefault(name, []).append(rank)
-        if ranks:
-            where = {
-                name: "" if 0 in those else f" on rank{'s' * (len(those) > 1)} {write_ranks(those)}"
-                for name, those in ranks.items()
-            }
-            return " and ".join(f"{name}{where[name]}" for name in ranks)
+        signals = []
+        for name in dict.fromkeys(filter(None, received)):
+            ranks = [rank for rank, own in enumerate(received) if own == name]
+            signals.append(name if 0 in ranks else f"{name} on rank{'s' * (len(ranks) > 1)} {write_ranks(ranks)}")
+        if signals:
+            return " and ".join(signals)
         return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 
     def fulfilled(self, asked: Asked) -> None:
