@@ -22,7 +22,7 @@ from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.engine.start.resolve import Prepared
+    from hpctrain.engine.start.facts import Prepared
     from hpctrain.plan.tiling import Plan
 
 EXPOSED, NOTHING = "exposed", "nothing"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.config.job import Job
-    from hpctrain.engine.start.resolve import Prepared
+    from hpctrain.engine.start.facts import Prepared
 
 WARMUP = 2  # steps of each before those that count: the first allocates, the second finds it
 RESAMPLES, CONFIDENCE = 2000, 0.95

@@ -28,7 +28,7 @@ from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, make_empty, read_job
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
-from hpctrain.config.paths import is_file, read_bytes
+from hpctrain.config.paths import is_file, read_bytes, refused_as
 from hpctrain.config.tables import explain, one_line, read_text, toml_value
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
@@ -136,16 +136,12 @@ def import_model(folder: Path, out: Path) -> Imported:
 
 def refuse_unless_empty(folder: Path, option: str) -> None:
     """Refuse a folder to make that has something in it, or is a file. Raises CheckpointError."""
-    try:
+    with refused_as(CheckpointError, f"{folder}: a folder is to be made there", f"choose another {option}"):
         if folder.is_symlink() and not folder.exists():
             raise CheckpointError(f"{folder}: is a link that leads nowhere; remove it, or choose another {option}")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if any(there.iterdir()) and there is folder:
             raise CheckpointError(f"{folder}: is there already and not empty; choose another {option}")
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: a folder is to be made there: {describe_os_error(error)}; choose another {option}"
-        ) from None
 
 
 def _read_kept(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

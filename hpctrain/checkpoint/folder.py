@@ -17,9 +17,9 @@ from hpctrain.checkpoint.format import (
     step_folder,
     write_synced,
 )
-from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
-from hpctrain.config.paths import exists, is_file, is_folder, sync
+from hpctrain.config.paths import exists, is_file, is_folder, refused_as, sync
 
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
@@ -31,12 +31,10 @@ LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, the oldest first. What only looks like one is left out."""
     folder = run / CHECKPOINTS
-    try:
+    with refused_as(CheckpointError, f"{folder}: cannot be read", "check its permissions"):
         if not folder.is_dir():
             return []
         named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {describe_os_error(error)}; check its permissions") from None
     ours = [p for p in named if not p.is_symlink() and (_may_have(p / MANIFEST) or _may_have(p / INDEX))]
     return sorted(ours, key=step_of)
 
@@ -181,15 +179,11 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
             replaced.rename(final)
         raise
     sync(folder)
-    try:
+    text = f"{final}: is complete, but older checkpoints cannot be deleted"
+    with refused_as(CheckpointError, text, "delete them, or keep more (checkpoint.keep)"):
         if replaced:
             _delete(replaced)
         _delete_others(final, keeping)
-    except OSError as error:
-        raise CheckpointError(
-            f"{final}: is complete, but older checkpoints cannot be deleted: {describe_os_error(error)}; delete them,"
-            " or keep more (checkpoint.keep)"
-        ) from None
     return final
 
 

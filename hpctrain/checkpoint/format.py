@@ -26,8 +26,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
-from hpctrain.config.paths import MOST_READ_BYTES, exists, is_file, read_bytes
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+from hpctrain.config.paths import MOST_READ_BYTES, exists, is_file, read_bytes, refused_as
 from hpctrain.config.tables import Several, Table, explain
 
 FORMAT = "hpctrain-checkpoint"
@@ -166,12 +166,11 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 def read_small(path: Path, most_bytes: int = MOST_READ_BYTES) -> bytes:
     """Return a file's bytes. Raises DamagedCheckpointError, also where it is no regular file or has more bytes."""
-    try:
-        return read_bytes(path, most_bytes)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path}: is missing") from None
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from None
+    with refused_as(DamagedCheckpointError, f"{path}: cannot be read"):
+        try:
+            return read_bytes(path, most_bytes)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path}: is missing") from None
 
 
 def write_synced(path: Path, data: bytes) -> SmallFile:

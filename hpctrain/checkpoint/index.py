@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.checkpoint.contents import check_index
 from hpctrain.checkpoint.format import (
     ABOUT,
     BLOCK,
@@ -118,7 +119,7 @@ class Index:
         if out is None:
             self.check_all()
         if filled != result.size:
-            raise DamagedCheckpointError(f"{self.path}: {kind}/{name}: no part has some of its elements; {REMEDY}")
+            raise self._damaged(f"{kind}/{name}: no part has some of its elements")
         return result.reshape(-1)
 
     def whole(self, kind: str, name: str) -> np.ndarray:
@@ -131,8 +132,6 @@ class Index:
 
         Raises DamagedCheckpointError that names the damaged part and tensor.
         """
-        from hpctrain.checkpoint.contents import check_index
-
         number, count = share
         if number == 0:
             self._check_coverage()
@@ -177,23 +176,25 @@ class Index:
             )
         return self._numbers[tensor]
 
+    def _damaged(self, what: str, file: str = "") -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.path / file}: {what}; {REMEDY}")
+
     def _file(self, name: str) -> bytes:
         """Return a file's bytes, checked."""
-        path = self.path / name
         if name not in self._files:
-            raise DamagedCheckpointError(f"{path}: the manifest does not list it; {REMEDY}")
+            raise self._damaged("the manifest does not list it", name)
         expected = self._files[name]
-        data = read_small(path, expected.bytes)
+        data = read_small(self.path / name, expected.bytes)
         if len(data) != expected.bytes:
-            raise DamagedCheckpointError(f"{path}: has {len(data)} bytes instead of {expected.bytes}; {REMEDY}")
+            raise self._damaged(f"has {len(data)} bytes instead of {expected.bytes}", name)
         if hashlib.sha256(data).hexdigest() != expected.sha256:
-            raise DamagedCheckpointError(f"{path}: is damaged: its SHA-256 is not that of the manifest; {REMEDY}")
+            raise self._damaged("is damaged: its SHA-256 is not that of the manifest", name)
         return data
 
     def _table(self, name: str, dtype: np.dtype) -> np.ndarray:
         data = self._file(name)
         if len(data) % dtype.itemsize:
-            raise DamagedCheckpointError(f"{self.path / name}: {len(data)} bytes are no table; {REMEDY}")
+            raise self._damaged(f"{len(data)} bytes are no table", name)
         return np.frombuffer(data, dtype)
 
     def _check_tables(self) -> None:
@@ -202,7 +203,7 @@ class Index:
 
         def require(condition, what: str) -> None:
             if not condition:
-                raise DamagedCheckpointError(f"{self.path}: {what}; {REMEDY}")
+                raise self._damaged(what)
 
         require(manifest.tensors and manifest.parts and manifest.streams, "has no tensors, parts or streams")
         require(len(self._numbers) == len(manifest.tensors), "lists a tensor twice")
@@ -243,7 +244,7 @@ class Index:
             for (top, bottom), (left, right) in zip(*corners, strict=True):
                 taken[top:bottom, left:right] += 1
             if (taken > 1).any():
-                raise DamagedCheckpointError(f"{self.path}: {tensor.name}: two parts have the same elements; {REMEDY}")
+                raise self._damaged(f"{tensor.name}: two parts have the same elements")
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
@@ -338,10 +339,9 @@ class Index:
         hit = ours[(start < (block + 1) * size) & (start + counts > block * size)]
         names = [self.manifest.tensors[number].name for number in dict.fromkeys(hit["tensor"].tolist())]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return DamagedCheckpointError(
-            f"{self.path / self.manifest.parts[about.part].file}: is damaged: block {block} of {about.dataset} has"
-            f" another CRC-32, in {names[0] if names else 'no tensor'}{more}; {REMEDY}"
-        )
+        where = f"{names[0] if names else 'no tensor'}{more}"
+        text = f"is damaged: block {block} of {about.dataset} has another CRC-32, in {where}"
+        return self._damaged(text, self.manifest.parts[about.part].file)
 
     def _check_rest(self, part: int) -> None:
         """Check the size of a part and all of it that is in no stream."""
@@ -353,9 +353,7 @@ class Index:
                 size = min(AT_ONCE_BYTES, gap.num_bytes - start)
                 crc32 = zlib.crc32(self._pread(part, Extent(gap.offset + start, size)), crc32)
         if crc32 != about.rest_crc32:
-            raise DamagedCheckpointError(
-                f"{self.path / about.file}: is damaged: what HDF5 needs has another CRC-32; {REMEDY}"
-            )
+            raise self._damaged("is damaged: what HDF5 needs has another CRC-32", about.file)
 
     def _extents(self, stream: PartStream) -> Iterator[Extent]:
         if not self.manifest.compression:
@@ -372,19 +370,19 @@ class Index:
 
     def _pread_into(self, part: int, offset: int, view: memoryview, end: int = 0) -> None:
         """Fill `view` from a part; the kernel may fetch as much again, up to `end`, meanwhile."""
-        path = self.path / self.manifest.parts[part].file
+        file = self.manifest.parts[part].file
         try:
             handle, following = self._handle(part), offset + len(view)
             if following < end:
                 os.posix_fadvise(handle, following, min(len(view), end - following), os.POSIX_FADV_WILLNEED)
             count = os.preadv(handle, [view], offset)
         except FileNotFoundError:
-            raise DamagedCheckpointError(f"{path}: is missing; {REMEDY}") from None
+            raise self._damaged("is missing", file) from None
         except OSError as error:
-            raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}") from None
+            raise self._damaged(f"cannot be read: {describe_os_error(error)}", file) from None
         self.bytes_read += count
         if count != len(view):
-            raise DamagedCheckpointError(f"{path}: ends at byte {offset + count}; {REMEDY}")
+            raise self._damaged(f"ends at byte {offset + count}", file)
 
     def _handle(self, part: int) -> int:
         """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
@@ -392,8 +390,6 @@ class Index:
             about = self.manifest.parts[part]
             size = look_at(self.path / about.file).st_size
             if size != about.bytes:
-                raise DamagedCheckpointError(
-                    f"{self.path / about.file}: has {size} bytes instead of {about.bytes}; {REMEDY}"
-                )
+                raise self._damaged(f"has {size} bytes instead of {about.bytes}", about.file)
             self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
         return self._handles[part]

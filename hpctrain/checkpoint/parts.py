@@ -9,8 +9,8 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,59 +29,23 @@ BOTH_FILTERS = 0b11
 """Of a chunk: that neither of its two filters was applied."""
 
 
-class SparseFile(io.RawIOBase):
-    """A file in memory that keeps only what is written to it; all else is zero."""
+class SparseFile(io.FileIO):
+    """A file in memory, in which zeros take no space."""
 
     def __init__(self):
-        self.writes: list[tuple[int, bytes]] = []
-        """Offsets and bytes, the last one counts."""
-        self.num_bytes, self._at, self._drops = 0, 0, False
-
-    @contextmanager
-    def dropping(self) -> Iterator[None]:
-        """Drop what is written in this block, but keep its space in the file."""
-        self._drops = True
-        yield
-        self._drops = False
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
-        return self._at
-
-    def truncate(self, size: int | None = None) -> int:
-        self.num_bytes = self._at if size is None else size
-        return self.num_bytes
+        super().__init__(os.memfd_create("checkpoint part"), "r+")
 
     def write(self, data) -> int:
         view = memoryview(data)
-        if not (self._drops and view.nbytes and view[0] == 0):
-            self.writes.append((self._at, bytes(view)))
-        self._at += view.nbytes
-        self.num_bytes = max(self.num_bytes, self._at)
-        return view.nbytes
+        if view.nbytes and not bytes(view).strip(b"\0"):
+            end = self.seek(view.nbytes, os.SEEK_CUR)
+            self.truncate(max(end, self.num_bytes))
+            return view.nbytes
+        return super().write(view)
 
-    def readinto(self, buffer) -> int:
-        view = memoryview(buffer).cast("B")
-        view[:] = self.bytes_at(self._at, view.nbytes)
-        self._at += view.nbytes
-        return view.nbytes
-
-    def bytes_at(self, start: int, count: int) -> bytes:
-        result = bytearray(count)
-        for offset, data in self.writes:
-            low, high = max(offset, start), min(offset + len(data), start + count)
-            if low < high:
-                result[low - start : high - start] = data[low - offset : high - offset]
-        return bytes(result)
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self.fileno()).st_size
 
 
 class Extent(NamedTuple):
@@ -99,7 +63,7 @@ class PartLayout:
     streams: dict[int, tuple[Extent, ...]]
     """By rank: one extent, or one for each compressed block."""
     writes: tuple[tuple[int, bytes], ...]
-    """What HDF5 needs."""
+    """What HDF5 needs, all that is in no stream: offsets and bytes."""
     rest_crc32: int
     is_compressed: bool = False
 
@@ -112,44 +76,43 @@ def lay_out(elements: dict[int, int], stored: Sequence[int] | None = None) -> Pa
 
     `stored` are the bytes of the compressed blocks of the only rank; a block as long as it was is stored as it is.
     """
-    file, streams = SparseFile(), {}
+    streams = {}
     large = any(4 * count >= LARGE_BYTES for count in elements.values())
     interval = 1 if stored is not None else LARGE_ALIGNMENT if large else ALIGNMENT
     aligned = {"alignment_threshold": ALIGNMENT, "alignment_interval": interval}
-    with h5py.File(file, "w", libver="latest", **aligned) as part:  # pyright: ignore[reportArgumentType] - are numbers
-        for rank, count in elements.items():
-            name, space = stream_name(rank).encode(), h5py.h5s.create_simple((count,))
-            if stored is not None:  # a chunk may be longer than what is there
-                space = h5py.h5s.create_simple((count,), (h5py.h5s.UNLIMITED,))
-            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            properties.set_obj_track_times(False)
-            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            if stored is None:
-                properties.set_layout(h5py.h5d.CONTIGUOUS)
-                properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                dataset = h5py.h5d.create(part.id, name, h5py.h5t.IEEE_F32LE, space, properties)
-                streams[rank] = (Extent(dataset.get_offset(), 4 * count),)
-            else:
-                properties.set_chunk((BLOCK_BYTES // 4,))
-                properties.set_shuffle()
-                properties.set_deflate(COMPRESSION_LEVEL)
-                dataset = h5py.h5d.create(part.id, name, h5py.h5t.IEEE_F32LE, space, properties)
-                streams[rank] = _chunks(file, dataset, stored)
-    taken = [extent for extents in streams.values() for extent in extents]
+    with SparseFile() as file:
+        with h5py.File(file, "w", libver="latest", **aligned) as part:  # pyright: ignore[reportArgumentType] - numbers
+            for rank, count in elements.items():
+                streams[rank] = _allocate(part, stream_name(rank), count, stored)
+        num_bytes = file.num_bytes
+        taken = [extent for extents in streams.values() for extent in extents]
+        rest = [(offset, os.pread(file.fileno(), size, offset)) for offset, size in gaps(taken, num_bytes)]
     crc32 = 0
-    for gap in gaps(taken, file.num_bytes):
-        crc32 = zlib.crc32(file.bytes_at(*gap), crc32)
-    return PartLayout(file.num_bytes, streams, tuple(file.writes), crc32, stored is not None)
+    for _, data in rest:
+        crc32 = zlib.crc32(data, crc32)
+    return PartLayout(num_bytes, streams, tuple(rest), crc32, stored is not None)
 
 
-def _chunks(file: SparseFile, dataset: h5py.h5d.DatasetID, stored: Sequence[int]) -> tuple[Extent, ...]:
-    """Allocate the compressed chunks; return where each will be."""
-    zeros = bytes(BLOCK_BYTES)
+def _allocate(part: h5py.File, name: str, count: int, stored: Sequence[int] | None) -> tuple[Extent, ...]:
+    """Allocate an array of a part, or the compressed chunks of one; return where it will be, or each of them."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_obj_track_times(False)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create = partial(h5py.h5d.create, part.id, name.encode(), h5py.h5t.IEEE_F32LE)
+    if stored is None:
+        properties.set_layout(h5py.h5d.CONTIGUOUS)
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        dataset = create(h5py.h5s.create_simple((count,)), properties)
+        return (Extent(dataset.get_offset(), 4 * count),)
+    properties.set_chunk((BLOCK_BYTES // 4,))
+    properties.set_shuffle()
+    properties.set_deflate(COMPRESSION_LEVEL)
+    # Without a limit, as a chunk may be longer than what is there.
+    dataset = create(h5py.h5s.create_simple((count,), (h5py.h5s.UNLIMITED,)), properties)
+    zeros, at = bytes(BLOCK_BYTES), {}
     for number, num_bytes in enumerate(stored):
         mask = BOTH_FILTERS if num_bytes == BLOCK_BYTES else 0
-        with file.dropping():
-            dataset.write_direct_chunk((number * BLOCK_BYTES // 4,), zeros[:num_bytes], filter_mask=mask)
-    at = {}
+        dataset.write_direct_chunk((number * BLOCK_BYTES // 4,), zeros[:num_bytes], filter_mask=mask)
     dataset.chunk_iter(lambda chunk: at.__setitem__(chunk.chunk_offset[0], Extent(chunk.byte_offset, chunk.size)))
     return tuple(at[start] for start in sorted(at))
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from hpctrain.checkpoint.folder import CHECKPOINTS, candidates, latest_checkpoint
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.state import check_contents
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 
@@ -62,8 +63,6 @@ def _verify_together(world: World, path: Path) -> DamagedCheckpointError | None:
 
 def verify_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> None:
     """Check everything in a checkpoint, or a share of it: (number, of so many). Raises CheckpointError."""
-    from hpctrain.checkpoint.state import check_contents  # torch: not before a checkpoint is there
-
     with Index(path) as index:
         if share[0] == 0:
             check_contents(index)

@@ -8,11 +8,21 @@ import errno
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpctrain.config.errors import HpctrainError, describe_os_error
+
+
+@contextmanager
+def refused_as(kind: type[HpctrainError], what: str, remedy: str = "") -> Iterator[None]:
+    """Enclose what the operating system may refuse. Raises `kind` then: `what`, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {describe_os_error(error)}{remedy and '; '}{remedy}") from None
 
 
 def is_file(path: Path) -> bool:
@@ -63,20 +73,18 @@ def read_bytes(path: Path, most_bytes: int = MOST_READ_BYTES) -> bytes:
 
 def read_json(path: Path, kind: type[HpctrainError], what: str) -> Any:
     """Return the content of a JSON file of ours; `what` says what it should be. Raises `kind` where it is none."""
+    with refused_as(kind, f"{path}: cannot be read"):
+        data = read_bytes(path)
     try:
-        return json.loads(read_bytes(path))
-    except OSError as error:
-        raise kind(f"{path}: cannot be read: {describe_os_error(error)}") from None
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise kind(f"{path}: is damaged, and no {what.removeprefix('a ')}: {error}; remove it") from None
 
 
 def write_text(path: Path, text: str, kind: type[HpctrainError], remedy: str, synced: bool = False) -> None:
     """Write a file so that it is there whole or not at all. Raises `kind`, with what to do, where the disk refuses."""
-    try:
+    with refused_as(kind, f"{path}: cannot be written", remedy):
         replace_text(path, text, synced)
-    except OSError as error:
-        raise kind(f"{path}: cannot be written: {describe_os_error(error)}; {remedy}") from None
 
 
 def replace_text(path: Path, text: str, synced: bool = False) -> None:

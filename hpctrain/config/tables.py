@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
-from hpctrain.config.paths import open_file
+from hpctrain.config.errors import HpctrainError, did_you_mean
+from hpctrain.config.paths import open_file, refused_as
 
 REPEATED = re.compile(
     r"(?:Cannot overwrite a value|Cannot declare .* twice) \(at (?:line (\d+), column|end of document)"
@@ -77,10 +77,9 @@ class Table(BaseModel):
 def read_text(path: Path, kind: type[HpctrainError]) -> str:
     """Return a file's text. Raises `kind` where it cannot be read, is no regular file, or is too long to be ours."""
     try:
-        with io.TextIOWrapper(open_file(path, MOST_BYTES), "utf-8") as file:
+        refused = refused_as(kind, f"{shorten(path)}: cannot be read")
+        with refused, io.TextIOWrapper(open_file(path, MOST_BYTES), "utf-8") as file:
             return file.read()
-    except OSError as error:
-        raise kind(f"{shorten(path)}: cannot be read: {describe_os_error(error)}") from None
     except UnicodeDecodeError as error:
         raise kind(f"{path}: not valid TOML: {error}") from None
     except ValueError as error:  # a zero byte in the path

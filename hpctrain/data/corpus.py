@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
-from hpctrain.config.paths import open_file
+from hpctrain.config.paths import open_file, refused_as
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
@@ -69,10 +69,8 @@ class Records(ABC):
 
 def open_records(path: Path, fields: Fields) -> Records:
     """Open a file whose records have their texts in fields. Raises DataError, then and while it is read."""
-    try:
+    with refused_as(DataError, f"{path}: cannot be read"):
         return (JsonLines if path.suffix in JSON_LINES else Parquet)(path, fields)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {describe_os_error(error)}") from None
 
 
 def _text_of(value: Any, where: str, field: str) -> str:

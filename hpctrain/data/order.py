@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -333,25 +334,21 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, Any
 
 
 def _open_one(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequences | None]:
-    length, masks = data.sequence_length, data.mask_documents
+    make = partial(Sequences, sequence_length=data.sequence_length, mask_documents=data.mask_documents)
     source = open_tokens(data.tokens)
     if data.validation is not None:
         held_out = open_tokens(data.validation)
         _check_vocabularies(source, held_out)
-        train = Sequences(source, Interval(0, source.num_tokens), length, seed, mask_documents=masks)
+        train = make(source, Interval(0, source.num_tokens), seed=seed)
         whole = Interval(0, held_out.num_tokens)
-        return (
-            source,
-            train,
-            Sequences(held_out, whole, length, shuffle=False, part="data.validation", mask_documents=masks),
-        )
+        return source, train, make(held_out, whole, shuffle=False, part="data.validation")
     train_part, validation_part = split(source, data.validation_fraction)
-    kept = f"its training part (data.validation_fraction = {data.validation_fraction:g})"
-    train = Sequences(source, train_part, length, seed, part=kept, mask_documents=masks)
+    fraction = f"data.validation_fraction = {data.validation_fraction:g}"
+    train = make(source, train_part, seed=seed, part=f"its training part ({fraction})")
     if data.validation_fraction == 0:
         return source, train, None
-    end = f"its validation part (data.validation_fraction = {data.validation_fraction:g}; 0 for none)"
-    return source, train, Sequences(source, validation_part, length, shuffle=False, part=end, mask_documents=masks)
+    part = f"its validation part ({fraction}; 0 for none)"
+    return source, train, make(source, validation_part, shuffle=False, part=part)
 
 
 def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str = "data.validation") -> None:

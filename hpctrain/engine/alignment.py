@@ -14,8 +14,8 @@ standard deviation of 1 at most: larger ones only show where results overflow.
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.solo import Solo
 from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
 from hpctrain.data.order import open_datasets
@@ -35,9 +36,6 @@ from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.storage.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 SAFETY = 2.0
 REFERENCE_DTYPE = "fp32"
@@ -64,12 +62,13 @@ class Compared(NamedTuple):
     dtype: str
     error: float
     bound: float
-    headroom: float
-    """By which factor the result could grow before it overflows."""
     overflow: Overflow | None
     repeats: bool
     """Whether a second time gave the same bits."""
-    pin: str | None
+    mended_error: float | None = None
+    """Of what is beyond its bound: the error where the operator computes in fp32; None: not tried."""
+    override: str | None = None
+    """The setting that mends it."""
 
     @property
     def is_beyond(self) -> bool:
@@ -194,10 +193,8 @@ def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mappi
                 dtype_name,
                 error,
                 error_bound(rounding, dtype, largest) if case.deviation <= 1 else math.inf,
-                torch.finfo(first[name].dtype).max / largest if largest else math.inf,
                 overflow,
                 torch.equal(as_bytes(first[name]), as_bytes(again[name])),
-                operator.pin,
             )
         )
     return compared
@@ -214,8 +211,6 @@ class RankAlignment:
     digests: Mapping[str, int]
     """Of inputs, by operator."""
     compared: Sequence[Compared]
-    mended: Sequence[Compared]
-    """What was beyond its bound, computed again in fp32."""
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By dtype."""
 
@@ -234,7 +229,7 @@ def align_rank(
 
     The kernel that the job names for attention computes in `dtypes` alone: not every kernel has the reference's dtype.
     """
-    digests, compared, mended = {}, [], []
+    digests, compared = {}, []
     named, free = (
         operators(job.model, rows, positions, make_kernels(choice, accelerator.family))
         for choice in (job.kernels, with_values(job, "kernels", attention="auto").kernels)
@@ -243,11 +238,18 @@ def align_rank(
         case = Case(operator, deviation)
         digests[operator.name] = case.digest()
         for dtype in dtypes:
-            of_operator = compare(case, accelerator, dtype, job.precision.overrides)
-            compared += of_operator
-            if operator.pin and dtype != REFERENCE_DTYPE and any(each.is_beyond for each in of_operator):
-                mended += compare(Case(free_operator, deviation), accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
-    return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared, mended)
+            results = compare(case, accelerator, dtype, job.precision.overrides)
+            if operator.pin and dtype != REFERENCE_DTYPE and any(each.is_beyond for each in results):
+                again = compare(Case(free_operator, deviation), accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
+                results = [_mended(*pair, operator.pin) for pair in zip(results, again, strict=True)]
+            compared += results
+    return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared)
+
+
+def _mended(result: Compared, again: Compared, pin: str) -> Compared:
+    """Return a result with what it is in fp32, where it is beyond its bound."""
+    override = None if again.is_beyond else f"precision.overrides.{pin}={REFERENCE_DTYPE}"
+    return result._replace(mended_error=again.error, override=override) if result.is_beyond else result
 
 
 def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> list[float]:
@@ -270,7 +272,7 @@ def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -
 
 
 def align(
-    world: "World",
+    world: World,
     accelerator: Accelerator,
     job: Job,
     dtypes: Sequence[str],
@@ -291,7 +293,7 @@ def align(
         trained = dict.fromkeys((*dtypes, REFERENCE_DTYPE) if world.rank == 0 else dtypes)
         jobs = {dtype: job if dtype in dtypes else with_values(job, "kernels", attention="auto") for dtype in trained}
         losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
-        own = RankAlignment(**{**own.__dict__, "losses": losses})
+        own = replace(own, losses=losses)
     every = world.all_objects(own)
     for each in every:
         if each.digests != every[0].digests:

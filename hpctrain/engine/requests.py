@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.watchdog.flight import write_ranks
+from hpctrain.comm.world import World
 from hpctrain.config.errors import InterruptionError
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 STOP_FILE, SAVE_FILE = "stop", "save"
 MARGIN_SECONDS = 60.0
@@ -66,19 +64,15 @@ class Requests:
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
         return Asked(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
 
-    def reason(self, asked: Asked, world: "World") -> str:
+    def reason(self, asked: Asked, world: World) -> str:
         """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
         received = world.gather_objects(self.signals.received)
-        ranks: dict[str, list[int]] = {}
-        for rank, name in enumerate(received):
-            if name:
-                ranks.setdefault(name, []).append(rank)
-        if ranks:
-            where = {
-                name: "" if 0 in those else f" on rank{'s' * (len(those) > 1)} {write_ranks(those)}"
-                for name, those in ranks.items()
-            }
-            return " and ".join(f"{name}{where[name]}" for name in ranks)
+        signals = []
+        for name in dict.fromkeys(filter(None, received)):
+            ranks = [rank for rank, own in enumerate(received) if own == name]
+            signals.append(name if 0 in ranks else f"{name} on rank{'s' * (len(ranks) > 1)} {write_ranks(ranks)}")
+        if signals:
+            return " and ".join(signals)
         return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 
     def fulfilled(self, asked: Asked) -> None:
@@ -93,7 +87,7 @@ class Requests:
         return self.now() + MARGIN_SECONDS + 2 * (self.longest_step + self.longest_save) > self.end_time
 
 
-def refuse_if_interrupted(world: "World", signals: StopSignals) -> None:
+def refuse_if_interrupted(world: World, signals: StopSignals) -> None:
     """End in order before the first step where a rank received a signal. All ranks must call.
 
     Raises InterruptionError.

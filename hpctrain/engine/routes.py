@@ -2,24 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.bind import bind_accelerator
+from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.transports.abilities import bridged, message_route
 from hpctrain.comm.transports.cuda_aware import DIRECT_VARIABLE, asked_direct
 from hpctrain.comm.world import World
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job
+from hpctrain.engine.step.layout import Layout
 from hpctrain.plan.launch_order import Bridge, check_messages
 from hpctrain.plan.tiling import Plan
 
 UNPROVEN = "MPI on device memory beside a library is not proven to be safe by this plan"
 NOBODY_WAITS = "no rank waits in an operation of a library for one that waits in such a message"
-
-if TYPE_CHECKING:
-    from hpctrain.comm.groups.communicator import Communicator
-    from hpctrain.engine.step.layout import Layout
 
 
 def choose_bridge(world: World, job: Job, plan: Plan) -> dict[str, str]:
@@ -62,14 +60,14 @@ def message_refusal(plan: Plan, bridge: Bridge, job: Job) -> str:
     return ""
 
 
-def describe_routes(world: World, layout: "Layout") -> str:
+def describe_routes(world: World, layout: Layout) -> str:
     """Return the routes of groups and messages with their reasons, on rank 0; empty for a single rank.
 
     All ranks must call.
     """
     every_axis = {name: [getattr(layout.axes, name)] for name in "xyz"} | {"data": layout.groups}
     own = {
-        name: [(group.route_name, group.reason) for group in cast("list[Communicator]", groups) if group.size > 1]
+        name: [(group.route_name, group.reason) for group in cast(list[Communicator], groups) if group.size > 1]
         for name, groups in every_axis.items()
     }
     own["messages"] = [(channel.route_name, channel.reason) for channel in layout.channels.values()]

@@ -3,25 +3,53 @@
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.folder import locate_checkpoint, tidy
+from hpctrain.checkpoint.format import KEPT
+from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.resume import choose_checkpoint
+from hpctrain.comm.bind import bind_accelerator
+from hpctrain.comm.probe.machine import note_overflow
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.comm.start.launcher import end_of_batch_job
 from hpctrain.comm.start.process import StopSignals, take_losses
+from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
+from hpctrain.comm.world import World
+from hpctrain.config.clusters.cluster import MemoryOverflow
 from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
-from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.resolve import Prepared, prepare_run
+from hpctrain.engine.routes import describe_routes
+from hpctrain.engine.saves import Saves
+from hpctrain.engine.start.facts import Described, Prepared
+from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.start.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
-    from hpctrain.observe.anomalies import Jump
-    from hpctrain.observe.folder.schema import SavedMetrics
-    from hpctrain.observe.folder.spans import Observer
-    from hpctrain.observe.metrics import RunMetrics
+from hpctrain.engine.trainer import Trainer
+from hpctrain.observe.anomalies import Jump, JumpWatch
+from hpctrain.observe.console import Console
+from hpctrain.observe.exports import make_writers
+from hpctrain.observe.folder.lock import RunLock
+from hpctrain.observe.folder.run_folder import (
+    CORRUPTION,
+    JUMP,
+    LOST,
+    RunFolder,
+    default_run_folder,
+    note_failure,
+    refuse_missing_checkpoints,
+)
+from hpctrain.observe.folder.schema import SavedMetrics
+from hpctrain.observe.folder.spans import Observed, Observer, StepRecorder
+from hpctrain.observe.live import LiveMetrics
+from hpctrain.observe.metrics import RunMetrics, add_shares
+from hpctrain.observe.overrun import OverrunWatch
+from hpctrain.observe.prediction_check import PredictionTracker
+from hpctrain.observe.sample import StepSample
+from hpctrain.observe.trace import RunTrace
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.parameters import count_parameters
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
@@ -34,7 +62,7 @@ class Run:
 
     def __init__(
         self,
-        world: "World",
+        world: World,
         job: Job,
         path: Path | None = None,
         described: Described | None = None,
@@ -53,11 +81,6 @@ class Run:
         DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where they do not
         fit.
         """
-        from hpctrain.checkpoint.folder import tidy
-        from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
-        from hpctrain.observe.folder.lock import RunLock
-        from hpctrain.observe.folder.run_folder import default_run_folder, note_failure
-
         self.signals = signals or StopSignals()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():
@@ -77,23 +100,17 @@ class Run:
                 note_failure(self.path, self.path / FLIGHT)
         world.keep_records(self.path / FLIGHT)
 
-        from hpctrain.observe.console import Console
-        from hpctrain.observe.folder.run_folder import RunFolder
-
         self.console = Console(world.rank == 0, on_stderr, bar)
         self.folder = RunFolder(self.path, self.console.say)
         self.hear(news)
         self.begin_leg(world, prepared)
 
-    def begin_leg(self, world: "World", prepared: Prepared) -> None:
+    def begin_leg(self, world: World, prepared: Prepared) -> None:
         """Begin to train by a plan. The leg before it is closed. All ranks must call."""
         self.leg = Leg(self, world, prepared)
 
-    def _choose_checkpoint(self, world: "World", job: Job) -> Sequence[str]:
+    def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
         """Choose what all ranks continue from, whatever their view of the file system; return what is said of it."""
-        from hpctrain.checkpoint.resume import choose_checkpoint
-        from hpctrain.observe.folder.run_folder import refuse_missing_checkpoints
-
         self.checkpoint, news = choose_checkpoint(world, self.path, job.checkpoint.resume)
         with world.all_or_none():
             if self.lock and self.checkpoint is None:
@@ -139,7 +156,6 @@ class Run:
         if not (self.checkpoint and self.source.tokenizer_json):
             return
         from hpctrain.engine.decode import Generator, Sampling
-        from hpctrain.sharding.parameters import count_parameters
 
         if count_parameters(self.job.model) > LARGEST_SAMPLED_MODEL:
             try_this = f'hpctrain generate {self.checkpoint} --prompt "..."'
@@ -157,18 +173,18 @@ class Leg:
     It starts from the newest checkpoint that its run knows, or from the start.
     """
 
-    def __init__(self, run: Run, world: "World", prepared: Prepared):
+    def __init__(self, run: Run, world: World, prepared: Prepared):
         """Make weights and who watches them, and say what is trained. Raises TrainingError where they do not fit."""
-        from hpctrain.comm.bind import bind_accelerator
-        from hpctrain.engine.trainer import Trainer
-
         self._run, self._world, self._prepared = run, world, prepared
         self.job, self._described = prepared.job, prepared.described
         self._groups = ExitStack()
         self._groups.enter_context(world.freeing())
         accelerator = bind_accelerator(world)
         self._observers = self._make_observers(accelerator)
-        self._metrics = self._make_metrics()
+        with world.all_or_none():
+            writers = make_writers(self.job, run.path) if run.lock else []
+        self._live = LiveMetrics(run.folder, prepared.plan, writers)
+        self._metrics = RunMetrics(self._observed, self._live.take)
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
         if run.checkpoint:
@@ -181,12 +197,7 @@ class Leg:
         refuse_if_interrupted(world, run.signals)
         self._introduce()
 
-    def _make_observers(self, accelerator) -> "list[Observer]":
-        from hpctrain.observe.folder.spans import Observed, Observer, StepRecorder
-        from hpctrain.observe.prediction_check import PredictionTracker
-        from hpctrain.observe.sample import StepSample
-        from hpctrain.observe.trace import RunTrace
-
+    def _make_observers(self, accelerator) -> list[Observer]:
         self._recorder, described = StepRecorder(accelerator), self._described
         self._world.configure(tracer=self._recorder)
         self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._run.folder)
@@ -196,30 +207,15 @@ class Leg:
         if self.job.observe.trace:
             observers.insert(0, RunTrace(self._observed, self.job.observe.trace_steps))
         if described.is_rehearsed:
-            from hpctrain.observe.overrun import OverrunWatch
-
             self._overrun = OverrunWatch(self._world, accelerator, self._leave_steps_out)
             observers.append(self._overrun)
         return observers
 
-    def _make_metrics(self) -> "RunMetrics":
-        from hpctrain.observe.exports import make_writers
-        from hpctrain.observe.live import LiveMetrics
-        from hpctrain.observe.metrics import RunMetrics
-
-        with self._world.all_or_none():
-            writers = make_writers(self.job, self._run.path) if self._run.lock else []
-        self._live = LiveMetrics(self._run.folder, self._prepared.plan, writers)
-        return RunMetrics(self._observed, self._live.take)
-
     def _introduce(self) -> None:
-        from hpctrain.engine.routes import describe_routes
-        from hpctrain.observe.metrics import Rates
-
         run, prepared, done = self._run, self._prepared, self._trainer.steps_done
         routes = describe_routes(self._world, self._trainer.layout)
         more = {"routes": routes, "rehearsal": self._described.scale}
-        reasons = prepared.reasons | {key: reason for key, reason in more.items() if reason}
+        reasons = {**prepared.reasons, **{key: reason for key, reason in more.items() if reason}}
         with self._world.all_or_none():
             if run.lock:
                 cluster, predicted = self._described.cluster, prepared.prediction
@@ -227,7 +223,7 @@ class Leg:
                 damage = run.folder.rewind_metrics(done)
                 self._families = keep_families(run.path, self.job, self._described)
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
-                self._rates = Rates(mfu_seconds, sum_of_families(self._families))
+                self._full_speed = mfu_seconds, sum_of_families(self._families)
                 is_rehearsed = self._described.is_rehearsed
                 self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
                 run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
@@ -235,23 +231,19 @@ class Leg:
 
     def train(self, until: int) -> tuple[dict, EarlyEnd | None]:
         """Train to a step; return the metrics of the last one, and why it ended early, if it did."""
-        from hpctrain.engine.saves import Saves
-        from hpctrain.observe.anomalies import JumpWatch
-        from hpctrain.observe.folder.run_folder import CORRUPTION
-
         run, trainer, prepared = self._run, self._trainer, self._prepared
         if trainer.steps_done >= until:
             run.console.say(f"{run.path}: nothing to do, {trainer.steps_done} steps are done")
         last: dict = {}
 
-        def report(metrics: "SavedMetrics") -> None:
+        def report(metrics: SavedMetrics) -> None:
             if run.lock:
                 run.hear([run.lock.check()])
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
             if run.lock:
-                self._rates.add_shares(metrics)
+                add_shares(metrics, *self._full_speed)
             if due:
                 self._metrics.record(metrics)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
@@ -308,10 +300,8 @@ class Leg:
             self._run.console.say(format_yardstick(summary["yardstick"]))
         self._live.note_end(self._trainer.steps_done, self.job.train.steps, summary)
 
-    def _note_findings(self, step: int, jumps: Sequence["Jump"]) -> None:
+    def _note_findings(self, step: int, jumps: Sequence[Jump]) -> None:
         """Say and note what was found in a step, and that output was lost; for rank 0."""
-        from hpctrain.observe.folder.run_folder import JUMP, LOST
-
         for jump in jumps:
             self._run.console.say(str(jump))
             self._run.folder.note(JUMP, text=str(jump), **jump._asdict())
@@ -327,11 +317,6 @@ class Leg:
 
     def _note_overflow(self, needed_bytes: int) -> str:
         """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
-        from hpctrain.comm.probe.machine import note_overflow
-        from hpctrain.config.clusters.cluster import MemoryOverflow
-        from hpctrain.planner.prediction.predictor import Predictor
-        from hpctrain.planner.prices.setup import Setup
-
         cluster, rank = self._described.cluster, self._world.rank
         stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory
         stage = next(stage for stage in stages if rank in stage.ranks)
@@ -345,23 +330,17 @@ class Leg:
 
     def _about(self) -> dict[str, str]:
         """Return what checkpoints say of the run in addition to its job and its plan. All ranks must call."""
-        from hpctrain.checkpoint.format import KEPT
-
         network = self._world.settings.network
         assert network is not None, "a prepared run has one"
         return {
             KEPT: self._world.on_first_rank(self._kept),
             "tokenizer": self._run.source.tokenizer_json or "",
-            "data": self._prepared.data_identity,
+            "data": self._prepared.training.identity,
             "cluster": dump_cluster(network.cluster),
         }
 
     def _kept(self) -> str:
         """Return what the checkpoint that the run began with keeps of a model of Hugging Face."""
-        from hpctrain.checkpoint.folder import locate_checkpoint
-        from hpctrain.checkpoint.format import KEPT
-        from hpctrain.checkpoint.index import Index
-
         start = self.job.train.start_from
         begun = self._run.checkpoint or (locate_checkpoint(start) if start else None)
         if begun is None:

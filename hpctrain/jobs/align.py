@@ -105,15 +105,10 @@ def _dtypes_of(job: Job, family: str, asked: Sequence[str]) -> tuple[str, ...]:
 def summarise(every: "Sequence[RankAlignment]", tolerance: float) -> dict:
     """Return what all ranks saw as plain data: of each family, dtype, operator and result the worst rank. Pure."""
     worst: dict[tuple[str, str, str, str], dict] = {}
-    mended = {(each.rank, of.dtype, of.operator, of.result): of for each in every for of in each.mended}
     for each in every:
         for of in each.compared:
             entry = of._asdict() | {"family": each.family, "rank": each.rank, "host": each.host, "beyond": of.is_beyond}
             entry["overflow"] = of.overflow._asdict() if of.overflow else None
-            if of.is_beyond:
-                again = mended.get((each.rank, of.dtype, of.operator, of.result))
-                entry["mended_error"] = again.error if again else None
-                entry["override"] = f"precision.overrides.{of.pin}=fp32" if again and not again.is_beyond else None
             key = each.family, of.dtype, of.operator, of.result
             if key not in worst or _share(entry) > _share(worst[key]):
                 worst[key] = entry

@@ -16,9 +16,9 @@ import click
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster_file import load_cluster, load_truth, locate_cluster
-from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.paths import exists
+from hpctrain.config.paths import exists, refused_as
 from hpctrain.config.removed import ignore, say_on_stderr
 from hpctrain.engine.start.facts import Described, with_values
 from hpctrain.engine.step.phases import phases_of
@@ -144,10 +144,8 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
 
     ids = max(1, vocab_size // BIN_VOCABULARY_MULTIPLE) * BIN_VOCABULARY_MULTIPLE
     noise = np.random.default_rng(0).integers(0, 3, num_tokens)
-    try:
+    with refused_as(JobError, f"{path}: cannot be written"):
         ((3 * np.arange(num_tokens) + noise) % min(ids, 2**16)).astype("<u2").tofile(path)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}") from None
 
 
 def with_any_vocabulary(job: Job) -> Job:
@@ -165,12 +163,10 @@ def with_any_vocabulary(job: Job) -> Job:
 
 def write_out(path: Path, text: str, is_script: bool = False) -> None:
     """Write what a command makes where its user says. Raises JobError."""
-    try:
+    with refused_as(JobError, f"{path}: cannot be written", "choose another --out"):
         path.write_text(text, encoding="utf-8")
         if is_script:
             path.chmod(0o755)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
 
 
 def locate_and_report(path: Path) -> Path:

@@ -24,7 +24,6 @@ from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
 from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.resolve import check_ranks_are_devices
 from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world, with_vocabulary
@@ -126,6 +125,9 @@ def probe_job(
         text, reference = "", cluster or rehearse
         own = None if reference else describe_this(world)
         source = target = Path()
+
+        from hpctrain.engine.start.resolve import check_ranks_are_devices
+
         with world.all_or_none():
             if world.rank == 0:
                 source = own or locate_cluster(reference or "")

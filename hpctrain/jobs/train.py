@@ -8,7 +8,6 @@ import click
 from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.errors import InterruptionError
-from hpctrain.engine.run import Run
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
 from hpctrain.jobs.common import describe, load_job_on, start_rehearsal, started_world
 
@@ -73,6 +72,9 @@ def command(
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         else:
             described = cluster and describe(world, cluster)
+
+        from hpctrain.engine.run import Run  # and with it torch and h5py: when MPI is started, and the files are right
+
         options = {"fresh_probe": fresh_probe, "on_stderr": as_json, "bar": progress}
         run = Run(world, parsed, run_path, described, signals=signals, **options)
         summary, ended = run.train(stop_after)

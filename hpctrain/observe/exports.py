@@ -4,9 +4,9 @@ import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
-from hpctrain.config.paths import replace_text
+from hpctrain.config.paths import refused_as, replace_text
 
 PREFIX = "hpctrain_"
 
@@ -75,10 +75,8 @@ class PrometheusWriter(MetricsWriter):
         self.path = path
         escaped = job.replace("\\", "\\\\").replace('"', '\\"')
         self._labels = f'{{job="{escaped}"}}'
-        try:
+        with refused_as(JobError, f"observe.prometheus_file = {path}", "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise JobError(f"observe.prometheus_file = {path}: {describe_os_error(error)}; name another file") from None
 
     def write(self, metrics: Mapping) -> None:
         lines = []

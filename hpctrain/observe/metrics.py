@@ -9,7 +9,6 @@ median and the maximum, with the ranks that have them:
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,21 +64,15 @@ def summarise_ranks(figures: np.ndarray, used: Sequence[int]) -> SavedFigures:
     return summary
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Turns a step's seconds into shares, on rank 0."""
+def add_shares(metrics: SavedMetrics, mfu_seconds: float | None, sum_of_families: float | None) -> None:
+    """Add to the metrics of a step what its speed is a share of, as far as that is known.
 
-    mfu_seconds: float | None = None
-    """The MFU of a step times its seconds; None where the cluster cannot be predicted."""
-    sum_of_families: float | None = None
-    """The tokens/s that all families do alone, together; None where there is one family, or one cannot."""
-
-    def add_shares(self, metrics: SavedMetrics) -> None:
-        """Add what is known to the metrics of a step."""
-        if self.mfu_seconds:
-            metrics["mfu"] = self.mfu_seconds / metrics["step_seconds"]
-        if self.sum_of_families:
-            metrics["fraction_of_sum"] = metrics["tokens_per_second"] / self.sum_of_families
+    `mfu_seconds` is the MFU of a step times its seconds, `sum_of_families` the tokens/s of all that families do alone.
+    """
+    if mfu_seconds:
+        metrics["mfu"] = mfu_seconds / metrics["step_seconds"]
+    if sum_of_families:
+        metrics["fraction_of_sum"] = metrics["tokens_per_second"] / sum_of_families
 
 
 class RunMetrics:

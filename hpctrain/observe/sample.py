@@ -56,16 +56,11 @@ class StepSample(Observer):
 
     def _grid(self, spans: Sequence[Span]) -> SavedGrid | None:
         """Return this rank's instructions in seconds from the beginning of the step, if they are to be kept."""
-        world, accelerator, recorder, plan, _ = self._observed
-        offset, scale = world.clock_offset(), accelerator.time_scale
+        world, _, recorder, plan, _ = self._observed
         computed = [(span.name, span.begin, span.end) for span in spans if isinstance(span.name, Instruction)]
-        first = world.smallest(min((since for _, since, _ in computed), default=float("inf")) + offset)
+        seconds = self._observed.clock(min((since for _, since, _ in computed), default=float("inf")))
         if not recorder.knows_times or world.rank not in [tile.ranks[0] for tile in shown_tiles(plan)]:
             return None
-
-        def seconds(time: float) -> float:
-            return (time + offset - first) / scale
-
         kept = [(i.op.value, i.virtual_stage, i.microbatch, seconds(begin), seconds(end)) for i, begin, end in computed]
         return {"rank": world.rank, "spans": kept}
 

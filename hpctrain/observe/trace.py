@@ -66,16 +66,11 @@ class RunTrace(Observer):
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
-        world, scale = self._observed.world, self._observed.accelerator.time_scale
         spans, self._spans = self._spans, []
-        offset = world.clock_offset()
-        first = world.smallest(min((span.begin for span in spans), default=float("inf")) + offset)
-
-        def to_local(seconds: float) -> float:
-            return (seconds + offset - first) / scale
-
-        kept = [s._replace(name=str(s.name), begin=to_local(s.begin), end=to_local(s.end)) for s in spans]
-        return RankTrace(f"{world.place.family} on {world.place.host}", kept)
+        seconds = self._observed.clock(min((span.begin for span in spans), default=float("inf")))
+        kept = [s._replace(name=str(s.name), begin=seconds(s.begin), end=seconds(s.end)) for s in spans]
+        place = self._observed.world.place
+        return RankTrace(f"{place.family} on {place.host}", kept)
 
 
 def _write(path: Path, traces: Sequence[RankTrace]) -> None:

@@ -67,21 +67,6 @@ def speed_of(name: str, family: Family, dtype: str) -> float:
     return DeviceModel(name, family).speed(dtype)
 
 
-def with_speeds(cluster: Cluster, dtypes: Mapping[str, str], dtype: str) -> Cluster:
-    """Return a cluster whose families have the speeds of `dtypes` under the name of one dtype, and no other speed."""
-    families = {
-        name: family.model_copy(
-            update={
-                "peak_flops_per_second": {},
-                "sustained_flops_per_second": {dtype: speed_of(name, family, dtypes[name])},
-                "products": (),
-            }
-        )
-        for name, family in cluster.families.items()
-    }
-    return cluster.model_copy(update={"families": families})
-
-
 def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> Cluster:
     """Return the cluster that the rehearsal's planner sees. Profiles are left out: they are of another job."""
     families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
@@ -313,7 +298,7 @@ def miniature(
         scaled = scale_job(job, width)
         memory = None if truth is None or truth.memory_times is None else truth.memory_times / width**2
         if memory is None:
-            memory = _memory_scale(cluster, dtypes, job, scaled, is_half)
+            memory = _memory_scale(cluster, job, scaled, is_half)
         scale = Scale(width, 2 if is_half else 4, memory)
         result = scale_cluster(cluster, dtypes, scale)
         own = scale_truth(own_truth(cluster, dtypes), truth, dtypes, scale)
@@ -424,14 +409,14 @@ def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> f
     return float(f"{max(real / pretended, update / of_update):.2g}")
 
 
-def _memory_scale(cluster: Cluster, dtypes: dict[str, str], real: Job, scaled: Job, is_half: bool) -> float:
+def _memory_scale(cluster: Cluster, real: Job, scaled: Job, is_half: bool) -> float:
     """Return the factor that keeps the share of memory that a job fills, as `miniature` says."""
     needed = []
     try:
         plan = _even_plan(real, cluster)
         for job, dtype in ((scaled, "fp32"), (real, "bf16" if is_half else "fp32")):
-            predictor = Predictor(Setup.of_job(job, dtype), plan, with_speeds(cluster, dtypes, dtype))
-            needed.append(max(stage.memory.total for stage in predictor.memory))
+            memory = Predictor(Setup.of_job(job, dtype), plan, cluster).memory
+            needed.append(max(stage.memory.total for stage in memory))
     except PlanError:  # a job that no even plan cuts
         needed = [4 * scaled.model.hidden_size**2, (2 if is_half else 4) * real.model.hidden_size**2]
     return needed[0] / needed[1]

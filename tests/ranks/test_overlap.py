@@ -12,8 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.resolve import Prepared
+from hpctrain.engine.start.facts import Described, Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
@@ -142,11 +141,11 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, tokens, monkeypatch):
     own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
     job = make_job(tokens, "llama", {"tensor": {"y": 2}})
-    source, training, validation = open_datasets(job.data, job.train.seed)
     plan = resolve_plan(job, 2).plan
     reasons = {"overlap.tensor": "off: a reason"}
     described = Described(cluster_of([("a", 1, 2)]), "a test")
-    prepared = Prepared(overlapped(job, data=True), plan, reasons, source, training, validation, "", described)
+    data = open_datasets(job.data, job.train.seed)
+    prepared = Prepared(own, overlapped(job, data=True), *data, None, False, described, plan, reasons)
     started = []
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))

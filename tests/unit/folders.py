@@ -6,7 +6,7 @@ from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import DRIFT, TIMELINE, TRAFFIC
 from hpctrain.observe.live import LiveMetrics
-from hpctrain.observe.metrics import Rates, summarise_ranks
+from hpctrain.observe.metrics import add_shares, summarise_ranks
 from hpctrain.observe.prediction_check import MeasuredStep, compare
 from hpctrain.observe.sample import shown_tiles
 from hpctrain.planner.prediction.predictor import forecast
@@ -33,11 +33,11 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
         for rank in tile.ranks:
             figures[rank] = [1e6 * (number + 1), 0.1, *(SLOWER * parts[part] for part in EXPOSED)]
     seconds = SLOWER * expected.prediction.step_seconds
-    rates = Rates(expected.prediction.mfu * expected.prediction.step_seconds, 300.0)
+    full_speed = expected.prediction.mfu * expected.prediction.step_seconds, 300.0
     for step in range(1, steps + 1):
         line = {"step": step, "loss": 6.0 + 1.0 / step, "step_seconds": seconds * (1 + 0.01 * (step % 3))}
         line["tokens_per_second"] = 1e4 / line["step_seconds"]
-        rates.add_shares(line)
+        add_shares(line, *full_speed)
         if step % 3 == 0:
             line["validation_loss"] = 6.2 + 1.0 / step
         live.take(line | summarise_ranks(figures, used), figures)

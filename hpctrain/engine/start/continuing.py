@@ -1,33 +1,32 @@
 """Takes over what a run continues with: its plan and all that can change a bit, or the start of a new plan."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.state import check_same_run
+from hpctrain.comm.probe.machine import with_overflows
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.config.tables import toml_value
-from hpctrain.engine.start.facts import Facts, Resolution, with_values
+from hpctrain.engine.start.facts import Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import continued_kernels
 from hpctrain.engine.start.resolve_overlap import continued
+from hpctrain.observe.folder.run_folder import CLUSTER
 from hpctrain.plan import checks
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import families_of
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.setup import Setup
 
-if TYPE_CHECKING:
-    from hpctrain.config.clusters.cluster import Cluster
 
-
-def continue_run(job: Job, facts: Facts) -> Resolution:
+def continue_run(run: Prepared) -> Prepared:
     """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
-    where = facts.resume_from
+    where, job = run.resume_from, run.job
     if where is None:
-        return Resolution(job, facts)
-    from hpctrain.checkpoint.state import check_same_run
-
+        return run
     gone: list[str] = []
-    theirs, plan, cluster = check_same_run(where, job, facts.data_identity, gone.append)
+    theirs, plan, cluster = check_same_run(where, job, run.training.identity, gone.append)
     reasons = {"of an older version": "; ".join(gone)} if gone else {}
     if job.train.dtype is None:
         job = with_values(job, "train", dtype=theirs.train.dtype)
@@ -45,17 +44,18 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
         job = with_values(job, "plan", microbatch=microbatch)
         reasons["plan.microbatch"] = f"{microbatch}: that of {where}"
     checks.check_plan(job, plan, f"{where}: its plan")
-    if job.plan is None and not is_for(plan, facts.families):
-        reasons["planned again"] = (
-            f"{where} was written by {describe_ranks(plan)}; these are"
-            f" {count_families(facts.families)}, which get a plan of their own"
+    run = run.but(reasons, job=job)
+    if job.plan is None and not is_for(plan, run.families):
+        why = (
+            f"{where} was written by {describe_ranks(plan)}; these are {count_families(run.families)}, which get a plan"
+            " of their own"
         )
-        return Resolution(job, replace(facts, previous=(plan, cluster) if cluster else None), reasons)
-    if job.plan is None and cluster and (facts.fresh_probe or _is_described_anew(cluster, facts)):
-        return Resolution(job, replace(facts, previous=(plan, cluster), job_to_keep=theirs), reasons)
+        return run.but({"planned again": why}, previous=(plan, cluster) if cluster else None)
+    if job.plan is None and cluster and (run.fresh_probe or _is_described_anew(cluster, run)):
+        return run.but(previous=(plan, cluster), job_to_keep=theirs)
     if job.plan is None:
-        facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
-    return keep(job, theirs, facts, cluster, reasons)
+        run = run.but({"plan": f"{plan.describe()}: that of {where}"}, plan_or_none=plan)
+    return keep(run, theirs, cluster)
 
 
 MAY_DIFFER = {
@@ -78,24 +78,20 @@ def describe_changes(job: Job, theirs: Job) -> str:
     return ", ".join(changes)
 
 
-def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:
+def _is_described_anew(cluster: Cluster, run: Prepared) -> bool:
     """Say whether a description was given that is not that of the run which is continued, or whether one of its devices
     ran out of memory since."""
-    from hpctrain.comm.probe.machine import with_overflows
-
-    if facts.world.on_first_rank(lambda: with_overflows(cluster)) != cluster:
+    if run.world.on_first_rank(lambda: with_overflows(cluster)) != cluster:
         return True
-    return bool(facts.described_or_none) and without_profiles(facts.described.cluster) != without_profiles(cluster)
+    return bool(run.described_or_none) and without_profiles(run.described.cluster) != without_profiles(cluster)
 
 
-def without_profiles(cluster: "Cluster") -> "Cluster":
+def without_profiles(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"profiles": ()})
 
 
-def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
+def with_profiles(cluster: Cluster, checkpoint: Path | None) -> Cluster:
     """Return the cluster of a checkpoint with the profiles that its run's folder has, if that describes the same."""
-    from hpctrain.observe.folder.run_folder import CLUSTER
-
     path = checkpoint.parents[1] / CLUSTER if checkpoint else None
     if path is None or not path.is_file():
         return cluster
@@ -103,35 +99,31 @@ def with_profiles(cluster: "Cluster", checkpoint: Path | None) -> "Cluster":
     return described if without_profiles(described) == without_profiles(cluster) else cluster
 
 
-def keep(job: Job, theirs: Job, facts: Facts, cluster: "Cluster | None", reasons: Mapping[str, str]) -> Resolution:
+def keep(run: Prepared, theirs: Job, cluster: Cluster | None) -> Prepared:
     """Take over what can change a bit of the result from a run that continues by its own plan."""
-    if cluster and [device.family for device in cluster.devices] == facts.families:
-        facts = replace(facts, links_of=cluster)
-    overlap, taken = continued(job.overlap, theirs.overlap)
-    kernels, also_taken = continued_kernels(job.kernels, theirs.kernels)
-    why = {key: f"{value}: that of {facts.resume_from}" for key, value in (taken | also_taken).items()}
-    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, {**reasons, **why})
+    overlap, taken = continued(run.job.overlap, theirs.overlap)
+    kernels, also_taken = continued_kernels(run.job.kernels, theirs.kernels)
+    why = {key: f"{value}: that of {run.resume_from}" for key, value in (taken | also_taken).items()}
+    has_links = cluster and [device.family for device in cluster.devices] == run.families
+    job = run.job.model_copy(update={"overlap": overlap, "kernels": kernels})
+    return run.but(why, job=job, links_of=cluster if has_links else None)
 
 
-def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds: float) -> str:
-    """Say what changes in plan and predicted step for a run that continues on other devices."""
-    from hpctrain.planner.prediction.predictor import predict
-    from hpctrain.planner.prices.setup import Setup
-
+def describe_change(run: Prepared, plan: Plan, cluster: Cluster, seconds: float) -> str:
+    """Say what changes in plan and predicted step for a run that continues on other devices than those of `cluster`."""
+    cluster = with_profiles(cluster, run.resume_from)
     try:
-        before = f"{predict(Setup.of_job(job), plan, cluster).step_seconds:.4g} s a step"
+        before = f"{predict(Setup.of_job(run.job), plan, cluster).step_seconds:.4g} s a step"
     except HpctrainError as error:
         before = f"a step that cannot be predicted ({error})"
     return (
-        f"{plan.describe()} on {cluster.describe()}, predicted {before}; now {new.describe()}, predicted"
-        f" {seconds:.4g} s. The global batch of {job.train.global_batch} rows and the order of data stay"
+        f"{plan.describe()} on {cluster.describe()}, predicted {before}; now {run.plan.describe()}, predicted"
+        f" {seconds:.4g} s. The global batch of {run.job.train.global_batch} rows and the order of data stay"
     )
 
 
 def is_for(plan: Plan, families: list[str]) -> bool:
     """Say whether a plan is for ranks of these families."""
-    from hpctrain.plan.uniform import families_of
-
     tiles = [tile.family for tile in plan.tiles]
     return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
 

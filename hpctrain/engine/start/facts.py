@@ -1,17 +1,17 @@
-"""The facts that a start knows of a run while its job is resolved, and what a resolver returns."""
+"""The facts that a start knows of a run while its job is resolved, in one frozen object."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.config.clusters.cluster import Cluster
     from hpctrain.config.clusters.truth import Truth
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Described:
     """A description of what the ranks run on: the real machine, or the one that they impersonate."""
 
-    cluster: "Cluster"
+    cluster: Cluster
     name: str
     is_rehearsed: bool = False
     path: Path | None = None
@@ -43,24 +43,34 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts that resolvers know in addition to the job, and determine for those after them."""
+class Prepared:
+    """All that is known of a run before its weights are made. Each resolver returns it with more values and reasons."""
 
     world: "World"
+    job: Job
+    source: "TokenSource"
+    training: "AnySequences"
+    validation: "AnySequences | None"
     resume_from: Path | None = None
     fresh_probe: bool = False
     described_or_none: Described | None = None
     """The machine, as soon as it is known."""
     plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
-    data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
-    links_of: "Cluster | None" = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By key, or by what else was chosen."""
+    links_of: Cluster | None = None
     """Whose links chose the algorithms of the run that is continued."""
-    previous: "tuple[Plan, Cluster] | None" = None
+    previous: tuple[Plan, Cluster] | None = None
     """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
     job_to_keep: Job | None = None
     """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
     prediction: "Prediction | None" = None
+    """Of a step; on rank 0."""
+
+    def but(self, reasons: Mapping[str, str] = {}, **values: Any) -> Self:
+        """Return it with other values, and the reasons of what was chosen."""
+        return replace(self, reasons={**self.reasons, **reasons}, **values)
 
     @cached_property
     def families(self) -> list[str]:
@@ -75,23 +85,6 @@ class Facts:
     def plan(self) -> Plan:
         assert self.plan_or_none is not None, "asked for after the plan is there"
         return self.plan_or_none
-
-    @property
-    def data(self) -> "tuple[TokenSource, AnySequences, AnySequences | None]":
-        assert self.data_or_none is not None, "asked for after the data is open"
-        return self.data_or_none
-
-    @property
-    def data_identity(self) -> str:
-        return self.data[1].identity
-
-
-class Resolution(NamedTuple):
-    """The job and the facts that a resolver returns, with a reason for each key that it gave a value."""
-
-    job: Job
-    facts: Facts
-    reasons: Mapping[str, str] = {}
 
 
 def with_values(job: Job, section: str, **values) -> Job:

@@ -39,7 +39,7 @@ from hpctrain.engine.step.pipeline import Pipeline
 from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import Computing
-from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.planner.prices.curves import PROFILED_ZEROS, describe_work
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -49,6 +49,14 @@ ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the mach
 LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
 MOST_ROUNDS, SETTLED_SECONDS = 10, 0.05  # short passes are measured for so long: the first ones load kernels
 DIGITS = 4  # of what was measured; more would only be noise
+
+
+LIMITED_BY = {
+    "job": "all that the job has for one replica",
+    "time": "there was no time to try more",
+    "memory": "no more fit",
+}
+"""By reason of a `Limit`, what a comment says of it."""
 
 
 class Limit(NamedTuple):
@@ -63,24 +71,20 @@ class Limit(NamedTuple):
 def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1) -> int:
     """Return the largest number up to `most` that fits, 0 if none does; what is less than one that fits, fits too.
 
-    Doubles the distance from the estimate until it is beyond, then bisects.
+    Doubles the distance from the estimate until both are known that fit and that do not, then bisects.
     """
     fitting, too_many, step = 0, most + 1, 1
     at = min(max(estimate, 1), most)
-    while fitting < at < too_many:  # until it comes to lie beyond what is known
+    while too_many - fitting > 1:
         if fits(at):
             fitting = at
-            at = min(at + step, most)
         else:
             too_many = at
-            at = max(at - step, 1)
+        if fitting and too_many <= most:
+            at = (fitting + too_many) // 2
+            continue
+        at = min(at + step, most) if fitting else max(at - step, 1)
         step *= 2
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_many = middle
     return fitting
 
 
@@ -332,30 +336,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
             top = max(fewest, min(LEAST_TOP_ROWS, most))
             times = trials.times(zero, top, deadline, top)
         measured.append(world.all_objects(times))
-    if world.rank:
-        return None
-    profiles, comments = [], []
-    work = describe_work(job.model_copy(update={"kernels": kernels}), job.train.resolved_dtype)
-    for family in dict.fromkeys(families):
-        ranks = [rank for rank, of in enumerate(families) if of == family]
-        for zero, of_limits, of_times in zip(PROFILED_ZEROS, limits, measured, strict=True):
-            own_limits = [of_limits[rank] for rank in ranks]
-            updates = [limit.update_seconds for limit in own_limits if limit.update_seconds is not None]
-            profiles.append(
-                Profile(
-                    origin="measured",
-                    family=family,
-                    work=work,
-                    zero=zero,
-                    replicas=world.size,
-                    largest_rows=_fewest(own_limits).rows,
-                    limited_by=_fewest(own_limits).reason,
-                    update_seconds=_median(updates) if len(updates) == len(ranks) else None,
-                    times=_median_times([of_times[rank] for rank in ranks]),
-                )
-            )
-            comments.append(_comment(own_limits))
-    return profiles, comments
+    return _profiles(world, job, kernels, list(zip(PROFILED_ZEROS, limits, measured, strict=True)))
 
 
 def short_profile(
@@ -371,23 +352,48 @@ def short_profile(
         trials.times(1, 1, time.monotonic())  # loads and compiles kernels, however long that takes
         likely = -(-job.train.global_batch // world.size)
         times = trials.times(1, job.train.global_batch, time.monotonic() + seconds, likely)
-    measured = world.all_objects(times)
+    return _profiles(world, job, kernels, [(1, None, world.all_objects(times))])
+
+
+def _profiles(
+    world: World,
+    job: Job,
+    kernels: KernelChoice,
+    stages: Sequence[tuple[int, Sequence[Limit] | None, Sequence[Sequence[RowTimes]]]],
+) -> tuple[list[Profile], list[str]] | None:
+    """Return on rank 0 the profiles of each family, with comments, by what all ranks measured in each ZeRO stage."""
     if world.rank:
         return None
     families = [place.family for place in world.topology.places]
     work = describe_work(job.model_copy(update={"kernels": kernels}), job.train.resolved_dtype)
-    profiles = [
-        Profile(
-            origin="measured",
-            family=family,
-            work=work,
-            zero=1,
-            replicas=world.size,
-            times=_median_times([times for times, of in zip(measured, families, strict=True) if of == family]),
-        )
-        for family in dict.fromkeys(families)
-    ]
-    return profiles, [f"Times of items alone, the median of {families.count(of.family)} ranks'." for of in profiles]
+    profiles, comments = [], []
+    for family in dict.fromkeys(families):
+        ranks = [rank for rank, of in enumerate(families) if of == family]
+        for zero, limits, times in stages:
+            fitting, comment = {}, f"Times of items alone, the median of {len(ranks)} ranks'."
+            if limits:
+                own = [limits[rank] for rank in ranks]
+                rows, reason, _ = min(own, key=lambda limit: (limit.rows, limit.reason))
+                updates = [limit.update_seconds for limit in own if limit.update_seconds is not None]
+                update = _median(updates) if len(updates) == len(ranks) else None
+                fitting = {"largest_rows": rows, "limited_by": reason, "update_seconds": update}
+                comment = (
+                    f"{counted(len(ranks), 'rank')}; times are the median rank's. {counted(rows, 'row')} at once:"
+                    f" {LIMITED_BY[reason]}."
+                )
+            profiles.append(
+                Profile(
+                    origin="measured",
+                    family=family,
+                    work=work,
+                    zero=zero,
+                    replicas=world.size,
+                    times=_median_times([times[rank] for rank in ranks]),
+                    **fitting,
+                )
+            )
+            comments.append(comment)
+    return profiles, comments
 
 
 def _median(values: Sequence[float]) -> float:
@@ -406,20 +412,3 @@ def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...
         }
         result.append(RowTimes.model_validate({"rows": rows, **items}))
     return tuple(result)
-
-
-def _fewest(limits: Sequence[Limit]) -> Limit:
-    return min(limits, key=lambda limit: (limit.rows, limit.reason))
-
-
-def _comment(limits: Sequence[Limit]) -> str:
-    rows, reason, _ = _fewest(limits)
-    why = {
-        "job": "all that the job has for one replica",
-        "time": "there was no time to try more",
-        "memory": "no more fit",
-    }
-    return (
-        f"{len(limits)} rank{'s' if len(limits) > 1 else ''}; times are the median rank's."
-        f" {rows} row{'s' if rows != 1 else ''} at once: {why[reason]}."
-    )

@@ -1,51 +1,52 @@
 """Resolves a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
 
-The order is that of what depends on what. Mistakes in files are reported before torch is imported; what takes time
-comes last. Every choice comes back as a value and a reason.
+The order is that of what depends on what. Commands report mistakes in files before they import this, and with it torch;
+what takes time comes last. Every choice comes back as a value and a reason.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.folder import locate_checkpoint
+from hpctrain.checkpoint.index import Index
+from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.probe.load import LoadWatch
+from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe_overflows, with_overflows
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
-from hpctrain.config.clusters.cluster import part_of
+from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
+from hpctrain.data.order import check_tokenizer, open_datasets
 from hpctrain.engine.requests import refuse_if_interrupted
+from hpctrain.engine.routes import choose_bridge
 from hpctrain.engine.start.continuing import (
     continue_run,
     count_families,
     describe_change,
     keep,
-    with_profiles,
     without_profiles,
 )
-from hpctrain.engine.start.facts import Described, Facts, Resolution, with_values
+from hpctrain.engine.start.facts import Described, Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.start.resolve_overlap import (
     launch_refusal,
+    resolve_for,
     resolve_overlap,
-    resolve_parts,
     setups_by_plan,
-    spreads,
 )
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import Resolved, resolve_plan
+from hpctrain.planner.choose import PlanChoice, check_fits, choose_plan, with_dtypes, with_enough_rows
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.curves import has_times
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
-    from hpctrain.data.order import AnySequences
-    from hpctrain.data.tokens import TokenSource
-    from hpctrain.planner.choose import PlanChoice
-    from hpctrain.planner.prediction.predictor import Prediction
-    from hpctrain.planner.prices.setup import Setup
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 1.5
@@ -53,25 +54,8 @@ WORTH_A_NEW_PLAN = 0.02
 """Of a step: a run that continues on the same ranks, described anew, gets another plan if it is faster by more."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """All that a run needs to know before its weights are made."""
-
-    job: Job
-    plan: Plan
-    reasons: dict[str, str]
-    source: "TokenSource"
-    training: "AnySequences"
-    validation: "AnySequences | None"
-    data_identity: str
-    """Identifies the token file and its training part; a run that is continued must have the same."""
-    described: Described
-    prediction: "Prediction | None" = None
-    """Of a step; on rank 0."""
-
-
 def prepare_run(
-    world: "World",
+    world: World,
     job: Job,
     resume_from: Path | None = None,
     described: Described | None = None,
@@ -89,27 +73,18 @@ def prepare_run(
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError, InterruptionError; PlanError
     also where the plan is predicted not to fit into memory.
     """
-    facts, reasons = Facts(world, resume_from, fresh_probe, described), {}
+    run = Prepared(world, job, *open_datasets(job.data, job.train.seed), resume_from, fresh_probe, described)
     for resolver in RESOLVERS:
         if signals:
             refuse_if_interrupted(world, signals)
-        job, facts, why = resolver(job, facts)
-        reasons |= why
-    return Prepared(
-        job, facts.plan, reasons, *facts.data, facts.data_identity, facts.described, prediction=facts.prediction
-    )
+        run = resolver(run)
+    return run
 
 
-def open_data(job: Job, facts: Facts) -> Resolution:
-    from hpctrain.data.order import open_datasets
-
-    world, reasons = facts.world, {}
-    source, training, validation = open_datasets(job.data, job.train.seed)
-    if job.train.start_from and facts.resume_from is None:
-        from hpctrain.checkpoint.folder import locate_checkpoint
-        from hpctrain.checkpoint.index import Index
-        from hpctrain.data.order import check_tokenizer
-
+def check_data(run: Prepared) -> Prepared:
+    """Check that the tokens are whole, and those of the model; they say how large its vocabulary is."""
+    world, job, source = run.world, run.job, run.source
+    if job.train.start_from and run.resume_from is None:
         start = locate_checkpoint(job.train.start_from)
         with world.all_or_none(), Index(start) as index:
             check_tokenizer(source, index.about["tokenizer"], start)
@@ -117,158 +92,138 @@ def open_data(job: Job, facts: Facts) -> Resolution:
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])
     if job.model.vocab_size is None:
-        job = with_values(job, "model", vocab_size=source.vocab_size)
-        reasons["model.vocab_size"] = f"{source.vocab_size}: that of {job.data.tokens}"
-    elif job.model.vocab_size < source.vocab_size:
+        reason = f"{source.vocab_size}: that of {job.data.tokens}"
+        return run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))
+    if job.model.vocab_size < source.vocab_size:
         raise JobError(
             f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
             f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
         )
-    return Resolution(job, replace(facts, data_or_none=(source, training, validation)), reasons)
+    return run
 
 
-def take_given_plan(job: Job, facts: Facts) -> Resolution:
+def take_given_plan(run: Prepared) -> Prepared:
     """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
-    from hpctrain.plan.uniform import resolve_plan
-
-    if job.plan is None:
-        return Resolution(job, facts)
-    made = facts.world.on_first_rank(lambda: resolve_plan(job, facts.world.size, facts.families))
-    return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
+    if run.job.plan is None:
+        return run
+    made = run.world.on_first_rank(lambda: resolve_plan(run.job, run.world.size, run.families))
+    return run.but(made.reasons, plan_or_none=made.plan)
 
 
-def check_precision(job: Job, facts: Facts) -> Resolution:
+def check_precision(run: Prepared) -> Prepared:
     """Refuse what is not computed on the devices that there are; a rehearsal computes on CPUs."""
-    topology = facts.world.topology
+    topology = run.world.topology
     if topology.shares_memory:
-        job.precision.check_fp8({place.family: place.kind for place in topology.places})
-    return Resolution(job, facts)
+        run.job.precision.check_fp8({place.family: place.kind for place in topology.places})
+    return run
 
 
-def know_machine(job: Job, facts: Facts) -> Resolution:
+def know_machine(run: Prepared) -> Prepared:
     """Look up the description of these devices, where none is given, or measure one."""
-    world, reasons = facts.world, {}
-    if facts.described_or_none is None:
-        from hpctrain.comm.bind import bind_accelerator
-        from hpctrain.comm.probe.machine import describe_machine
-
-        machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
+    world = run.world
+    if run.described_or_none is None:
+        machine = describe_machine(world, bind_accelerator(world), run.fresh_probe)
         name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
-        measured = {"path": machine.path, "disturbance": machine.disturbance}
-        facts = replace(facts, described_or_none=Described(machine.cluster, name, **measured))
-        reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
-    described = facts.described
-    if not described.is_rehearsed and len(facts.families) < described.cluster.num_devices:
-        part = part_of(described.cluster, facts.families, [place.host for place in world.topology.places])
+        described = Described(machine.cluster, name, path=machine.path, disturbance=machine.disturbance)
+        reason = f"{machine.cluster.describe()}: {machine.source}"
+        run = run.but({"machine": reason}, described_or_none=described)
+    described = run.described
+    if not described.is_rehearsed and len(run.families) < described.cluster.num_devices:
+        part = part_of(described.cluster, run.families, [place.host for place in world.topology.places])
         if part is not None:
-            reasons["machine"] = f"{part.describe()}: a part of {described.name} ({described.cluster.describe()})"
-            facts = replace(facts, described_or_none=replace(described, cluster=part))
+            reason = f"{part.describe()}: a part of {described.name} ({described.cluster.describe()})"
+            run = run.but({"machine": reason}, described_or_none=replace(described, cluster=part))
+    described = run.described
     with world.all_or_none():
-        check_ranks_are_devices(facts.described, world.topology.places)
-    from hpctrain.comm.probe.machine import describe_overflows, with_overflows
-
-    described = facts.described
+        check_ranks_are_devices(described, world.topology.places)
     cluster = world.on_first_rank(lambda: with_overflows(described.cluster))
     if overflows := describe_overflows(cluster):
-        reasons["overflows"] = overflows
-        facts = replace(facts, described_or_none=replace(described, cluster=cluster))
-    return Resolution(job, facts, reasons)
+        run = run.but({"overflows": overflows}, described_or_none=replace(described, cluster=cluster))
+    return run
 
 
-def size_head(job: Job, facts: Facts) -> Resolution:
+def size_head(run: Prepared) -> Prepared:
     """Say how many logits may be there at once, by the families that compute: a rehearsal computes on CPUs."""
-    if job.kernels.logits_mib is not None or facts.described.is_rehearsed:
-        return Resolution(job, facts)
-    known, plan = facts.described.cluster.families, facts.plan_or_none
-    used = [facts.families[rank] for rank in plan.ranks] if plan else facts.families
-    kernels = job.kernels.with_logits([known[name] for name in dict.fromkeys(used)])
-    reason = f"{kernels.logits_mib}: of the logits of {', '.join(dict.fromkeys(used))}, as if in fp32"
-    return Resolution(job.model_copy(update={"kernels": kernels}), facts, {"kernels.logits_mib": reason})
+    kernels, families = run.job.kernels, run.described.cluster.families
+    if kernels.logits_mib is not None or run.described.is_rehearsed:
+        return run
+    used = _computing(run)
+    kernels = kernels.with_logits([families[name] for name in used])
+    reason = f"{kernels.logits_mib}: of the logits of {', '.join(used)}, as if in fp32"
+    return run.but({"kernels.logits_mib": reason}, job=run.job.model_copy(update={"kernels": kernels}))
 
 
-def choose_dtype(job: Job, facts: Facts) -> Resolution:
-    if job.train.dtype is not None:
-        return Resolution(job, facts)
-    from hpctrain.planner.choose import with_dtypes
-
-    with facts.world.all_or_none():
-        used = facts.plan_or_none and [facts.families[rank] for rank in facts.plan_or_none.ranks]
-        families = list(dict.fromkeys(used or facts.families))
-        job, reason = with_dtypes(job, facts.described.cluster, families, facts.described.name)
-    return Resolution(job, facts, {"train.dtype": reason})
+def _computing(run: Prepared) -> list[str]:
+    """Return the families that compute, as far as that is known."""
+    ranks = run.plan_or_none.ranks if run.plan_or_none else range(run.world.size)
+    return list(dict.fromkeys(run.families[rank] for rank in ranks))
 
 
-def fill_devices(job: Job, facts: Facts) -> Resolution:
+def choose_dtype(run: Prepared) -> Prepared:
+    if run.job.train.dtype is not None:
+        return run
+    with run.world.all_or_none():
+        job, reason = with_dtypes(run.job, run.described.cluster, _computing(run), run.described.name)
+    return run.but({"train.dtype": reason}, job=job)
+
+
+def fill_devices(run: Prepared) -> Prepared:
     """Give devices more rows at once than CPUs, where the job describes its plan and leaves their number open."""
-    topology, plan = facts.world.topology, facts.plan_or_none
-    if plan is None or job.plan is None or facts.described.is_rehearsed:
-        return Resolution(job, facts)
-    from hpctrain.plan.uniform import Resolved
-    from hpctrain.planner.choose import with_enough_rows
-
-    priced, few = _priced(job, facts), Resolved(plan, {})
-    setup_of = setups_by_plan(priced, priced, topology)
-    made = facts.world.on_first_rank(
-        lambda: with_enough_rows(priced, few, facts.families, facts.described.cluster, setup_of)
-    )
-    return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
+    plan, cluster = run.plan_or_none, run.described.cluster
+    if plan is None or run.job.plan is None or run.described.is_rehearsed:
+        return run
+    priced, few = _priced(run), Resolved(plan, {})
+    setup_of = setups_by_plan(priced, priced, run.world.topology)
+    made = run.world.on_first_rank(lambda: with_enough_rows(priced, few, run.families, cluster, setup_of))
+    return run.but(made.reasons, plan_or_none=made.plan)
 
 
-def profile_job(job: Job, facts: Facts) -> Resolution:
+def profile_job(run: Prepared) -> Prepared:
     """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
-    from hpctrain.planner.prices.curves import has_times
-
-    described, world = facts.described, facts.world
+    described, world, job = run.described, run.world, run.job
     path = described.path
-    if facts.plan_or_none or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
-        return Resolution(job, facts)
-    from hpctrain.comm.bind import bind_accelerator
-    from hpctrain.comm.probe.load import LoadWatch
-    from hpctrain.comm.probe.machine import add_profiles
+    if run.plan_or_none or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
+        return run
     from hpctrain.engine.start.profiler import short_profile
 
-    overlap, _ = resolve_overlap(job.overlap, world.topology)
-    profiled = job.model_copy(update={"overlap": overlap})
     watch = LoadWatch()
-    measured = short_profile(world, bind_accelerator(world), profiled, SHORT_PROFILE_SECONDS)
+    measured = short_profile(world, bind_accelerator(world), _without_plan(run).job, SHORT_PROFILE_SECONDS)
     disturbance = watch.disturbance(world)
     busy, reasons = described.disturbance or disturbance, {}
     text = add_profiles(path, described.cluster, *measured, keeps=not busy) if measured else None
     cluster = parse_cluster(world.broadcast_object(text), described.name)
     if disturbance and not described.disturbance:
         reasons["profile"] = f"passes of this job, measured now and not kept: {busy}; the next start measures again"
-    described = replace(described, cluster=cluster, disturbance=busy)
-    return Resolution(job, replace(facts, described_or_none=described), reasons)
+    return run.but(reasons, described_or_none=replace(described, cluster=cluster, disturbance=busy))
 
 
-def search_plan(job: Job, facts: Facts) -> Resolution:
+def search_plan(run: Prepared) -> Prepared:
     """Search on one rank. Overlaps that are `auto` are scored as without a plan, and timed as each plan has them."""
-    if facts.plan_or_none:
-        return Resolution(job, facts)
-    overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
-    asked = _priced(job.model_copy(update={"overlap": overlap}), facts)
-    setup_of = setups_by_plan(job, asked, facts.world.topology)
-    choice, again = facts.world.on_first_rank(lambda: _choose(asked, facts, setup_of))
-    if facts.previous is None or facts.job_to_keep is None:
-        return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
-    if again:
-        return Resolution(job, replace(facts, plan_or_none=choice.plan), {"planned again": again} | choice.reasons)
-    plan, cluster = facts.previous
-    why = f"{plan.describe()}: that of {facts.resume_from}; no plan of a new search is clearly faster"
-    kept = replace(facts, plan_or_none=plan, previous=None)
-    return keep(job, facts.job_to_keep, kept, cluster, {"plan": why})
+    if run.plan_or_none:
+        return run
+    asked = _priced(_without_plan(run))
+    setup_of = setups_by_plan(run.job, asked, run.world.topology)
+    choice, again = run.world.on_first_rank(lambda: _choose(asked, run, setup_of))
+    if again or run.previous is None or run.job_to_keep is None:
+        return run.but(({"planned again": again} if again else {}) | choice.reasons, plan_or_none=choice.plan)
+    plan, cluster = run.previous
+    why = f"{plan.describe()}: that of {run.resume_from}; no plan of a new search is clearly faster"
+    return keep(run.but({"plan": why}, plan_or_none=plan, previous=None), run.job_to_keep, cluster)
 
 
-def _choose(job: Job, facts: Facts, setup_of: "Callable[[Plan], Setup]") -> "tuple[PlanChoice, str]":
+def _without_plan(run: Prepared) -> Prepared:
+    """Return a run with the overlaps that it would have without a plan."""
+    overlap, _ = resolve_overlap(run.job.overlap, run.world.topology)
+    return run.but(job=run.job.model_copy(update={"overlap": overlap}))
+
+
+def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple[PlanChoice, str]:
     """Search; return the result, and why it is better than the plan of the run that is continued, if it is."""
-    from hpctrain.planner.choose import choose_plan
-    from hpctrain.planner.prediction.predictor import predict
-
-    described, where = facts.described, facts.resume_from
+    described, where = run.described, run.resume_from
     choice = choose_plan(job, described.cluster, described.name, setup_of)
-    if facts.previous is None or facts.job_to_keep is None:
+    if run.previous is None or run.job_to_keep is None:
         return choice, ""
-    plans = facts.previous[0], choice.plan
+    plans = run.previous[0], choice.plan
     kept, best = (predict(setup_of(plan), plan, described.cluster) for plan in plans)
     if not kept.fits:
         return choice, f"by {described.name} the plan of {where} does not fit into memory"
@@ -277,28 +232,24 @@ def _choose(job: Job, facts: Facts, setup_of: "Callable[[Plan], Setup]") -> "tup
     return choice, f"by {described.name} a step by the plan of {where} takes {slower:.1%} longer" if is_clear else ""
 
 
-def _priced(job: Job, facts: Facts) -> Job:
+def _priced(run: Prepared) -> Job:
     """Return the job as it is priced before ranks have tried which kernels they have."""
-    if not facts.world.topology.shares_memory:
-        return job
-    return job.model_copy(update={"kernels": job.kernels.assumed(facts.described.cluster)})
+    if not run.world.topology.shares_memory:
+        return run.job
+    return run.job.model_copy(update={"kernels": run.job.kernels.assumed(run.described.cluster)})
 
 
-def switch_overlaps(job: Job, facts: Facts) -> Resolution:
-    """Give overlaps that are `auto` a value by the plan."""
-    world, plan, cluster = facts.world, facts.plan, facts.described.cluster
-    has_devices = world.topology.has_devices and world.topology.shares_memory
-    refusal = world.on_first_rank(lambda: launch_refusal(plan) if has_devices else None)
-    overlap, reasons = resolve_overlap(job.overlap, world.topology, spreads(world, job, plan), refusal)
-    job = job.model_copy(update={"overlap": overlap})
-    overlap, why = world.on_first_rank(lambda: resolve_parts(job, plan, cluster))
-    return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
+def switch_overlaps(run: Prepared) -> Prepared:
+    """Give overlaps that are `auto` a value by the plan, on one rank for all of them."""
+    topology, cluster = run.world.topology, run.described.cluster
+    overlap, reasons = run.world.on_first_rank(lambda: resolve_for(run.job, run.plan, topology, cluster))
+    return run.but(reasons, job=run.job.model_copy(update={"overlap": overlap}))
 
 
-def check_plan(job: Job, facts: Facts) -> Resolution:
+def check_plan(run: Prepared) -> Prepared:
     """Refuse a plan whose schedule could block, and say where it pads the vocabulary."""
-    plan, reasons = facts.plan, {}
-    reduces_early, topology = bool(job.overlap.data), facts.world.topology
+    plan, model = run.plan, run.job.model
+    reduces_early, topology = bool(run.job.overlap.data), run.world.topology
     has_devices = topology.has_devices and topology.shares_memory
 
     def check() -> None:
@@ -306,65 +257,54 @@ def check_plan(job: Job, facts: Facts) -> Resolution:
         if reduces_early and has_devices and (refusal := launch_refusal(plan)):
             raise PlanError(f"{refusal}, where devices do one collective at a time; set overlap.data = false")
 
-    facts.world.on_first_rank(check)
-    padded = max(padded_vocabulary(job.model, tile.tensor) for tile in plan.tiles)
-    if padded != job.model.vocab_size:
-        reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
-    return Resolution(job, facts, reasons)
+    run.world.on_first_rank(check)
+    padded = max(padded_vocabulary(model, tile.tensor) for tile in plan.tiles)
+    if padded == model.vocab_size:
+        return run
+    return run.but({"vocabulary": f"{model.vocab_size} ids are padded to {padded}, a multiple of tensor y"})
 
 
-def bridge_families(job: Job, facts: Facts) -> Resolution:
+def bridge_families(run: Prepared) -> Prepared:
     """Say how messages between families of devices go, by what is proven for the plan."""
-    from hpctrain.engine.routes import choose_bridge
-
-    return Resolution(job, facts, choose_bridge(facts.world, job, facts.plan))
+    return run.but(choose_bridge(run.world, run.job, run.plan))
 
 
-def predict_step(job: Job, facts: Facts) -> Resolution:
+def predict_step(run: Prepared) -> Prepared:
     """Predict a step on rank 0, and refuse a plan that is predicted not to fit."""
-    prediction, reasons, described = None, {}, facts.described
-    with facts.world.all_or_none():
-        if facts.world.rank == 0:
-            from hpctrain.planner.choose import check_fits
-            from hpctrain.planner.prediction.predictor import predict
-            from hpctrain.planner.prices.setup import Setup
-
+    prediction, reasons, described = None, {}, run.described
+    with run.world.all_or_none():
+        if run.world.rank == 0:
             try:
-                prediction = predict(Setup.of_job(_priced(job, facts)), facts.plan, described.cluster)
+                prediction = predict(Setup.of_job(_priced(run)), run.plan, described.cluster)
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
-            if prediction and facts.previous:
-                plan, cluster = facts.previous
-                cluster = with_profiles(cluster, facts.resume_from)
-                reasons["before"] = describe_change(job, plan, cluster, facts.plan, prediction.step_seconds)
-            if prediction and job.search.must_fit:
-                check_fits(prediction, facts.plan, described.name)
-    return Resolution(job, replace(facts, prediction=prediction), reasons)
+            if prediction and run.previous:
+                reasons["before"] = describe_change(run, *run.previous, prediction.step_seconds)
+            if prediction and run.job.search.must_fit:
+                check_fits(prediction, run.plan, described.name)
+    return run.but(reasons, prediction=prediction)
 
 
-def choose_algorithms(job: Job, facts: Facts) -> Resolution:
+def choose_algorithms(run: Prepared) -> Prepared:
     """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
-    world, described = facts.world, facts.described
-    network = ClusterNetwork(facts.links_of or without_profiles(described.cluster))
+    world, described = run.world, run.described
+    network = ClusterNetwork(run.links_of or without_profiles(described.cluster))
     world.configure(network=network)
     everybody = range(world.size)
     is_shared = world.topology.route(everybody).kind in ("alone", "shared")
     choice = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
-    source = facts.resume_from if facts.links_of else described.name
-    return Resolution(job, facts, {"algorithms": f"{choice}, by the links of {source}"})
+    source = run.resume_from if run.links_of else described.name
+    return run.but({"algorithms": f"{choice}, by the links of {source}"})
 
 
-def choose_kernels(job: Job, facts: Facts) -> Resolution:
+def choose_kernels(run: Prepared) -> Prepared:
     """Try what the kernels need that the job asks for, or leaves open: compilers take seconds, so this comes last."""
-    from hpctrain.comm.bind import bind_accelerator
-
-    world = facts.world
-    job, reasons = resolve_kernels(world, bind_accelerator(world), job, facts.plan.ranks)
-    return Resolution(job, facts, reasons)
+    job, reasons = resolve_kernels(run.world, bind_accelerator(run.world), run.job, run.plan.ranks)
+    return run.but(reasons, job=job)
 
 
-RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
-    open_data,
+RESOLVERS: tuple[Callable[[Prepared], Prepared], ...] = (
+    check_data,
     continue_run,
     take_given_plan,
     check_precision,

@@ -3,20 +3,18 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.world import World
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.model.operators import attention as operator
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 ON_CPU = "on CPUs it depends on the model whether it pays, and it needs a C++ compiler"
 TRIED_POSITIONS = 128
@@ -35,7 +33,7 @@ class RankTrial(NamedTuple):
 
 
 def resolve_kernels(
-    world: "World", accelerator: Accelerator, job: Job, ranks: Sequence[int], dtypes: Sequence[str] = ()
+    world: World, accelerator: Accelerator, job: Job, ranks: Sequence[int], dtypes: Sequence[str] = ()
 ) -> tuple[Job, dict[str, str]]:
     """Return the job with values for its kernels, and the reasons of those that were `auto`.
 

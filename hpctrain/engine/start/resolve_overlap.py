@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.clusters.cluster import Cluster
@@ -16,9 +16,6 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import PAYS, Predictor, predict_in_parts
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
 
 EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
 """By switch, who exchanges what it hides."""
@@ -34,29 +31,27 @@ class Spread(NamedTuple):
     """Whether any has several families, of which one has several devices: a library does parts of its operations."""
 
 
-def spreads(world: "World", job: Job, plan: Plan) -> dict[str, Spread]:
-    """Return of each switch where the plan's groups are. All ranks must call: each looks at its own groups."""
-    topology = world.topology
-    several_hosts = len({place.host for place in topology.places}) > 1
-    if not several_hosts and not (topology.has_devices and len(topology.families) > 1):
-        return dict.fromkeys(EXCHANGED, Spread(False, False))
-    own = spreads_of(topology, job, plan, world.rank)
-    return {key: Spread(*(bool(world.largest(value)) for value in spread)) for key, spread in own.items()}
+def spreads(topology: Topology, job: Job, plan: Plan) -> dict[str, Spread]:
+    """Return of each switch where the plan's groups are. Pure.
+
+    Asked are the first and the last rank of each tile: where ranks of a host follow each other, no group between theirs
+    is on more hosts.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {key: [] for key in EXCHANGED}
+    for tile in plan.tiles:
+        for rank in dict.fromkeys((tile.ranks[0], tile.ranks[-1])):
+            for key, of_rank in hidden_groups(job, plan, rank).items():
+                groups[key] += of_rank
+    return {key: _spread(topology, of_key) for key, of_key in groups.items()}
 
 
-def spreads_of(topology: Topology, job: Job, plan: Plan, rank: int) -> dict[str, Spread]:
-    """Return the same of the groups of one rank. Pure."""
-    groups = hidden_groups(job, plan, rank)
-    return {key: Spread(*_spread(topology, groups[key])) for key in EXCHANGED}
-
-
-def _spread(topology: Topology, groups: Sequence[Sequence[int]]) -> tuple[bool, bool]:
+def _spread(topology: Topology, groups: Sequence[Sequence[int]]) -> Spread:
     def is_composite(ranks: Sequence[int]) -> bool:
         families = topology.domains(ranks, "family")
         launching = [each for each in families if len(each) > 1 and topology.places[ranks[each[0]]].kind != "cpu"]
         return len(families) > 1 and bool(launching)
 
-    return any(len(topology.domains(ranks, "host")) > 1 for ranks in groups), any(map(is_composite, groups))
+    return Spread(any(len(topology.domains(ranks, "host")) > 1 for ranks in groups), any(map(is_composite, groups)))
 
 
 def launch_refusal(plan: Plan) -> str | None:
@@ -93,7 +88,7 @@ def resolve_overlap(
     """
     hosts = len({place.host for place in topology.places})
     values, reasons = {}, {}
-    anywhere = Spread(*_spread(topology, [range(len(topology.places))]))
+    anywhere = _spread(topology, [range(len(topology.places))])
     for key, what in EXCHANGED.items():
         if getattr(overlap, key) is not None:
             continue
@@ -123,13 +118,18 @@ def resolve_overlap(
 
 def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap, dict[str, str]]:
     """Return what a run of a plan would make of a job's overlaps, but for the number of parts. Pure."""
-    spread, refusal = None, None
-    if topology.shares_memory and (len(topology.families) > 1 or not topology.has_devices):
-        result = [spreads_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
-        spread = {key: Spread(*map(any, zip(*(each[key] for each in result), strict=True))) for key in EXCHANGED}
-    if topology.shares_memory and topology.has_devices:
-        refusal = launch_refusal(plan)
-    return resolve_overlap(job.overlap, topology, spread, refusal)
+    if not topology.shares_memory:
+        return resolve_overlap(job.overlap, topology)
+    decides = len(topology.families) > 1 or not topology.has_devices
+    spread = spreads(topology, job, plan) if decides else None
+    return resolve_overlap(job.overlap, topology, spread, launch_refusal(plan) if topology.has_devices else None)
+
+
+def resolve_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
+    """Return what a run of a plan makes of a job's overlaps, and the reasons of those that were `auto`. Pure."""
+    overlap, reasons = resolve_switches(job, topology, plan)
+    overlap, why = resolve_parts(job.model_copy(update={"overlap": overlap}), plan, cluster)
+    return overlap, reasons | why
 
 
 def setups_by_plan(asked: Job, priced: Job, topology: Topology) -> Callable[[Plan], Setup]:
@@ -156,15 +156,10 @@ def resolve_on(
 ) -> tuple[Overlap, dict[str, str]]:
     """Return what a run on a cluster's devices would make of a job's overlaps, for a prediction. Pure.
 
-    Without a plan the number of parts stays as it is. Groups count as being on all hosts, and those of gradients as of
-    all families.
+    Without a plan the number of parts stays as it is, and groups count as in `resolve_overlap`.
     """
     topology = topology_of(cluster, is_pretended)
-    if plan is None:
-        return resolve_overlap(job.overlap, topology)
-    overlap, reasons = resolve_switches(job, topology, plan)
-    overlap, why = resolve_parts(job.model_copy(update={"overlap": overlap}), plan, cluster)
-    return overlap, reasons | why
+    return resolve_for(job, plan, topology, cluster) if plan else resolve_overlap(job.overlap, topology)
 
 
 def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:

@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hpctrain.comm.world import World
 from hpctrain.config.errors import shorten_list
 from hpctrain.model.storage.groups import Group
 from hpctrain.model.storage.shard import Shard
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
-    from hpctrain.model.storage.store import Store
+from hpctrain.model.storage.store import Store
 
 COLUMNS = 2048
 CHUNK_WORDS = 4096 * COLUMNS
@@ -76,7 +74,7 @@ class HeldPart(NamedTuple):
 class Replicas:
     """The parts of one rank that other ranks hold too. All ranks make one, and all call the same."""
 
-    def __init__(self, world: "World", store: "Store", shards: Sequence[Shard], holders: Sequence[tuple[int, ...]]):
+    def __init__(self, world: World, store: Store, shards: Sequence[Shard], holders: Sequence[tuple[int, ...]]):
         """`holders` are the ranks of each shard."""
         self._world, self._store = world, store
         self._parts = [

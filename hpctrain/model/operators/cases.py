@@ -71,21 +71,17 @@ def operators(model: Model, rows: int, positions: int, kernels: Kernels | None =
     result.append(_norm("norm", description.norm, (*shape, model.hidden_size), kernels))
     result += _head(shape, ids, model.hidden_size, description.logit_cap, kernels)
     distinct: dict[tuple, Operator] = {}
-    count: dict[str, int] = {}
     for each in result:
         key = each.name, *sorted({**each.values, **each.weights}.items()), each.settings
-        if key not in distinct:
-            count[each.name] = count.get(each.name, 0) + 1
-            distinct[key] = each
-    seen: dict[str, int] = {}
-    return [_numbered(each, count, seen) for each in distinct.values()]
-
-
-def _numbered(operator: Operator, count: Mapping[str, int], seen: dict[str, int]) -> Operator:
-    seen[operator.name] = seen.get(operator.name, 0) + 1
-    if count[operator.name] == 1:
-        return operator
-    return replace(operator, name=f"{operator.name} {seen[operator.name]}")
+        distinct.setdefault(key, each)
+    by_name: dict[str, list[Operator]] = {}
+    for each in distinct.values():
+        by_name.setdefault(each.name, []).append(each)
+    numbers = {id(each): number for same in by_name.values() if same[1:] for number, each in enumerate(same, 1)}
+    return [
+        replace(each, name=f"{each.name} {numbers[id(each)]}") if id(each) in numbers else each
+        for each in distinct.values()
+    ]
 
 
 def _embedding(shape: tuple[int, int], ids: int, hidden: int, scale: float) -> Operator:
@@ -270,15 +266,14 @@ def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kern
     )
     result = [_linear("head.logits", shape, hidden, ids, False, pin="head")]
     if cap is not None:
-        capped, reference = partial(activation.capped, cap=cap), partial(activation.reference_cap, cap=cap)
         roundings = {"output": Rounding(3, 0), "d logits": Rounding(4, 0)}
         result.append(
             Operator(
                 "logit_cap",
                 logits,
                 {},
-                lambda logits: capped(logits),
-                lambda logits: reference(logits),
+                lambda logits: activation.capped(logits, cap),
+                lambda logits: activation.reference_cap(logits, cap),
                 roundings,
                 pin="head",
             )

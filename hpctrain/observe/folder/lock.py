@@ -16,7 +16,8 @@ from pathlib import Path
 
 from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
 from hpctrain.comm.watchdog.flight import process_start_ticks, this_machine
-from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.errors import JobError, TrainingError
+from hpctrain.config.paths import refused_as
 
 LOCK = "lock"
 BEAT_SECONDS, STILL_SECONDS, POLL_SECONDS = 2.0, 9.0, 0.2
@@ -30,13 +31,9 @@ class RunLock:
         self.path = run / LOCK
         self._is_new = not run.exists()
         self._refuse_if_in_flight()
-        try:
+        with refused_as(JobError, f"{run}: the run folder cannot be written", "choose another with --run"):
             run.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise JobError(
-                f"{run}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
-            ) from None
         try:
             self._take()
         except JobError:
@@ -77,13 +74,9 @@ class RunLock:
             raise self._refusal()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "machine": this_machine()}
         own |= {"process_start": process_start_ticks(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        try:
+        with refused_as(JobError, f"{self.path}: cannot be written", "free space, or choose another --run"):
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps(own).encode() + b"\n", 0)
-        except OSError as error:
-            raise JobError(
-                f"{self.path}: cannot be written: {describe_os_error(error)}; free space, or choose another --run"
-            ) from None
 
     def _lock(self) -> bool:
         """Take the system's lock; return False where another process has it."""

@@ -19,7 +19,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
-from hpctrain.config.paths import exists, is_file, look_at, read_bytes, replace_text, write_text
+from hpctrain.config.paths import exists, is_file, look_at, read_bytes, refused_as, replace_text, write_text
 from hpctrain.observe.folder.schema import (
     EVENTS,
     METRICS,
@@ -147,10 +147,8 @@ def read_metrics(path: Path) -> list[dict]:
 
     A last line that a crash cut short is left out. Raises JobError for any other line that is damaged.
     """
-    try:
+    with refused_as(JobError, f"{path / METRICS.name}: cannot be read"):
         lines, mistakes = read_lines(path / METRICS.name, SavedLosses)
-    except OSError as error:
-        raise JobError(f"{path / METRICS.name}: cannot be read: {describe_os_error(error)}") from None
     if mistakes:
         raise JobError(f"{mistakes[0]}; remove that line")
     return lines

@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.config.bounds import MOST_NUMBER
-from hpctrain.config.errors import JobError, describe_os_error
-from hpctrain.config.paths import exists, is_file, read_bytes
+from hpctrain.config.errors import JobError
+from hpctrain.config.paths import exists, is_file, read_bytes, refused_as
 from hpctrain.planner.prediction.simulate import EXPOSED
 
 T = TypeVar("T")
@@ -275,10 +275,10 @@ def read_saved(folder: Path, file: SavedFile[T], num_ranks: int = 0) -> T | None
     path = folder / file.name
     if not exists(path):
         return None
+    with refused_as(JobError, f"{path}: cannot be read"):
+        data = read_bytes(path)
     try:
-        return TypeAdapter(file.table).validate_json(read_bytes(path), context=num_ranks)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be read: {describe_os_error(error)}") from None
+        return TypeAdapter(file.table).validate_json(data, context=num_ranks)
     except ValidationError as error:
         text = f"{path}: is damaged: {_first(error)}; remove it, the next run writes it again"
         raise JobError(text) from None

@@ -2,7 +2,7 @@
 them. Observers of a run look at them after each step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,6 +96,13 @@ class Observed(NamedTuple):
     recorder: StepRecorder
     plan: Plan
     files: RunFolder
+
+    def clock(self, first: float) -> Callable[[float], float]:
+        """Return what turns times of this rank into seconds of its device since the `first` of any rank. All ranks must
+        call."""
+        offset, scale = self.world.clock_offset(), self.accelerator.time_scale
+        origin = self.world.smallest(first + offset)
+        return lambda time: (time + offset - origin) / scale
 
 
 class Observer:

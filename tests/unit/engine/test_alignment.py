@@ -157,8 +157,8 @@ def test_inputs_depend_on_names_alone_and_are_numbers_of_every_dtype():
 
 def test_the_worst_rank_is_the_one_that_is_reported():
     def of(rank: int, error: float):
-        compared = Compared("norm", "output", "bf16", error, 1e-2, 1e3, None, True, None)
-        return alignment.RankAlignment(rank, f"n{rank}", "h200", "H200", {}, [compared], [])
+        compared = Compared("norm", "output", "bf16", error, 1e-2, None, True)
+        return alignment.RankAlignment(rank, f"n{rank}", "h200", "H200", {}, [compared])
 
     summary = summarise([of(0, 1e-3), of(1, math.nan), of(2, 2e-3)], 0.015)
     assert not summary["aligned"]

@@ -14,6 +14,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.config.parallelism import Overlap
+from hpctrain.engine.start.facts import Prepared
 from hpctrain.engine.start.resolve import check_plan
 from hpctrain.engine.start.resolve_overlap import (
     Spread,
@@ -79,11 +80,8 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
     plan = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4)
     topology = Topology(tuple(Place(host, "cpu") for host in hosts))
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
-    summary = []
-    for rank in range(4):
-        world = SimpleNamespace(topology=topology, rank=rank, largest=lambda value: value)
-        summary.append(spreads(world, job, plan))
-    assert tuple(any(each[key].crosses_hosts for each in summary) for key in ("tensor", "data", "z")) == expected
+    summary = spreads(topology, job, plan)
+    assert tuple(summary[key].crosses_hosts for key in ("tensor", "data", "z")) == expected
 
 
 H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
@@ -102,8 +100,7 @@ H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
 def test_gradients_of_several_families_are_overlapped_where_no_library_does_parts_of_their_sums(families, grid, data):
     plan, topology = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4), Topology(families)
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
-    world = SimpleNamespace(topology=topology, rank=0, largest=lambda value: value)
-    result, reasons = resolve_overlap(Overlap(), topology, spreads(world, job, plan), launch_refusal(plan))
+    result, reasons = resolve_overlap(Overlap(), topology, spreads(topology, job, plan), launch_refusal(plan))
     assert (result.tensor, result.data, result.z) == (True, data, True)
     if data:
         assert reasons["overlap.data"].endswith("all ranks launch collectives in one order")
@@ -142,14 +139,15 @@ GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
 
 
 def test_sums_that_would_wait_for_ever_are_refused_where_a_job_asks_for_them():
-    def facts(topology):
-        return SimpleNamespace(plan=WHOLE, world=SimpleNamespace(topology=topology, on_first_rank=lambda make: make()))
+    def run(data: bool, topology) -> Prepared:
+        world = SimpleNamespace(topology=topology, on_first_rank=lambda make: make())
+        return Prepared(world, job_of(data=data), None, None, None, plan_or_none=WHOLE)
 
     with patch("hpctrain.engine.start.resolve.launch_refusal", lambda plan: "the schedule deadlocks"):
         with pytest.raises(PlanError, match=r"deadlocks, where devices .* set overlap.data = false"):
-            check_plan(job_of(data=True), facts(GPUS))
-        check_plan(job_of(data=False), facts(GPUS))
-        check_plan(job_of(data=True), facts(replace(GPUS, shares_memory=False)))
+            check_plan(run(True, GPUS))
+        check_plan(run(False, GPUS))
+        check_plan(run(True, replace(GPUS, shares_memory=False)))
 
 
 def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
