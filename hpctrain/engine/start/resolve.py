@@ -17,6 +17,7 @@ from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
+from hpctrain.config.clusters.cluster import part_of
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
