@@ -12,6 +12,7 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import DEVICE_TOKENS, Resolved, resolve_plan
 from hpctrain.planner.explain import EQUAL_SHARE, runner_up
+from hpctrain.planner.prediction.offload import format_shortage
 from hpctrain.planner.prediction.predictor import Prediction, predict
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import Setup
@@ -20,7 +21,6 @@ from hpctrain.planner.search.space import PoolUse, Space
 from hpctrain.planner.search.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
-MIB = 2**20
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
 """By more than this share of the rows, and by more than so many, the model contradicts the profile."""
 MOST_ROWS = 1 << 24
@@ -163,17 +163,11 @@ def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:
     """Refuse a plan that is predicted not to fit into memory. Raises PlanError with the numbers."""
     if prediction.fits:
         return
-    if prediction.host_shortage:
-        raise PlanError(
-            f"{plan.describe()} is predicted not to fit: {prediction.host_shortage}; let fewer tiles offload"
-        )
-    stage = max(prediction.memory, key=lambda each: each.memory.total - each.available_bytes)
-    needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
-    raise PlanError(
-        f"{plan.describe()} is predicted not to fit: a rank with items {list(stage.tile.items)} on"
-        f" '{stage.tile.family}' needs {needed:,.1f} MiB and has {available:,.1f} MiB ({where});"
-        ' set plan = "auto" or use more ranks, or start it all the same with --set search.must_fit=false'
-    )
+    remedy = "let fewer tiles offload"
+    if not prediction.host_shortage:
+        remedy = 'set plan = "auto" or use more ranks, or start it all the same with --set search.must_fit=false'
+    shortage = format_shortage(prediction.memory, prediction.host_shortage)
+    raise PlanError(f"{plan.describe()} is predicted not to fit: {shortage} ({where}); {remedy}")
 
 
 def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
@@ -209,6 +203,6 @@ def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:
 
     def is_short(rows: int) -> bool:
         stage = StageShape(0, PoolUse(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
-        return costs.needs(stage, "none", 1).on_device.at(num_blocks) > available_bytes
+        return costs.needs(stage, "none", 1).device_bytes(num_blocks) > available_bytes
 
     return bisect_left(range(1, MOST_ROWS), True, key=is_short)

@@ -294,15 +294,24 @@ def row_bytes(
     In a forward pass that offloads, there are what a block has kept and the block before it, which may be the last one
     of another microbatch (`wraps`).
     """
-    moved = [layer_moved(setup, grid, layer, recompute) if offloads else 0.0 for layer in every]
-    stays = [layer_kept(setup, grid, layer, recompute, rows) - m for layer, m in zip(every, moved, strict=True)]
-    deferred = [layer_deferred(setup, grid, layer) if splits else 0.0 for layer in every]
+
+    def bytes_of(layer: Interval) -> tuple[float, float, float, float, float]:
+        """Return what a layer moves, keeps, defers, has inside and computes with."""
+        moved = layer_moved(setup, grid, layer, recompute) if offloads else 0.0
+        stays = layer_kept(setup, grid, layer, recompute, rows) - moved
+        inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
+        deferred = layer_deferred(setup, grid, layer) if splits else 0.0
+        return moved, stays, deferred, inner, layer_computing(setup, grid, layer, recompute, rows)
+
+    kinds = [setup.first_equal[slice(*layer)] for layer in every]
+    of_kind = {kind: bytes_of(layer) for kind, layer in dict(zip(kinds, every, strict=True)).items()}
+    moved, stays, deferred, *_ = zip(*(of_kind[kind] for kind in kinds), strict=True)
     hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
     blocks = [number for number, each in enumerate(moved) if each]
     most = more = behind = 0.0
-    for number, layer in reversed(list(enumerate(every))):
-        inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
-        taken = layer_computing(setup, grid, layer, recompute, rows) + sum(moved[max(0, number - 1) : number + 1])
+    for number, kind in reversed(list(enumerate(kinds))):
+        *_, inner, computing = of_kind[kind]
+        taken = computing + sum(moved[max(0, number - 1) : number + 1])
         most = max(most, taken + more + (inner if splits else 0.0))
         if moved[number]:  # in the forward pass
             before = moved[number - 1] if number > blocks[0] else moved[blocks[-1]] if wraps else 0.0

@@ -14,7 +14,7 @@ from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 ADAMW_SHARE = 32 / 48
 """Of the seconds of an update, that overlap copies: AdamW's own, by `Stack.update_bytes` of our engine. The norm and
 the clipping come before."""
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def offloaded_update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
@@ -84,6 +84,19 @@ def host_shortage(plan: Plan, cluster: Cluster, memory: Mapping[Tile, StageMemor
                 f" (nodes.{tables[node]}.host_memory_bytes)"
             )
     return ""
+
+
+def format_shortage(memory: Iterable[StageMemory], of_hosts: str) -> str:
+    """Say what a plan lacks that does not fit, with the numbers: memory of a host, by `host_shortage`, or else of the
+    rank that lacks the most."""
+    if of_hosts:
+        return of_hosts
+    stage = max(memory, key=lambda each: each.memory.total - each.available_bytes)
+    needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
+    return (
+        f"a rank with items {list(stage.tile.items)} on '{stage.tile.family}' needs {needed:,.1f} MiB and has"
+        f" {available:,.1f} MiB: {needed - available:,.1f} MiB too few"
+    )
 
 
 def host_share(cluster: Cluster, nodes: Iterable[Sequence[int]]) -> float:

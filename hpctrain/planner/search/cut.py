@@ -17,8 +17,6 @@ from hpctrain.sharding.intervals import Interval
 
 GIVEN_ONE_BY_ONE = 64
 """Rows of each pipeline, or blocks of each stage: of more, most are given at once."""
-TIE_DIGITS = 12
-"""Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
 """Of halving the time by which many are given at once."""
 
@@ -29,7 +27,7 @@ def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1)
 
     None where there are fewer of them than stages, or the memory of all is too small.
     """
-    seconds = [lambda n, stage=stage: round(stage.seconds(n / parts), TIE_DIGITS) for stage in stages]
+    seconds = [lambda n, stage=stage: stage.seconds(n / parts) for stage in stages]
     # The deepest of equal stages is given more first: it keeps the fewest activations.
     deepest_first = deal_out(num_blocks * parts, [1] * len(stages), seconds[::-1])
     cuts = deepest_first and deepest_first[::-1]

@@ -48,10 +48,6 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
     return list(itertools.accumulate(drains, lambda done, drain: done - drain, initial=first))
 
 
-def _sums(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    return list(map(sum, zip(some, others, strict=True)))
-
-
 class Scorer:
     """Scores shapes for one job on one cluster."""
 
@@ -113,7 +109,10 @@ class Scorer:
             every = [[of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts]
             done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
         after = self._seconds_after(shape, pipelines)
-        seconds = max(map(max, map(_sums, done, after))) + self.costs.agree_seconds
+        seconds = (
+            max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
+            + self.costs.agree_seconds
+        )
         return CutShape(shape, tuple(rows), tuple(pipelines), seconds)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
@@ -156,10 +155,9 @@ class Scorer:
             for recompute in self.space.recompute:
                 fitting, row_chunks = 0, 1
                 for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last keep least
-                    needs = costs.needs(stage, recompute, row_chunks, offload)
-                    most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
+                    most = num_blocks if self._is_roomy else costs.most_blocks(stage, recompute, row_chunks, offload)
                     if most > fitting:
-                        yield costs.variant(stage, recompute, row_chunks, offload, most, needs)
+                        yield costs.variant(stage, recompute, row_chunks, offload, most)
                         fitting = most
                     if fitting >= num_blocks:
                         break  # nothing is gained by more row chunks
@@ -220,7 +218,7 @@ class Scorer:
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
             return each / (self.speed(pool, layer) * grid.x * grid.y)
-        return self.costs.seconds(pool, grid, layer, each, self.space.recompute[0]).both
+        return self.costs.both_seconds(pool, grid, layer, each, self.space.recompute[0])
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prediction.offload import format_shortage
 from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.bound import lower_bound
@@ -51,7 +52,6 @@ LEAST_SIMULATED = 5
 """Plans, also where the next ones are expected to be slower than the best."""
 ESTIMATE_ERROR = 0.03
 """By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,9 @@ class Search:
         return seconds is not None and self._clock() - self._started > seconds * share
 
     @_uncollected()
-    def fastest(self) -> tuple[list[SimulatedPlan], bool]:
-        """Return the plans that were simulated, the fastest first, and whether no other one of the space is faster."""
-        all_groups_scored = self._score_groups()
-        all_scored = all_groups_scored and not self._shortlists.left_out
+    def run(self) -> SearchResult:
+        """Search, and return the plans that were simulated with what was learnt. Raises PlanError where none fits."""
+        all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=_by_seconds)
         plans, all_simulated = self._simulate_layouts()
         if not plans and not self._shortage:
@@ -224,11 +223,6 @@ class Search:
             plans = list(filter(None, [self._simulate(self._nearest())]))
         if not plans:
             raise PlanError(self._shortage)
-        return plans, all_scored and all_simulated
-
-    @_uncollected()
-    def run(self) -> SearchResult:
-        plans, is_complete = self.fastest()
         return SearchResult(
             plans=tuple(plans),
             pools=self._pools,
@@ -239,7 +233,7 @@ class Search:
                 "fitting": len(self.layouts),
                 "timed": len(plans),
             },
-            is_complete=is_complete,
+            is_complete=all_scored and all_simulated,
             wall_seconds=self._clock() - self._started,
             first_plan_seconds=min(self._first_after, self._clock() - self._started),
             least_by_arrangement=self._least(lambda shape: shape.pipelines),
@@ -310,8 +304,12 @@ class Search:
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
         def shortage(layout: CutShape) -> float:
-            needed = ((each.pool, each.variant.needed_bytes.at(each.blocks)) for each in layout.all_stages)
-            return max(num_bytes - self._pools[pool].memory_bytes for pool, num_bytes in needed)
+            lacking = []
+            for stage in layout.all_stages:
+                how = stage.variant
+                needs = self.costs.needs(stage.shape, how.recompute, how.row_chunks, how.offload)
+                lacking.append(needs.device_bytes(stage.blocks) - self._pools[stage.pool].memory_bytes)
+            return max(lacking)
 
         if nearest := min(filter(None, layouts), key=shortage, default=None):
             return nearest
@@ -386,7 +384,11 @@ class Search:
         counts = {self.costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
         predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
         if not prediction.fits:
-            self._shortage = self._shortage or self._format_shortage(plan, prediction)
+            shortage = format_shortage(prediction.memory, prediction.host_shortage)
+            self._shortage = self._shortage or (
+                f"no plan of {self._cluster.describe()} fits in memory; the nearest ({plan.describe()}) does not:"
+                f" {shortage}; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
+            )
             return None
         plain = SimulatedPlan(layout, predictor, prediction)
         cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
@@ -407,19 +409,6 @@ class Search:
             if prediction.step_seconds >= last and self._limits.timed is not None:
                 return
             last = prediction.step_seconds
-
-    def _format_shortage(self, plan: Plan, prediction: Prediction) -> str:
-        """Return the message that a plan does not fit in memory."""
-        what = f"no plan of {self._cluster.describe()} fits in memory"
-        if prediction.host_shortage:
-            return f"{what}: {prediction.host_shortage}"
-        stage = max(prediction.memory, key=lambda stage: stage.memory.total - stage.available_bytes)
-        needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
-        return (
-            f"{what}; the nearest ({plan.describe()}) needs {needed:,.1f} MiB for items {list(stage.tile.items)} on a"
-            f" rank of family '{stage.tile.family}', which has {available:,.1f} MiB: {needed - available:,.1f} MiB too"
-            f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
-        )
 
     def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that fit of the sorted layouts, the fastest first, and whether all layouts were simulated.

@@ -7,13 +7,10 @@ from functools import lru_cache
 from hpctrain.planner.search.score import ROWS_OF_FULL_SPEED, Scorer
 from hpctrain.planner.search.space import BEST, Pipelines, PoolUse, choices_of, choices_of_all
 from hpctrain.planner.search.stages import StageShape
-from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
-EXACT_ROWS = 16
-"""The seconds of more rows of a rank are interpolated."""
 MOST_CHOICES = 48
 """That are scored for a pool, unless all are."""
 
@@ -24,7 +21,6 @@ class Shortlists:
     def __init__(self, scorer: Scorer, per_group: int | None):
         """`per_group` is how many combinations of choices are wanted; None: all."""
         self._scorer, self._costs, self._per_group = scorer, scorer.costs, per_group
-        self._first_recompute = scorer.space.recompute[0]
         self._power = [pool.num_devices * scorer.speed(number) for number, pool in enumerate(self._costs.pools)]
         self._rates = lru_cache(None)(self._rates_of)
         self._choose = lru_cache(None)(self._best_choices)
@@ -39,23 +35,14 @@ class Shortlists:
     def _rates_of(self, pool: int, rows: int) -> tuple[list[tuple[float, PoolUse]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
         costs, space = self._costs, self._scorer.space
+        seconds = costs.both_seconds
         every = choices_of if space.cut == BEST else choices_of_all
         slots = space.num_slots(costs.pools[pool], costs.grids[pool])
         result = [
-            (choice.stages / self._block_seconds(pool, choice.grid, choice.rank_rows(rows)), choice)
+            (choice.stages / seconds(pool, choice.grid, BLOCK, choice.rank_rows(rows), space.recompute[0]), choice)
             for choice in every(slots, costs.setup.model.num_layers, rows)
         ]
         return result, max((rate for rate, _ in result), default=0.0)
-
-    def _block_seconds(self, pool: int, grid: TensorGrid, rows: int) -> float:
-        """Return what a block takes a rank that has so many rows: of many rows a line between powers of two."""
-        low = rows if rows <= EXACT_ROWS else 1 << rows.bit_length() - 1
-        first = self._costs.seconds(pool, grid, BLOCK, low, self._first_recompute).both
-        if low == rows:
-            return first
-        return first + (self._costs.seconds(pool, grid, BLOCK, 2 * low, self._first_recompute).both - first) * (
-            rows / low - 1
-        )
 
     def _best_choices(self, microbatches: int, pool: int, row: tuple[int, ...], used: tuple[int, ...]) -> list[PoolUse]:
         rows = self._scorer.global_batch // microbatches
@@ -94,8 +81,7 @@ class Shortlists:
 
         def is_short(recompute: str, zero: int, offload: str = "none") -> bool:
             stage = StageShape(pool, choice, each, kept=min(stages, microbatches), zero=zero, holders=replicas)
-            needs = costs.needs(stage, recompute, row_chunks, offload).on_device
-            return needs.most(costs.pools[pool].memory_bytes) < of_stage
+            return costs.most_blocks(stage, recompute, row_chunks, offload) < of_stage
 
         first, last = space.recompute[0], space.recompute[-1]
         if is_short(first, min(space.zero, key=lambda zero: abs(zero - 1))):

@@ -31,23 +31,16 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid
 
+TIE_DIGITS = 12
+"""Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
+EXACT_ROWS = 16
+"""The seconds of more rows of a rank are interpolated, where shapes are cut and compared."""
 COMPARED_ROWS = 1, 8
 """Positions of several rows are put in order, those of one are."""
 
 
-class Seconds(NamedTuple):
-    """Seconds of a forward and a backward pass."""
-
-    forward: float
-    backward: float
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-
 class Passes(NamedTuple):
-    """Seconds of a stage for one microbatch."""
+    """Seconds of a forward and a backward pass over a layer, or over a stage for one microbatch."""
 
     forward: float
     backward: float
@@ -70,6 +63,9 @@ class BlockLine(NamedTuple):
 
     def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
         return BlockLine(self.fixed + times * other.fixed, self.per_block + times * other.per_block)
+
+    def more(self, fixed: float) -> "BlockLine":
+        return BlockLine(self.fixed + fixed, self.per_block)
 
     def times(self, factor: float) -> "BlockLine":
         return BlockLine(factor * self.fixed, factor * self.per_block)
@@ -121,6 +117,17 @@ class StageShape(NamedTuple):
     exchanging: Holders = ALONE
 
 
+class Needs(NamedTuple):
+    """Bytes of a stage's rank."""
+
+    on_device: tuple[BlockLine, ...]
+    """While passes compute, and while the first and the last gradients are summed: the most of these counts."""
+    on_host: BlockLine
+
+    def device_bytes(self, blocks: float) -> float:
+        return max(line.at(blocks) for line in self.on_device)
+
+
 class StageVariant(NamedTuple):
     """A variant of computing a stage."""
 
@@ -131,7 +138,6 @@ class StageVariant(NamedTuple):
     backward: BlockLine
     most: int
     """Blocks, as far as memory goes."""
-    needed_bytes: BlockLine
     offload: str = "none"
     """What it keeps in host memory."""
     update: BlockLine = NOTHING
@@ -156,6 +162,10 @@ class StageVariants:
     def _all(self) -> tuple[StageVariant, ...]:
         return self.variants + self.offloading()
 
+    @cached_property
+    def _seconds(self) -> dict[float, float]:
+        return {}
+
     def variant(self, blocks: float) -> StageVariant | None:
         """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
         if self.variants and blocks <= self.variants[0].most:
@@ -171,15 +181,10 @@ class StageVariants:
 
     def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        variant = self.variant(blocks)
-        return variant.seconds(blocks) if variant else math.inf
-
-
-class Needs(NamedTuple):
-    """Bytes of a stage's rank."""
-
-    on_device: BlockLine
-    on_host: BlockLine
+        if blocks not in self._seconds:
+            variant = self.variant(blocks)
+            self._seconds[blocks] = round(variant.seconds(blocks), TIE_DIGITS) if variant else math.inf
+        return self._seconds[blocks]
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
@@ -199,6 +204,7 @@ class StageCosts:
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
         self.seconds = lru_cache(None)(self._seconds)
+        self.both_seconds = lru_cache(None)(self._interpolated_seconds)
         self.weight_seconds = lru_cache(None)(self._weight_seconds)
         self.part_count = lru_cache(None)(self._best_count)
         self._site = lru_cache(None)(self._first_site)
@@ -207,6 +213,7 @@ class StageCosts:
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
         self._row = lru_cache(None)(self._row_bytes)
+        self.most_blocks = lru_cache(None)(self._blocks_that_fit)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
@@ -249,12 +256,20 @@ class StageCosts:
         recompute: str = "none",
         holders: Holders = ALONE,
         parts: int | None = None,
-    ) -> Seconds:
+    ) -> Passes:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
         site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
         what = site, layer, rows, recompute, parts
-        return Seconds(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
+        return Passes(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
+
+    def _interpolated_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
+        """Return what both passes over a layer take a rank; of many rows it is a line between powers of two."""
+        low = rows if rows <= EXACT_ROWS else 1 << rows.bit_length() - 1
+        seconds = self.seconds(number, grid, layer, low, recompute).both
+        if low < rows:
+            seconds += (self.seconds(number, grid, layer, 2 * low, recompute).both - seconds) * (rows / low - 1)
+        return seconds
 
     def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what of a backward pass makes gradients of weights."""
@@ -282,17 +297,15 @@ class StageCosts:
         sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
         return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
-    def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
+    def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Passes:
         """Return what a layer takes a stage that goes through the rows of a rank in chunks."""
         few, more = divmod(stage.rows, row_chunks)
         chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
         where = stage.pool, stage.choice.grid, layer
         each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
-        return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
+        return Passes(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def variant(
-        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int, needs: Needs
-    ) -> StageVariant:
+    def variant(self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int) -> StageVariant:
         """Return a variant of a stage for up to so many blocks."""
         layers = BLOCK, *self.layers(stage.ends, 0)
         block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
@@ -312,7 +325,7 @@ class StageCosts:
                 self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers
             )
             weight = BlockLine(sum(ends), block)
-        return StageVariant(recompute, row_chunks, forward, backward, most, needs.on_device, offload, update, weight)
+        return StageVariant(recompute, row_chunks, forward, backward, most, offload, update, weight)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
@@ -368,40 +381,47 @@ class StageCosts:
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
         block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
-        buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         pair = self.elements_of(grid, BLOCK) + max(sizes)
-        buffers += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
-        kept = BlockLine(others.kept, block.kept).times(at_once)
-        on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
-        if setup.stack.is_hpctrain:
-            on_device = on_device.plus(self._scratch(stage, zero, stored, kept.per_block * stage.kept))
-        return Needs(
-            on_device._replace(fixed=on_device.fixed + buffers),
-            stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
+        fixed = messages * message_bytes(setup, grid, stage.rows)
+        fixed += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
+        in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.stack.is_hpctrain else (0.0, 0.0, NOTHING)
+        always = stored.times(state.weights + state.gradients + of_optimizer).more(fixed + in_passes)
+        kept, computing = BlockLine(others.kept, block.kept).times(at_once), at_once * others.computing
+        on_device = (
+            always.plus(kept, stage.kept).more(computing),
+            always.plus(kept).more(computing + first),
+            always.plus(last),
         )
+        return Needs(on_device, stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept))
 
-    def _scratch(self, stage: StageShape, zero: int, stored: BlockLine, kept: float) -> BlockLine:
-        """Return about what sums take on top of `kept` activations of a block; see `buffers.py`."""
-        setup, grid, fixed, per_block = self.setup, stage.choice.grid, 0.0, 0.0
+    def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
+        """Return about what sums take: of each layer, in every pass; the first one at the end of a step, while one
+        microbatch is there; and the last one, with all that was packed; see `buffers.py`.
+
+        `largest` are the weights of the largest layer, and a bucket has whole layers.
+        """
+        setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0.0, self.setup.bucket_bytes
         items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
         unit = SUMMED_BYTES * largest_unit(setup, grid, items)
         if "z" in setup.overlaps:
-            fixed += unit * (1 - 1 / grid.z)
-        if stage.holders > 1:
-            state, bucket = SUMMED_BYTES * stored.per_block, setup.bucket_bytes
-            if zero >= 2:
-                fixed += unit / grid.z * (1 - 1 / stage.holders) if bucket is not None else 0.0
-            elif bucket is not None and 2 * bucket < state * setup.model.num_layers:  # else all is summed at the end
-                fixed += EXCHANGED_SHARE * bucket
-                per_block = max(0.0, stage.meets_mixed * state - kept)
-            else:
-                per_block = max(0.0, (EXCHANGED_SHARE + stage.meets_mixed) * state - kept)
-        return BlockLine(fixed, per_block)
+            in_passes += unit * (1 - 1 / grid.z)
+        if zero >= 2 and bucket is not None:
+            in_passes += unit / grid.z * (1 - 1 / stage.holders)
+        if zero >= 2 or stage.holders == 1:
+            return in_passes, 0.0, NOTHING
+        summed, packed = self.elements(grid, *stage.ends).times(SUMMED_BYTES), float(stage.meets_mixed)
+        if bucket is not None:
+            bucket = max(bucket, SUMMED_BYTES * largest / grid.z)
+            if 2 * bucket < summed.at(setup.model.num_layers):  # else all is summed at the end
+                in_flight = EXCHANGED_SHARE * bucket
+                return in_passes, in_flight + packed * bucket, summed.times(packed).more(in_flight)
+        return in_passes, 0.0, summed.times(EXCHANGED_SHARE + packed)
 
-    def most_blocks(self, stage: StageShape, needs: Needs) -> int:
+    def _blocks_that_fit(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""
-        most = needs.on_device.most(self.pools[stage.pool].memory_bytes)
+        needs = self.needs(stage, recompute, row_chunks, offload)
+        most = min(line.most(self.pools[stage.pool].memory_bytes) for line in needs.on_device)
         return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
 
     def _row_bytes(

@@ -66,9 +66,8 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
         plan = searching.scorer.plan(layout)
         check_tiling(plan, setup.model.num_items)
         assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
-        # A score leaves out sums of the embedding's and the head's gradients: in a model of one block, up to 13 %.
         for stage in Predictor(setup, plan, cluster).memory:
-            assert stage.memory.total <= 1.15 * stage.available_bytes, "what is scored has about the memory it needs"
+            assert stage.memory.total <= 1.02 * stage.available_bytes, "what is scored has about the memory it needs"
 
 
 @settings(max_examples=costly(50), deadline=None, suppress_health_check=list(HealthCheck))
@@ -111,7 +110,6 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
                         BlockLine(base * head, seconds * more),
                         BlockLine(0, 0),
                         most,
-                        BlockLine(0, 1),
                     )
                     for more, head, most in variants
                 )

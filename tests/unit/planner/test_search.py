@@ -47,12 +47,12 @@ def test_as_good_as_looking_at_every_plan(case):
     KNOWN_ALONE.clear()
     seconds = [step_seconds(setup, plan, cluster) for plan in every_plan(setup, batch, cluster, space)]
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    plans, is_complete = searching.fastest()
-    best = plans[0]
+    result = searching.run()
+    plans, best = result.plans, result.best
     assert best.seconds <= min(seconds) * (1 + 1e-9), "cuts inside of blocks make plans faster"
     if not any(tile.items.start and not is_attention(tile.items.start) for timed in plans for tile in timed.plan.tiles):
         assert best.seconds == pytest.approx(min(seconds), rel=1e-9)
-    assert is_complete
+    assert result.is_complete
     assert len(searching.layouts) <= len(seconds)
     check_tiling(best.plan, setup.model.num_items)
 
@@ -177,7 +177,7 @@ def test_what_fits_nowhere_is_reported_with_the_numbers():
         best(cluster_of([("a", 2, 1), ("b", 1, 1)], memory=120_000))
     summary = str(error.value)
     assert "no plan of 2 a and 1 b on 3 nodes, by ib fits in memory; the nearest (" in summary
-    assert "MiB for items [" in summary and "on a rank of family '" in summary and "which has 0.1 MiB" in summary
+    assert "a rank with items [" in summary and "MiB and has 0.1 MiB: " in summary
     assert "MiB too few; use more devices, or shorter sequences (data.sequence_length is 16)" in summary
 
 
