@@ -113,9 +113,9 @@ def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
             traffic, release = store.traffic, store.traffic.release
 
             def counted(item, store=store, alive=alive, release=release):
-                whole = [unit for unit in store.units if unit.is_gathered or unit._gathering]
+                whole = [unit for unit in store.units if unit.is_gathered or unit.gathering]
                 layers = {block_of(unit.layout.unit.items[0]) for unit in whole}
-                alive.append((len(layers), len(store.traffic._scattering)))
+                alive.append((len(layers), len(store.traffic.scattering)))
                 release(item)
 
             monkeypatch.setattr(traffic, "release", counted)
