@@ -63,15 +63,11 @@ def overlapped(job, on: bool):
     return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on)})
 
 
-def in_one(plan: Plan, tile, reduce_early: bool):
-    return one_f_one_b(plan, tile, reduce_early)
-
-
 def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
     """Compare a plan's schedules with backward passes in one, and with one rank."""
     job = make_job(tokens, model, shape=shape_of(world.size), global_batch=plan.rows * plan.microbatches)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "schedule_of", in_one)
+        patched.setattr(pipeline, "schedule_of", one_f_one_b)
         expected = curve_and_weights(world, overlapped(job, False), plan, STEPS)
     one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **shape_of(world.size))
     assert largest_relative_difference(expected[0], one) < 1e-5
@@ -197,7 +193,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     with rehearsed_world(world, EQUAL, Truth(time_scale=3.0, devices={"equal": DEVICE})) as own:
         delayed, passes, *late = measured(own, job, plan)
         split, _, *later = measured(own, job, replace(plan, schedule="1f1b"))
-        monkeypatch.setattr(pipeline, "schedule_of", in_one)
+        monkeypatch.setattr(pipeline, "schedule_of", one_f_one_b)
         whole, _, *latest = measured(own, job, replace(plan, schedule="1f1b"))
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
     busy, hops = MICROBATCHES * (forward + back + weight) + passes["overlapped"], len(plan.tiles) - 1

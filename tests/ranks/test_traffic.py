@@ -150,7 +150,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     for keep in (0, kept):
         times = [1] * keep + gathers[keep:]
         moved = sum((gathered + microbatches) * size for gathered, size in zip(times, sizes, strict=True))
-        assert bytes_of_a_step(world, job_of(keep_gathered=keep), over_z) == each * moved
+        assert bytes_of_a_step(world, job_of(keep_gathered=keep), lambda layout: [layout.axes.z]) == each * moved
 
 
 @pytest.mark.ranks(4)
@@ -178,10 +178,6 @@ def gathers_of_items(num_items: int, microbatches: int, on: bool) -> list[int]:
         times[1] -= m - 1
         times[-2] -= m
     return times
-
-
-def over_z(layout) -> list:
-    return [layout.axes.z]
 
 
 def sizes_of_items(model) -> list[int]:
