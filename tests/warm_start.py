@@ -231,29 +231,9 @@ def _run() -> None:
         main()
 
 
-def _run_to_the_end() -> None:
-    """Run it and end as Python would, but leave what was imported as it is: to take it apart takes longer than many a
-    command."""
-    import atexit
-    import threading
-
-    code = 0
-    try:
-        _run()
-    except SystemExit as end:
-        if not isinstance(end.code, int | None):
-            raise
-        code = end.code or 0
-    threading._shutdown()  # waits for threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code & 0xFF)
-
-
 if __name__ == "__main__":
     if sys.argv[2:3] == [SERVE]:
         serve(sys.argv[1], sys.argv[3:])
-        _run_to_the_end()
+        _run()
     else:
         call(sys.argv[1], sys.argv[2:])
