@@ -49,7 +49,7 @@ class Index:
         self.bytes_read = 0
         """From parts, so far."""
         self._handles: dict[int, int] = {}
-        self._checks: list[tuple[int, int, Future]] = []
+        self.unchecked: list[tuple[int, int, Future]] = []
         """Stream, first block, CRC-32s, of what was read and is being checked."""
         self.manifest, self.digest = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
@@ -147,7 +147,7 @@ class Index:
             low, high = max(begin, first), min(end, last)
             for block in range(low - begin, high - begin, self._at_once):
                 stop = min(min(block + self._at_once, high - begin) * size, each.elements)
-                self._read_elements(stream, block * size, np.empty(stop - block * size, "<f4"), each.elements)
+                self.read_elements(stream, block * size, np.empty(stop - block * size, "<f4"), each.elements)
         self.check_all()
 
     # ---- tables ------------------------------------------------------------------------------------------------
@@ -254,17 +254,17 @@ class Index:
         width, taken, stream = int(rectangle["columns"][1]) - left, columns[1] - columns[0], int(rectangle["stream"])
         begin = int(rectangle["start"]) + columns[0] - left
         if taken == width and out.flags.c_contiguous:
-            self._read_elements(stream, begin + (rows[0] - first) * width, out.reshape(-1))
+            self.read_elements(stream, begin + (rows[0] - first) * width, out.reshape(-1))
             return
         is_sparse = 4 * (width - taken) > 2 * self.manifest.block_bytes
         at_once = 1 if is_sparse else max(1, AT_ONCE_BYTES // (4 * width))
         for row in range(rows[0], rows[1], at_once):
             target = out[row - rows[0] : row - rows[0] + at_once]
             values = np.empty((len(target) - 1) * width + taken, "<f4")
-            self._read_elements(stream, begin + (row - first) * width, values)
+            self.read_elements(stream, begin + (row - first) * width, values)
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
-    def _read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
+    def read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
         """Fill flat fp32 `out` from a stream; it is checked after `check_all`. Elements up to `following` are next."""
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
@@ -310,17 +310,17 @@ class Index:
         if len(data) < AT_ONCE_BYTES // 8:
             self._check(stream, first, checksums(data, size))
             return
-        if len(self._checks) >= MOST_UNCHECKED:
+        if len(self.unchecked) >= MOST_UNCHECKED:
             self._check_oldest()
-        self._checks.append((stream, first, self._checker.submit(checksums, data, size)))
+        self.unchecked.append((stream, first, self._checker.submit(checksums, data, size)))
 
     def _check_oldest(self) -> None:
-        stream, first, result = self._checks.pop(0)
+        stream, first, result = self.unchecked.pop(0)
         self._check(stream, first, result.result())
 
     def check_all(self) -> None:
         """Wait until all that was read is checked. Raises DamagedCheckpointError."""
-        while self._checks:
+        while self.unchecked:
             self._check_oldest()
 
     def _check(self, stream: int, first: int, crcs: list[int]) -> None:

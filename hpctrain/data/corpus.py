@@ -227,7 +227,7 @@ def prepare(
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
     result, skipped = list_files(paths, globs, stdlib)
-    documents = _shuffled(_documents(result, skipped, fields, frozenset(map(Path, paths))))
+    documents = shuffled(_documents(result, skipped, fields, frozenset(map(Path, paths))))
     _refuse_to_overwrite(Path(out), {document.path for document in documents} | {Path(tokenizer)})
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -346,7 +346,7 @@ def _documents(
                         skipped["empty"] += 1
             continue
         try:
-            num_bytes = sum(len(text.encode()) for text in _texts(path))
+            num_bytes = sum(len(text.encode()) for text in texts_in(path))
         except NotTextError as error:
             if path in named:
                 raise DataError(
@@ -362,7 +362,9 @@ def _documents(
                 skipped["empty"] += 1
 
 
-def _shuffled(documents: Iterable[Document]) -> list[Document]:
+def shuffled(documents: Iterable[Document]) -> list[Document]:
+    """Return the documents in the order of digests of their names."""
+
     def key(document: Document) -> tuple[bytes, str, str, int]:
         name = os.fsencode(document.name)
         digest = hashlib.blake2b(name, digest_size=16).digest()
@@ -371,7 +373,7 @@ def _shuffled(documents: Iterable[Document]) -> list[Document]:
     return sorted(documents, key=key)
 
 
-def _texts(path: Path) -> Iterator[str]:
+def texts_in(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, where lines are not longer than a part."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, at = "", 0
@@ -420,7 +422,7 @@ def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
         yield from reader.texts(document)
         return
     try:
-        yield from _texts(document.path)
+        yield from texts_in(document.path)
     except (NotTextError, OSError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
         raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None

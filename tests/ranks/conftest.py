@@ -81,7 +81,7 @@ def compiler(world, shared_tmp_path):
 @pytest.fixture(scope="session")
 def steps(request) -> int:
     """Steps of a curve: what the suite has time for, and more where every layout is tried."""
-    return 20 if request.config.getoption("--thorough") else 8
+    return 20 if request.config.getoption("--thorough") else 5
 
 
 @pytest.hookimpl(trylast=True)

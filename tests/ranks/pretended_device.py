@@ -210,11 +210,6 @@ class PretendedModule(FakeTorchModule):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return is_in(self.pinned, tensor)
 
-    def block_at(self, address: int) -> Block | None:
-        """Return the block of an address that may be inside of it; for who has addresses alone."""
-        starts = [start for start in self.blocks if start <= address]
-        return self.blocks.get(max(starts)) if starts else None
-
     def touch(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], stream: Stream, what: str) -> None:
         tick = stream.launch()
         for tensors, is_write in ((reads, False), (writes, True)):

@@ -95,5 +95,5 @@ def test_all_features_at_once_train_as_one_rank_and_resume_bit_for_bit(
     first = go_on(world, job, plan, folder, INTERRUPTED, resume=False)
     assert first + go_on(world, job, plan, folder, steps - INTERRUPTED, resume=True) == uninterrupted
     expected = one_rank(world, tokens, shared_tmp_path / "one", steps)
-    assert expected[2 * (steps - 1)] < 0.95 * expected[0], "the reference learns"
+    assert expected[2 * (steps - 1)] < 0.98 * expected[0], "the reference learns"
     assert largest_relative_difference(uninterrupted[::2], expected[::2]) < 1e-5

@@ -9,6 +9,7 @@ from hpctrain.comm.transports.transport import HostTransport
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.checks import check_plan
+from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
@@ -27,7 +28,7 @@ from tests.ranks.small_runs import (
     parametrize_by_turns,
     rehearsed_world,
 )
-from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, check_formulas, in_one, measured
+from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, check_formulas, measured
 from tests.tilings import stages_of_different_degree
 from tests.unit.small_searches import cluster_of
 
@@ -86,7 +87,7 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch)
 def test_what_is_split_and_overlapped_changes_no_bit(world, tokens, monkeypatch):
     plan = even_plan(18, TensorGrid(z=2), 2, 1, 4, 2, virtual_stages=2)
     result = check(world, tokens, "gpt2", plan)
-    monkeypatch.setattr(pipeline, "schedule_of", in_one)
+    monkeypatch.setattr(pipeline, "schedule_of", one_f_one_b)
     job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=8)
     assert curve_and_weights(world, overlapped(job, False), plan, STEPS) == result
 
@@ -170,7 +171,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     )
     with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         split, passes, *late = measured(own, job, plan)
-        monkeypatch.setattr(pipeline, "schedule_of", in_one)
+        monkeypatch.setattr(pipeline, "schedule_of", one_f_one_b)
         whole, _, *later = measured(own, job, plan)
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
     busy = MICROBATCHES * virtual_stages * (forward + back + weight) + passes["overlapped"]

@@ -9,7 +9,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.data.tokens import TokenWriter
 from tests.ranks.small_runs import VOCAB, Alone, largest_relative_difference, losses, make_job, make_trainer
 
-STEPS = 6
+STEPS = 4
 
 
 def mixed(job, folder, world):

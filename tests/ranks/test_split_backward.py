@@ -36,7 +36,6 @@ from tests.ranks.small_runs import (
 from tests.tilings import tilings
 
 STEPS = 3
-SHAPE = {"num_layers": 8, "hidden_size": 16, "num_heads": 4}
 LAYOUTS = {
     2: [{"pipeline": 2}, {"pipeline": 2, "recompute": "full"}],
     4: [
@@ -47,10 +46,7 @@ LAYOUTS = {
         {"pipeline": 2, "data": 2, "zero": 2},
         {"pipeline": 2, "data": 2, "zero": 3},
     ],
-    8: [
-        {"pipeline": 8},
-        {"pipeline": 2, "tensor": {"z": 2}, "data": 2},
-    ],
+    8: [{"pipeline": 8}, {"pipeline": 2, "tensor": {"z": 2}, "data": 2}],
 }
 
 
@@ -58,21 +54,22 @@ def pytest_generate_tests(metafunc):
     parametrize_by_turns(metafunc, "model", ("gpt2", "llama"), LAYOUTS)
 
 
+def shape_of(num_ranks: int) -> dict[str, int]:
+    """Return the shape of a model with a block for each stage of the longest pipeline."""
+    return {"num_layers": max(4, num_ranks), "hidden_size": 16, "num_heads": 4}
+
+
 def overlapped(job, on: bool):
     return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on)})
 
 
-def in_one(plan: Plan, tile, reduce_early: bool):
-    return one_f_one_b(plan, tile, reduce_early)
-
-
 def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
     """Compare a plan's schedules with backward passes in one, and with one rank."""
-    job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
+    job = make_job(tokens, model, shape=shape_of(world.size), global_batch=plan.rows * plan.microbatches)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "schedule_of", in_one)
+        patched.setattr(pipeline, "schedule_of", one_f_one_b)
         expected = curve_and_weights(world, overlapped(job, False), plan, STEPS)
-    one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **SHAPE)
+    one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **shape_of(world.size))
     assert largest_relative_difference(expected[0], one) < 1e-5
     for schedule, on in (("1f1b", False), ("zb-h1", True)):
         changed = replace(plan, schedule=schedule)
@@ -84,7 +81,7 @@ def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, model, layout, monkeypatch):
-    job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=SHAPE)
+    job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=shape_of(world.size))
     plan = resolve_plan(job, world.size).plan
     assert plan.schedule == "zb-h1"
     split = [any(s.op is Op.BACKWARD_WEIGHT for s in schedule_of(plan, tile)) for tile in plan.tiles]
@@ -93,7 +90,7 @@ def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, 
 
 
 def split_tilings(tokens, model: str, size: int):
-    drawn = tilings(make_job(tokens, model, shape=SHAPE).model, size, 5, 3)
+    drawn = tilings(make_job(tokens, model, shape=shape_of(size)).model, size, 5, 3)
     if size > 1:
         drawn = drawn.filter(lambda plan: any(plan.upstream(tile) for tile in plan.tiles))
     return drawn.map(lambda plan: (model, plan))
@@ -115,7 +112,7 @@ def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bit(world, tokens, folder):
-    job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=SHAPE)
+    job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=shape_of(world.size))
     plan = resolve_plan(job, world.size).plan
 
     def run(steps: int, schedule: str, resume: bool = False) -> list[float]:
@@ -196,7 +193,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     with rehearsed_world(world, EQUAL, Truth(time_scale=3.0, devices={"equal": DEVICE})) as own:
         delayed, passes, *late = measured(own, job, plan)
         split, _, *later = measured(own, job, replace(plan, schedule="1f1b"))
-        monkeypatch.setattr(pipeline, "schedule_of", in_one)
+        monkeypatch.setattr(pipeline, "schedule_of", one_f_one_b)
         whole, _, *latest = measured(own, job, replace(plan, schedule="1f1b"))
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
     busy, hops = MICROBATCHES * (forward + back + weight) + passes["overlapped"], len(plan.tiles) - 1

@@ -113,9 +113,9 @@ def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
             traffic, release = store.traffic, store.traffic.release
 
             def counted(item, store=store, alive=alive, release=release):
-                whole = [unit for unit in store.units if unit.is_gathered or unit._gathering]
+                whole = [unit for unit in store.units if unit.is_gathered or unit.gathering]
                 layers = {block_of(unit.layout.unit.items[0]) for unit in whole}
-                alive.append((len(layers), len(store.traffic._scattering)))
+                alive.append((len(layers), len(store.traffic.scattering)))
                 release(item)
 
             monkeypatch.setattr(traffic, "release", counted)
@@ -150,7 +150,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     for keep in (0, kept):
         times = [1] * keep + gathers[keep:]
         moved = sum((gathered + microbatches) * size for gathered, size in zip(times, sizes, strict=True))
-        assert bytes_of_a_step(world, job_of(keep_gathered=keep), over_z) == each * moved
+        assert bytes_of_a_step(world, job_of(keep_gathered=keep), lambda layout: [layout.axes.z]) == each * moved
 
 
 @pytest.mark.ranks(4)
@@ -178,10 +178,6 @@ def gathers_of_items(num_items: int, microbatches: int, on: bool) -> list[int]:
         times[1] -= m - 1
         times[-2] -= m
     return times
-
-
-def over_z(layout) -> list:
-    return [layout.axes.z]
 
 
 def sizes_of_items(model) -> list[int]:

@@ -60,7 +60,7 @@ class Traffic:
         rooms = OVERLAPPED_BUFFERS if self._is_overlapped else 1
         self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
         self._buffer: torch.Tensor | None = None
-        self._scattering: deque[_Scattering] = deque()
+        self.scattering: deque[_Scattering] = deque()
 
     def _units_of(self, layer: Interval) -> tuple[list[UnitStore], list[UnitStore]]:
         """Return those units of a layer that are gathered, and those whose gradients are scattered."""
@@ -132,22 +132,22 @@ class Traffic:
 
         `passed` is called with each of its items, the last first, when each rank's part has been added.
         """
-        for earlier in self._scattering:
+        for earlier in self.scattering:
             for operations in earlier.in_flight:
                 operations.bring(2)
         started = tuple(unit.start_scatter() for unit in self._scattered(layer))
-        self._scattering.append(_Scattering(self._buffer, started, layer, passed))
+        self.scattering.append(_Scattering(self._buffer, started, layer, passed))
         self._buffer = None
-        while self._scattering and not (self._is_overlapped and self._scattering[0].in_flight):
+        while self.scattering and not (self._is_overlapped and self.scattering[0].in_flight):
             self._collect_first()
 
     def collect(self) -> None:
         """Have all gradients where they belong."""
-        while self._scattering:
+        while self.scattering:
             self._collect_first()
 
     def _collect_first(self) -> None:
-        first = self._scattering.popleft()
+        first = self.scattering.popleft()
         for operations in first.in_flight:
             operations.finish()
         if first.buffer is not None:

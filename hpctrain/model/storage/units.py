@@ -130,7 +130,7 @@ class UnitStore:
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0
-        self._gathering: InFlight | None = None
+        self.gathering: InFlight | None = None
         self.is_gathered = False
 
     def weights(self, names: Iterable[str]) -> list[Weight]:
@@ -156,17 +156,17 @@ class UnitStore:
         number = self.overlapped_gathers - distance + 1
         if number < 1 or self.stays or self.is_gathered:
             return
-        if self._gathering is None:
-            self._gathering = InFlight(self._gather(), self.overlapped_gathers)
-        self._gathering.bring(number)
+        if self.gathering is None:
+            self.gathering = InFlight(self._gather(), self.overlapped_gathers)
+        self.gathering.bring(number)
 
     def gather(self) -> None:
         """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
         if self.stays or self.is_gathered:
             return
-        (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
-        self._gathering = None
+        (self.gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
+        self.gathering = None
 
     def _gather(self) -> Iterator[PendingWork]:
         whole = shard = self._shard

@@ -12,14 +12,7 @@ import pytest
 
 from benchmarks.disks import every_call
 from hpctrain.checkpoint import index as checkpoint_index
-from hpctrain.checkpoint.folder import (
-    candidates,
-    complete_checkpoints,
-    kept_steps,
-    latest_checkpoint,
-    step_of,
-    tidy,
-)
+from hpctrain.checkpoint.folder import candidates, complete_checkpoints, kept_steps, latest_checkpoint, step_of, tidy
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.resume import choose_checkpoint, verify_checkpoint
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
@@ -301,10 +294,10 @@ def test_large_reads_are_checked_by_the_end_of_a_with(run, monkeypatch):
     with Index(path) as index:
         about = index.manifest.streams[0]
         out = np.empty(about.elements, "<f4")
-        index._read_elements(0, 0, out)
-        assert len(index._checks) > 2, "they are not waited for"
+        index.read_elements(0, 0, out)
+        assert len(index.unchecked) > 2, "they are not waited for"
     assert out.tobytes() == data[about.offset : about.offset + out.nbytes]
     data[about.offset + 2 * index.manifest.block_bytes] ^= 1
     part.write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match="block 2 of rank-00000"), Index(path) as index:
-        index._read_elements(0, 0, out)
+        index.read_elements(0, 0, out)

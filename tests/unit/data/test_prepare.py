@@ -233,7 +233,7 @@ def test_parts_are_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_BYTES", 10)
     (tmp_path / "t.txt").write_text("one\ntwo\nthree\nlonger than a part!\nend")
     parts = ["one\ntwo\n", "three\n", "longer than a pa", "rt!\nend"]
-    assert list(module._texts(tmp_path / "t.txt")) == parts
+    assert list(module.texts_in(tmp_path / "t.txt")) == parts
 
 
 def test_bpe_learns_from_the_first_documents_only(tmp_path, monkeypatch):
@@ -248,14 +248,14 @@ def test_bpe_learns_from_the_first_documents_only(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["not text", "gone"])
 def test_a_file_that_changes_while_it_is_read_is_an_error(corpus, tmp_path, monkeypatch, damage):
-    shuffled = module._shuffled
+    shuffled = module.shuffled
 
     def change(result):
         done = shuffled(result)
         (corpus / "a.py").write_bytes(b"\xff") if damage == "not text" else (corpus / "a.py").unlink()
         return done
 
-    monkeypatch.setattr(module, "_shuffled", change)
+    monkeypatch.setattr(module, "shuffled", change)
     reason = "it is no longer text" if damage == "not text" else "No such file or directory"
     with pytest.raises(DataError, match=rf"a\.py: changed while it was being read: {reason}; run it again"):
         prepare([corpus], tmp_path / "t.h5")

@@ -45,8 +45,7 @@ def kernels(tmp_path_factory) -> Kernels:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("preset", "dtype", "names"),
-    [("tiny-gpt2", "fp32", {"norm", "activation"}), ("gemma3-1b", "bf16", FUSED)],
+    ("preset", "dtype", "names"), [("tiny-gpt2", "fp32", {"norm", "activation"}), ("gemma3-1b", "bf16", FUSED)]
 )
 def test_every_fused_operator_is_within_its_bounds(kernels, preset, dtype, names):
     """The loss, which takes the longest to compile, once: in the dtype that rounds."""

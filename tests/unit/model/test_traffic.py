@@ -91,7 +91,7 @@ def layers_from(order, i: int, concurrent: int) -> list[Interval]:
 
 def whole_units(store: Store) -> set:
     """Return the units whose whole weights have memory."""
-    return {unit for unit in store.units if unit.is_gathered or unit._gathering is not None}
+    return {unit for unit in store.units if unit.is_gathered or unit.gathering is not None}
 
 
 def units_of(store: Store, some) -> set:
@@ -189,7 +189,7 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_reported_when_they
                     for half in (0.5, 0.5):
                         weight.accumulate(add_part, torch.full_like(weight.grad, half * 10.0**m))
             store.traffic.end_backward(layer, passed if m == microbatches - 1 else None)
-            assert len(store.traffic._scattering) <= 2 * any(concurrent)
+            assert len(store.traffic.scattering) <= 2 * any(concurrent)
             store.traffic.release(layer)
     store.traffic.collect()
     assert summary == items_of(LAYERS)[::-1]
