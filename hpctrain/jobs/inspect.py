@@ -156,12 +156,12 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _described(path: Path) -> dict:
     from hpctrain.config.job import load_job
-    from hpctrain.config.tables import parse_toml, read_text
+    from hpctrain.config.tables import parse_toml_once, read_text
     from hpctrain.plan.checks import check_tiling
     from hpctrain.plan.file import load_plan
     from hpctrain.sharding.parameters import count_parameters
 
-    tree = parse_toml(read_text(path, JobError), str(path), JobError)
+    tree, _ = parse_toml_once(read_text(path, JobError), str(path), JobError)
     if not tree:
         raise JobError(f"{path}: has nothing in it; docs/cluster-file.md and docs/job.md say what files have")
     if {"families", "fabrics", "nodes"} & set(tree):
