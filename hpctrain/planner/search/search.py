@@ -35,7 +35,7 @@ from hpctrain.planner.search.shortlist import Shortlists
 from hpctrain.planner.search.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.search.stages import StageCosts
 
-SCORED, SIMULATED = 2000, 10
+SCORED, SIMULATED = 2000, 13
 """How many plans are scored, and simulated, unless a user limits it."""
 PER_GROUP = 100
 """About how many plans of a group are scored, unless a user limits it; see `MOST_CHOICES`."""
@@ -48,6 +48,8 @@ COUNTS_PER_UNUSED_POOL = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
 SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for simulating."""
+RESCHEDULED = 4
+"""Plans of which other schedules are simulated: the fastest by 1F1B."""
 LEAST_SIMULATED = 5
 """Plans, also where the next ones are expected to be slower than the best."""
 ESTIMATE_ERROR = 0.03
@@ -197,8 +199,7 @@ class Search:
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
         self._setup_of = setup_of or (lambda _: setup)
-        self._cuts = (cuts_inside_blocks,) if space.cut == BEST else ()
-        self._schedules = more_in_flight, zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
+        self._schedules = zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
         self._shortage = ""
         """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
@@ -376,8 +377,11 @@ class Search:
         return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
     def _simulate(self, layout: CutShape) -> SimulatedPlan | None:
-        """Return a layout with its time, changed as is the fastest and fits; None where it does not fit. Raises
-        PlanError where it has more passes than a plan may have."""
+        """Return a layout with its time by 1F1B, changed as is the fastest and fits; None where it does not fit. Raises
+        PlanError where it has more passes than a plan may have.
+
+        Cuts inside of blocks count with more in flight too: before, messages may hide what they bring.
+        """
         plan = self.scorer.plan(layout)
         check_passes(plan)
         # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
@@ -391,30 +395,40 @@ class Search:
             )
             return None
         plain = SimulatedPlan(layout, predictor, prediction)
-        cuts = [plain, *(cut for change in self._cuts for cut in self._changed(plain, change))]
-        if self._limits.timed is not None:
-            cuts = [min(cuts, key=_by_seconds)]
-        schedules = (each for cut in cuts for change in self._schedules for each in self._changed(cut, change))
-        return min((*cuts, *schedules), key=_by_seconds)
+        cuts = [plain, *(self._changed(plain, cuts_inside_blocks) if self._space.cut == BEST else ())]
+        plans = [*cuts, *(each for cut in cuts for each in self._changed(cut, more_in_flight))]
+        if self._limits.timed is None:
+            plans += [each for cut in cuts for each in self._rescheduled(cut)]
+        return min(plans, key=_by_seconds)
+
+    def _rescheduled(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
+        """Yield a plan by other schedules: of each as much as makes it faster still, or all where the number of
+        simulations is not limited."""
+        for change in self._schedules:
+            last = base.seconds
+            for each in self._changed(base, change):
+                yield each
+                if each.seconds >= last and self._limits.timed is not None:
+                    break
+                last = each.seconds
 
     def _changed(self, base: SimulatedPlan, change: Change) -> Iterator[SimulatedPlan]:
-        """Yield what a change makes of a plan, if that fits and is faster: as much of the change as makes it faster
-        still, or all where the number of simulations is not limited."""
-        last = base.seconds
-        for plan in change(base.predictor):
+        """Yield what a change makes of a plan without extra warm-up, where that fits."""
+        plan, predictor = base.plan, base.predictor
+        if any(tile.extra_warmup for tile in plan.tiles):
+            plan = replace(plan, tiles=tuple(replace(tile, extra_warmup=0) for tile in plan.tiles))
+            predictor = self._predictor(plan, predictor.setup, predictor)
+        for plan in change(predictor):
             predictor = self._predictor(plan, base.predictor.setup, base.predictor)
             prediction = predictor.predict()
-            if prediction.fits and prediction.step_seconds < base.seconds:
+            if prediction.fits:
                 yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
-            if prediction.step_seconds >= last and self._limits.timed is not None:
-                return
-            last = prediction.step_seconds
 
     def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that fit of the sorted layouts, the fastest first, and whether all layouts were simulated.
 
         At least a few are, and at most as many as the limits say: in between those that are expected to be about as
-        fast as the best.
+        fast as the best. Of the fastest other schedules are simulated.
         """
         most, result, all_done = self._limits.timed, [self._first] if self._first else [], True
         for number, layout in enumerate(self.layouts):
@@ -427,4 +441,9 @@ class Search:
                 all_done = False
                 break
             result += filter(None, [self._simulate(layout)])
-        return sorted(result, key=_by_seconds), all_done
+        result.sort(key=_by_seconds)
+        if most is not None:
+            fastest, others = result[:RESCHEDULED], result[RESCHEDULED:]
+            fastest = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in fastest]
+            result = sorted([*fastest, *others], key=_by_seconds)
+        return result, all_done
