@@ -74,9 +74,16 @@ class Guarded:
         return self._socket is not None
 
     def announce_folder(self, folder: Path) -> None:
-        """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed."""
+        """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed.
+
+        Waits for the answer: on a busy machine a rank could die before the guardian has looked for connections, and
+        which of several that it finds closed was the first nobody knows.
+        """
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.recv(LONGEST_MESSAGE)
 
     def say_goodbye(self, reports_error: bool = False) -> bool:
         """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.
@@ -171,6 +178,8 @@ def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | No
             word, _, text = os.fsdecode(message).partition(" ")
             if word == "folder":
                 folder = Path(text)
+                with suppress(OSError):
+                    connection.send(b"heard")
             elif word == "goodbye":
                 has_goodbye = True
             elif not word:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +102,17 @@ def test_strangers_are_not_believed(tmp_path: Path, capfd, user, words):
     assert "\x1b" not in said
     assert (own / LAST_WORD).is_file()
     assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_is_answered_so_that_no_rank_computes_before_it_is_listened_to(tmp_path: Path):
+    process, name = guardian.start_guardian({os.getpid(): (0, "node0")}, speaks=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(20)
+        link.connect(b"\0hpctrain-" + name.encode())
+        link.send(b"folder " + os.fsencode(tmp_path))
+        assert link.recv(100)
+        link.send(b"goodbye")
+    assert process.wait(20) == 0
 
 
 def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
