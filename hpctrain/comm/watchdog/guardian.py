@@ -83,7 +83,9 @@ class Guarded:
         self._say(f"folder {folder.absolute()}")
         if self._socket is not None:
             with suppress(OSError):
+                self._socket.settimeout(START_SECONDS)
                 self._socket.recv(LONGEST_MESSAGE)
+                self._socket.settimeout(GOODBYE_SECONDS)
 
     def say_goodbye(self, reports_error: bool = False) -> bool:
         """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.
