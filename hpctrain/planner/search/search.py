@@ -48,7 +48,7 @@ COUNTS_PER_UNUSED_POOL = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
 SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for simulating."""
-RESCHEDULED = 4
+RESCHEDULED = 6
 """Plans of which other schedules are simulated: the fastest by 1F1B."""
 LEAST_SIMULATED = 5
 """Plans, also where the next ones are expected to be slower than the best."""
