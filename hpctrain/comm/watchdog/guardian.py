@@ -34,7 +34,7 @@ from pathlib import Path
 LONGEST_MESSAGE = 8192
 """A word and a path."""
 BACKLOG = 1024
-# How long the ranks of a host may take to connect; a guardian that nobody needs ends after this.
+# How long the ranks of a host may take to connect, and the guardian to answer; one that nobody needs ends after this.
 START_SECONDS = 30.0
 # A launcher that was killed is gone this long after the ranks that die of it.
 LAUNCHER_SECONDS = 0.3
@@ -82,10 +82,10 @@ class Guarded:
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
         if self._socket is not None:
+            self._socket.settimeout(START_SECONDS)
             with suppress(OSError):
-                self._socket.settimeout(START_SECONDS)
                 self._socket.recv(LONGEST_MESSAGE)
-                self._socket.settimeout(GOODBYE_SECONDS)
+            self._socket.settimeout(GOODBYE_SECONDS)
 
     def say_goodbye(self, reports_error: bool = False) -> bool:
         """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.

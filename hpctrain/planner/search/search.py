@@ -4,8 +4,8 @@
 of pools and the number of microbatches in common. An estimate (`planner/search/score.py`) scores one plan of each, then
 those of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The
 layouts with the best scores are simulated, instruction by instruction, which alone decides, and must fit by
-`planner/prediction/memory.py`. Of each the changes of `planner/search/changes.py` are tried. The answer depends on the
-budget, not on the machine; a limit in seconds ends it earlier.
+`planner/prediction/memory.py`. Of each the changes of `planner/search/changes.py` by 1F1B are tried, and of the fastest
+other schedules too. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
 """
 
 import gc
@@ -445,5 +445,5 @@ class Search:
         if most is not None:
             fastest, others = result[:RESCHEDULED], result[RESCHEDULED:]
             fastest = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in fastest]
-            result = sorted([*fastest, *others], key=_by_seconds)
+            result, all_done = sorted([*fastest, *others], key=_by_seconds), all_done and not others
         return result, all_done
