@@ -239,8 +239,8 @@ def _summary(summary: dict) -> list[str]:
     searched = summary["searched"]
     return [
         f"bound     no plan takes less than {summary['lower_bound_seconds']:.4g} s: the gap is {summary['gap']:.1%}",
-        f"searched  {searched['scored']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
-        f" in {summary['wall_seconds']:.2f} s, the first one after {summary['first_plan_seconds']:.2f} s"
+        f"searched  {searched['scored']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them"
+        f" simulated, in {summary['wall_seconds']:.2f} s, the first one after {summary['first_plan_seconds']:.2f} s"
         + ("; no other can be better" if summary["is_complete"] else ""),
         "reasons",
         *(f"  {reason}" for reason in summary["reasons"]),

@@ -103,25 +103,25 @@ class Stage:
         """
         saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))
         traffic = self.store.traffic
-        keep = training and self.tile.recompute != "full"
+        keeps_graph = training and self.tile.recompute != "full"
         for layer in self._traced(self.layers, "forward"):
             items = layer.items
             self.store.await_weights(items.stop - 1)
             traffic.gather(items)
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
-            with torch.set_grad_enabled(keep):
+            with torch.set_grad_enabled(keeps_graph):
                 if training and self._host is not None:
                     value = self._run_keeping(layer, given, saved, self._host)
                 else:
                     value = self._run(layer, given, saved)
             if training:
                 saved.inputs.append(given)
-                saved.outputs.append(value if keep else None)
+                saved.outputs.append(value if keeps_graph else None)
             traffic.release(items)
         result = value.detach()
         saved.forget_masks()
-        if keep:  # they go out and may be gone before the graph is
+        if keeps_graph:  # they go out and may be gone before the graph is
             _forget_numbers(value)
         return result, saved
 

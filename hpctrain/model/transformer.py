@@ -116,7 +116,7 @@ class LayerModule:
         )
 
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Return what an operator makes of its inputs, in the dtype to which a job pins it, in their own one."""
+        """Compute an operator in the dtype to which a job pins it; return the result in the dtype of its inputs."""
         dtype = self._computing.dtypes.get(operator)
         if dtype is None or dtype == inputs[0].dtype:
             return compute(*inputs)
@@ -248,7 +248,7 @@ class Block(LayerModule):
         return result
 
     def dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
-        """Return what a cheap operator makes of its input; where a block drops such results, not for long."""
+        """Return what a cheap operator makes of its input; with selective recomputing, autograd does not keep it."""
         result = compute(given)
         if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
             self._dropping.drop(result, compute, given)

@@ -142,8 +142,9 @@ class SilentCollectives:
         yield from ()
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        own = flat[slice(*cuts[self.rank])].clone()
-        if size := own.numel():
+        own = flat[slice(*cuts[self.rank])]
+        if 0 < (size := own.numel()) < flat.numel():
+            own = own.clone()
             times, rest = divmod(flat.numel(), size)
             flat[: times * size].view(times, size).copy_(own.expand(times, size))
             flat[times * size :] = own[:rest]

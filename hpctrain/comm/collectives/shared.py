@@ -43,6 +43,8 @@ class SharedCollectives:
         self._members = members
         self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
+        self._mapped: list[SharedWindow] = []
+        """Those of which each rank has a part of its own, that all the others see."""
         self._announced = 0
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
@@ -50,8 +52,8 @@ class SharedCollectives:
     def allocate(self, num_bytes: int, is_common: bool = False) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
 
-        Collectives on tensors inside them need no copies through slots. If `is_common` all ranks get the same memory.
-        All ranks must call with the same size.
+        Collectives on tensors inside them need no copies through slots. If `is_common` all ranks get the same memory,
+        which is for no collective. All ranks must call with the same size.
         """
         parts_on_host = self._ranks_on_host // self.size if is_common else self._ranks_on_host
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
@@ -59,11 +61,13 @@ class SharedCollectives:
             return None
         region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
         self._regions.append(region)
+        if not is_common:
+            self._mapped.append(region)
         return region.bytes[0 if is_common else self.rank]
 
     def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""
-        for region in self._regions:
+        for region in self._mapped:
             start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
             stop = start + flat.numel() * flat.element_size()
             if start >= 0 and stop <= region.bytes[self.rank].numel():

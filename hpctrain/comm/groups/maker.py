@@ -40,8 +40,7 @@ class RouteMaker:
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
-        equivalent = self._topology.route(ranks).kind == "shared"
-        return equivalent and not self._has_devices(ranks)
+        return self._topology.route(ranks).kind == "shared" and not self._has_devices(ranks)
 
     def backend(
         self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None, has_pairs: bool = False

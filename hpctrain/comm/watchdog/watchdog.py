@@ -73,7 +73,7 @@ class Watchdog:
 
         `comm` is of all ranks, and `alarms` too, on which watchdogs alone send. `abort(code)` ends all ranks.
         """
-        self._mpi, self._comm, self._patience, self._end_all = mpi, alarms, patience, abort
+        self._mpi, self._alarms, self._patience, self._end_all = mpi, alarms, patience, abort
         self._rank, self._size = comm.rank, comm.size
         self._hosts = tuple(place.host for place in places)
         own = places[self._rank]
@@ -194,13 +194,13 @@ class Watchdog:
     def _messages(self) -> Iterator[tuple[int, int, Any]]:
         self._sent = [request for request in self._sent if not request.Test()]
         status = self._mpi.Status()
-        while self._comm.iprobe(status=status):
-            content = self._comm.recv(source=status.Get_source(), tag=status.Get_tag())
+        while self._alarms.iprobe(status=status):
+            content = self._alarms.recv(source=status.Get_source(), tag=status.Get_tag())
             yield status.Get_source(), status.Get_tag(), content
 
     def _send(self, rank: int, kind: int, content: object = None) -> None:
         try:
-            self._sent.append(self._comm.isend(content, dest=rank, tag=kind))
+            self._sent.append(self._alarms.isend(content, dest=rank, tag=kind))
         except self._mpi.Exception:
             return  # it is gone; the report will say so
 

@@ -36,7 +36,7 @@ class Described:
 
     @property
     def doubt(self) -> str:
-        """Say why steps may differ from what it predicts, though nobody can do anything about it; empty: no reason."""
+        """Say why steps may differ from what it predicts, until another start measures it again; empty: no reason."""
         if self.disturbance:
             return f"the machine was busy when it was measured ({self.disturbance}); the next start measures it again"
         return ""

@@ -35,6 +35,7 @@ from hpctrain.engine.start.facts import Described, Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.start.resolve_overlap import (
     launch_refusal,
+    predict_best_parts,
     resolve_for,
     resolve_overlap,
     setups_by_plan,
@@ -202,9 +203,9 @@ def search_plan(run: Prepared) -> Prepared:
     """Search on one rank. Overlaps that are `auto` are scored as without a plan, and timed as each plan has them."""
     if run.plan_or_none:
         return run
-    asked = _priced(_without_plan(run))
-    setup_of = setups_by_plan(run.job, asked, run.world.topology)
-    choice, again = run.world.on_first_rank(lambda: _choose(asked, run, setup_of))
+    priced = _priced(_without_plan(run))
+    setup_of = setups_by_plan(run.job, priced, run.world.topology)
+    choice, again = run.world.on_first_rank(lambda: _choose(priced, run, setup_of))
     if again or run.previous is None or run.job_to_keep is None:
         return run.but(({"planned again": again} if again else {}) | choice.reasons, plan_or_none=choice.plan)
     plan, cluster = run.previous
@@ -225,7 +226,7 @@ def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple
     if run.previous is None or run.job_to_keep is None:
         return choice, ""
     plans = run.previous[0], choice.plan
-    kept, best = (predict(setup_of(plan), plan, described.cluster) for plan in plans)
+    kept, best = (predict_best_parts(setup_of(plan), plan, described.cluster)[1] for plan in plans)
     if not kept.fits:
         return choice, f"by {described.name} the plan of {where} does not fit into memory"
     slower = kept.step_seconds / best.step_seconds - 1

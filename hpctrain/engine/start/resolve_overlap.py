@@ -1,7 +1,6 @@
 """Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from hpctrain.comm.topology import Topology, places_of
@@ -13,7 +12,7 @@ from hpctrain.engine.start.facts import with_values
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.prediction.predictor import PAYS, Predictor, predict_in_parts
+from hpctrain.planner.prediction.predictor import PAYS, Prediction, Predictor, predict, predict_in_parts
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
 
@@ -81,10 +80,10 @@ def resolve_overlap(
 
     The number of parts stays as it is.
 
-    It pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there is no such
-    thing: they exchange through its memory, and overlapped messages take cores from the product. `spread` says by
-    switch where something is exchanged; None: between all hosts that there are, and gradients between all families.
-    `refusal` is what `launch_refusal` says of the plan.
+    Overlapping pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there
+    is no such thing: they exchange through its memory, and overlapped messages take cores from the product. `spread`
+    says by switch where something is exchanged; None: between all hosts that there are, and gradients between all
+    families. `refusal` is what `launch_refusal` says of the plan.
     """
     hosts = len({place.host for place in topology.places})
     values, reasons = {}, {}
@@ -185,11 +184,15 @@ def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict
     return overlap.model_copy(update={PARTS: count}), {f"overlap.{PARTS}": f"{count}: {reason}"}
 
 
+def predict_best_parts(setup: Setup, plan: Plan, cluster: Cluster) -> tuple[Predictor, Prediction]:
+    """Predict a step in the number of parts that is the best for a plan, where the setup leaves it open."""
+    return predict_in_parts(setup, plan, lambda setup, like: Predictor(setup, plan, cluster, like=like))
+
+
 def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
     """Return the number of parts with which a step is predicted to be the fastest, and why. Raises as `predict`."""
-    make = partial(Predictor, plan=plan, cluster=cluster)
-    whole = make(Setup.of_job(with_values(job, "overlap", **{PARTS: 1}))).predict().step_seconds
-    predictor, prediction = predict_in_parts(Setup.of_job(job), plan, lambda setup, like: make(setup, like=like))
+    whole = predict(Setup.of_job(with_values(job, "overlap", **{PARTS: 1})), plan, cluster).step_seconds
+    predictor, prediction = predict_best_parts(Setup.of_job(job), plan, cluster)
     count = predictor.setup.block_parts
     if count == 1:
         return 1, f"with no other number a step is predicted to take {PAYS} of the time or less"
@@ -205,7 +208,8 @@ def format_value(value: bool | int) -> str:
 def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:
     """Return the overlaps of a run that continues another one, whose job is resolved, and whose bits it must have.
 
-    What is `auto` becomes theirs, given with its value by key; theirs may be from before there were parts. Pure.
+    What is `auto` gets the value of the other run; a run from before there were parts had one. The values are returned
+    by key too, as text. Pure.
     """
     defaults = dict.fromkeys(EXCHANGED) | {PARTS: 1}
     result = {key: getattr(theirs, key) for key in defaults if getattr(overlap, key) is None}

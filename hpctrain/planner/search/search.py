@@ -207,7 +207,7 @@ class Search:
         self.layouts: list[CutShape] = []
         self._best_score = math.inf
         """The least seconds of all layouts, by the estimate."""
-        self._num_scored = self._num_groups = 0
+        self._num_scored = self._num_groups = self._num_skipped = 0
 
     def _is_over(self, share: float) -> bool:
         seconds = self._limits.seconds
@@ -216,7 +216,7 @@ class Search:
     @_uncollected()
     def run(self) -> SearchResult:
         """Search, and return the plans that were simulated with what was learnt. Raises PlanError where none fits."""
-        all_scored = self._score_groups() and not self._shortlists.left_out
+        all_scored = self._score_groups() and not self._shortlists.left_out and not self._num_skipped
         self.layouts.sort(key=_by_seconds)
         plans, all_simulated = self._simulate_layouts()
         if not plans and not self._shortage:
@@ -349,6 +349,7 @@ class Search:
             bound = self.scorer.bound_seconds(shape)
             if bound > self._best_score * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
+                self._num_skipped += 1
                 return bound
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
@@ -377,10 +378,10 @@ class Search:
         return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
     def _simulate(self, layout: CutShape) -> SimulatedPlan | None:
-        """Return a layout with its time by 1F1B, changed as is the fastest and fits; None where it does not fit. Raises
-        PlanError where it has more passes than a plan may have.
+        """Return the fastest of a layout by 1F1B, that with cuts inside of blocks, and each of both with extra warm-up;
+        None where it does not fit. Raises PlanError where it has more passes than a plan may have.
 
-        Cuts inside of blocks count with more in flight too: before, messages may hide what they bring.
+        Where the number of simulations is not limited, other schedules too.
         """
         plan = self.scorer.plan(layout)
         check_passes(plan)

@@ -3,8 +3,7 @@
 A *shape* says everything but the cuts:
 
 - some of the pools (see `planner/search/pools.py`), divided into *pipelines* side by side, each of which is a sequence
-of
-  pools: the families as one pipeline. Pools in no pipeline are unused;
+  of pools: the families as one pipeline. Pools in no pipeline are unused;
 - for each of these pools a `PoolUse`. Tensor grids take their pool's slots node by node, those of a stage side by
   side, stage after stage; what is left is unused;
 - the number of microbatches;

@@ -1,8 +1,8 @@
 """Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
 Blocks are equal, so a stage of k blocks takes a fixed part (of the embedding or the head) and k times the same.
-Seconds are those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding, and for tiles that
-exchange with tiles of different grids, about which a search knows only roughly.
+Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a prediction, but for rounding
+and for tiles that exchange with tiles of different grids, about which a search knows only roughly.
 """
 
 import itertools
@@ -152,7 +152,7 @@ class StageVariant(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageVariants:
-    """The variants of a stage, of which its number of blocks decides."""
+    """The variants of a stage; its number of blocks decides which of them is used."""
 
     variants: tuple[StageVariant, ...]
     offloading: Callable[[], tuple[StageVariant, ...]] = tuple
@@ -378,7 +378,7 @@ class StageCosts:
         state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
-        splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
+        splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, stage.zero)
         block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
