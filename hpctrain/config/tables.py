@@ -183,6 +183,13 @@ def as_list(value: Any) -> list:
     return list(value) if isinstance(value, list | tuple) else []
 
 
+def tables_of(tree: Mapping[str, Any], section: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tables of a section of a file that was not validated yet, each with its dotted key."""
+    tables = tree.get(section)
+    named = tables.items() if isinstance(tables, dict) else enumerate(as_list(tables))
+    return [(f"{section}.{name}", table) for name, table in named if isinstance(table, dict)]
+
+
 def given_values(table: Table) -> dict[str, Any]:
     """Return what is set of a table, by key."""
     values = {name: getattr(table, name) for name in type(table).model_fields}
@@ -282,7 +289,7 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     left_out = len(problems) - MOST_MISTAKES
     problems = problems[:MOST_MISTAKES]
     texts: list[tuple[str, str]] = []
-    typos = misspelt(error, table)
+    typos = _misspelt(error, table)
     for problem in problems:
         here = problem["loc"]
         inside = any(other["loc"][: len(here)] == here and other["loc"] != here for other in problems)
@@ -296,7 +303,7 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     return list(dict.fromkeys(texts))
 
 
-def misspelt(error: ValidationError, table: type[BaseModel]) -> set[str]:
+def _misspelt(error: ValidationError, table: type[BaseModel]) -> set[str]:
     """Return the dotted keys of `table` that unknown keys of a file probably mean."""
     result: set[str] = set()
     for problem in error.errors(include_url=False):

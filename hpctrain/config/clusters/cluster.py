@@ -9,15 +9,14 @@ How a rehearsal's pretend devices really behave is not known here: see `hpctrain
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hpctrain.config.bounds import (
     MOST_MEMORY_BYTES,
     MOST_NUMBER,
     Count,
-    Latency,
     Rank,
     RankCount,
     Rate,
@@ -25,15 +24,23 @@ from hpctrain.config.bounds import (
     SequenceCount,
     Slowdown,
 )
-from hpctrain.config.clusters.cluster_checks import inconsistencies, table_mistakes
+from hpctrain.config.clusters.cluster_checks import inconsistencies
+from hpctrain.config.clusters.figures import (
+    Bandwidth,
+    Bytes,
+    Figures,
+    LinkLatency,
+    MemoryBytes,
+    Speed,
+    whole_number,
+)
 from hpctrain.config.clusters.launch import Launch
-from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import Several, Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
-    Origin = DType = Kind = str
+    DType = str
+    Kind = str
 else:
-    Origin = Literal["measured", "datasheet", "assumed"]
     DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
     Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -49,11 +56,6 @@ HOST_COPY_SHARE = 1 / 64
 an A100 and an H100 have 1/60 (data sheets; PCIe 3, 4 and 5 with 16 lanes)."""
 
 
-def _whole(value):
-    """Take 80e9, as bytes are written, for a whole number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def check_name(name: str) -> str:
     """Return the name of a family or a fabric. Raises ValueError if it is hard to see or to type."""
     if not name or name != name.strip() or not name.isprintable():
@@ -62,41 +64,12 @@ def check_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(check_name)]
-Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_MEMORY_BYTES)]
 
 
 OVERFLOW_MARGIN = 0.02
 """Of a device, that is left free in addition to what an overflow shows: it says what was needed up to then."""
 MANY_ROWS = 64
 """The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
-
-
-class Figures(Table):
-    """A table of figures, each of which says where it is from."""
-
-    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
-
-    origin: Origin | None = None
-    """Of all figures of the table, but for those in `origins`; left out: typed, as from a data sheet."""
-    origins: dict[str, Origin] = Field(default_factory=dict)
-
-    @classmethod
-    def figures(cls) -> list[str]:
-        return [name for name in cls.model_fields if name.endswith(cls.UNITS)]
-
-    def origin_of(self, figure: str) -> Origin:
-        return self.origins.get(figure, self.origin or "datasheet")
-
-    @property
-    def given(self) -> list[str]:
-        return [figure for figure in self.figures() if getattr(self, figure) not in (None, {}, ())]
-
-    @field_validator("origins")
-    @classmethod
-    def _of_figures(cls, origins: dict[str, Origin]) -> dict[str, Origin]:
-        if unknown := sorted(set(origins) - set(cls.figures())):
-            raise ValueError(f"'{unknown[0]}' is no figure of this table{did_you_mean(unknown[0], cls.figures())}")
-        return origins
 
 
 class ProductSpeed(Table):
@@ -134,17 +107,17 @@ class Family(Figures):
     kind: Kind
     model: str | None = None
     """What its maker calls it."""
-    memory_bytes: Bytes
+    memory_bytes: MemoryBytes
     """What one device, or a CPU rank, may fill, what is reserved included."""
-    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
+    reserved_bytes: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
     """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
-    memory_bytes_per_second: Rate
+    memory_bytes_per_second: Bandwidth
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
     host_copy_bytes_per_second: Rate | None = None
     """From pinned memory of the host or to it, per direction; left out for CPUs, whose memory is the host's."""
-    peak_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
+    peak_flops_per_second: dict[DType, Speed] = Field(default_factory=dict)
     """Of dense products, as the maker says."""
-    sustained_flops_per_second: dict[DType, Rate] = Field(default_factory=dict)
+    sustained_flops_per_second: dict[DType, Speed] = Field(default_factory=dict)
     """Of the best of the `products`."""
     products: Several[ProductSpeed] = ()
     half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] | None = None
@@ -196,7 +169,7 @@ class Fabric(Figures):
 
     network: str | None = None
     """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
-    latency_seconds: Latency
+    latency_seconds: LinkLatency
     """From the first byte's departure to its arrival, the software's share included."""
     bytes_per_second: Rate | None = None
     """The most that goes through it between two nodes; left out: what their NICs let through."""
@@ -207,9 +180,9 @@ class Nic(Figures):
 
     fabric: Name
     count: Annotated[int, Field(ge=1, le=MOST_NICS)] = 1
-    send_bytes_per_second: Rate
+    send_bytes_per_second: Bandwidth
     """Of each of them."""
-    receive_bytes_per_second: Rate
+    receive_bytes_per_second: Bandwidth
 
 
 class Nodes(Figures):
@@ -218,9 +191,9 @@ class Nodes(Figures):
     count: RankCount = 1
     devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
     """How many of which family, in their order."""
-    link_latency_seconds: Latency | None = None
+    link_latency_seconds: LinkLatency | None = None
     """Between two devices of a node."""
-    link_bytes_per_second: Rate | None = None
+    link_bytes_per_second: Bandwidth | None = None
     nics: Several[Nic] = ()
     host_memory_bytes: Bytes | None = None
     """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
@@ -256,8 +229,8 @@ class LinkClass(Figures):
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
     """By which they reach each other; left out: they are on one node."""
-    latency_seconds: Latency
-    bytes_per_second: Rate
+    latency_seconds: LinkLatency
+    bytes_per_second: Bandwidth
     """Of a single message."""
     times: Several[Time] = ()
 
@@ -327,8 +300,7 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        tree = self.model_dump()
-        if problems := [*(f"{key}: {mistake}" for key, mistake in table_mistakes(tree)), *inconsistencies(tree)]:
+        if problems := inconsistencies(self.model_dump()):
             raise ValueError("\n".join(problems))
         return self
 

@@ -4,75 +4,26 @@ Works on plain data, so that a file with a broken table is checked in all others
 read, since that is said elsewhere.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.errors import did_you_mean
-from hpctrain.config.tables import as_list, as_table
-
-NO_LINK = "nothing said of the link between them"
-NO_SPEED = "no speed"
-
-
-def _family_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
-    if not table.get("peak_flops_per_second") and not table.get("sustained_flops_per_second"):
-        yield f"{NO_SPEED}: set peak_flops_per_second or sustained_flops_per_second, by dtype"
-    memory, reserved = table.get("memory_bytes"), table.get("reserved_bytes")
-    if isinstance(memory, int | float) and isinstance(reserved, int | float) and 0 < memory <= reserved:
-        yield f"reserved_bytes {reserved:.0f} leaves nothing of memory_bytes {memory:.0f}; lower it"
-    products = [as_table(product) for product in as_list(table.get("products"))]
-    known = [f"{product.get('dtype')} {as_list(product.get('shape'))}" for product in products]
-    for product in dict.fromkeys(name for name in known if known.count(name) > 1):
-        yield f"products has {product} twice; keep one"
-
-
-def _node_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
-    total = _num_devices(table)
-    if total is None:
-        return
-    count = table.get("count", 1)
-    devices = total // count
-    keys = ("link_latency_seconds", "link_bytes_per_second")
-    if devices > 1 and (missing := [key for key in keys if table.get(key) is None]):
-        yield f"{devices} devices on a node, and {NO_LINK}; set {' and '.join(missing)}"
-    ranks = table.get("ranks")
-    if isinstance(ranks, list | tuple) and len(ranks) != total:
-        yield f"{len(ranks)} ranks for {count} x {devices} devices; give one for each, or none"
-
-
-def _profile_mistakes(table: Mapping[str, Any]) -> Iterator[str]:
-    rows = [as_table(times).get("rows") for times in as_list(table.get("times"))]
-    numbers = [each for each in rows if isinstance(each, int)]
-    if len(numbers) == len(rows) and numbers != sorted(set(numbers)):
-        yield f"times are of rows {rows}; list each number of rows once, in ascending order"
-
-
-TABLE_CHECKS: dict[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
-    "families": _family_mistakes,
-    "nodes": _node_mistakes,
-    "profiles": _profile_mistakes,
-}
-"""By section: what is wrong with one of its tables as a whole, whatever else is wrong with it."""
-
-
-def table_mistakes(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the key of each table of a file that `TABLE_CHECKS` find wrong, and what is wrong."""
-    result = []
-    for section, check in TABLE_CHECKS.items():
-        tables = tree.get(section)
-        named = tables.items() if isinstance(tables, dict) else enumerate(as_list(tables))
-        for name, table in named:
-            if isinstance(table, dict):
-                result += [(f"{section}.{name}", mistake) for mistake in check(table)]
-    return result
+from hpctrain.config.tables import as_list, as_table, tables_of
 
 
 def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     """Return all of them, each with the key that is to blame."""
     nodes = [as_table(table) for table in as_list(tree.get("nodes"))]
+    checks = {"families": _family_mistakes, "nodes": _node_mistakes, "profiles": _profile_mistakes}
     return [
-        *_unknown_names(tree, nodes),
+        *(
+            f"{key}: {mistake}"
+            for section, check in checks.items()
+            for key, table in tables_of(tree, section)
+            for mistake in check(table)
+        ),
+        *_unknown_names(tree),
         *_repeated(tree),
         *_wrong_ranks(nodes),
         *_unconnected(nodes),
@@ -80,18 +31,50 @@ def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _unknown_names(tree: Mapping[str, Any], nodes: list[dict]) -> Iterator[str]:
+def _family_mistakes(family: Mapping[str, Any]) -> Iterator[str]:
+    if not family.get("peak_flops_per_second") and not family.get("sustained_flops_per_second"):
+        yield "no speed: set peak_flops_per_second or sustained_flops_per_second, by dtype"
+    memory, reserved = family.get("memory_bytes"), family.get("reserved_bytes")
+    if isinstance(memory, int | float) and isinstance(reserved, int | float) and 0 < memory <= reserved:
+        yield f"reserved_bytes {reserved:.0f} leaves nothing of memory_bytes {memory:.0f}; lower it"
+    products = [as_table(product) for product in as_list(family.get("products"))]
+    known = [f"{product.get('dtype')} {as_list(product.get('shape'))}" for product in products]
+    for product in dict.fromkeys(name for name in known if known.count(name) > 1):
+        yield f"products has {product} twice; keep one"
+
+
+def _node_mistakes(nodes: Mapping[str, Any]) -> Iterator[str]:
+    total = _num_devices(nodes)
+    if total is None:
+        return
+    count = nodes.get("count", 1)
+    devices = total // count
+    keys = ("link_latency_seconds", "link_bytes_per_second")
+    if devices > 1 and (missing := [key for key in keys if nodes.get(key) is None]):
+        yield f"{devices} devices on a node, and nothing said of the link between them; set {' and '.join(missing)}"
+    ranks = nodes.get("ranks")
+    if isinstance(ranks, list | tuple) and len(ranks) != total:
+        yield f"{len(ranks)} ranks for {count} x {devices} devices; give one for each, or none"
+
+
+def _profile_mistakes(profile: Mapping[str, Any]) -> Iterator[str]:
+    rows = [as_table(times).get("rows") for times in as_list(profile.get("times"))]
+    numbers = [number for number in rows if isinstance(number, int)]
+    if len(numbers) == len(rows) and numbers != sorted(set(numbers)):
+        yield f"times are of rows {rows}; list each number of rows once, in ascending order"
+
+
+def _unknown_names(tree: Mapping[str, Any]) -> Iterator[str]:
     families, fabrics = tree.get("families"), tree.get("fabrics") or {}
     used: list[tuple[str, Any, Any, str]] = []
-    for i, table in enumerate(nodes):
-        used += [("family", name, families, f"nodes.{i}.devices") for name in as_table(table.get("devices"))]
-        for j, nic in enumerate(as_list(table.get("nics"))):
-            used.append(("fabric", as_table(nic).get("fabric"), fabrics, f"nodes.{i}.nics.{j}.fabric"))
-    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
-        used += [("family", name, families, f"links.{i}.families") for name in as_list(link.get("families"))]
-        used.append(("fabric", link.get("fabric"), fabrics, f"links.{i}.fabric"))
-    for i, profile in enumerate(map(as_table, as_list(tree.get("profiles")))):
-        used.append(("family", profile.get("family"), families, f"profiles.{i}.family"))
+    for key, nodes in tables_of(tree, "nodes"):
+        used += [("family", name, families, f"{key}.devices") for name in as_table(nodes.get("devices"))]
+        used += [("fabric", nic.get("fabric"), fabrics, f"{key}.{at}.fabric") for at, nic in tables_of(nodes, "nics")]
+    for key, link in tables_of(tree, "links"):
+        used += [("family", name, families, f"{key}.families") for name in as_list(link.get("families"))]
+        used.append(("fabric", link.get("fabric"), fabrics, f"{key}.fabric"))
+    for key, profile in tables_of(tree, "profiles"):
+        used.append(("family", profile.get("family"), families, f"{key}.family"))
     for what, name, known, key in used:
         if isinstance(name, str) and isinstance(known, dict) and name not in known:
             hint = did_you_mean(name, known) if known else "; none is described"
@@ -100,17 +83,16 @@ def _unknown_names(tree: Mapping[str, Any], nodes: list[dict]) -> Iterator[str]:
 
 def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
     seen: set[str] = set()
-    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
+    for key, link in tables_of(tree, "links"):
         families = sorted(map(str, as_list(link.get("families"))))
-        key = repr((link.get("fabric"), families))  # the values may be of any type
-        if families and key in seen:
-            yield f"links.{i}: these families' link is described above already; keep one"
-        seen.add(key)
-    seen = set()
-    for i, profile in enumerate(map(as_table, as_list(tree.get("profiles")))):
-        work = [profile.get(name) for name in ("family", "work", "zero")]
+        name = repr((link.get("fabric"), families))  # the values may be of any type
+        if families and name in seen:
+            yield f"{key}: these families' link is described above already; keep one"
+        seen.add(name)
+    for key, profile in tables_of(tree, "profiles"):
+        work = [profile.get(part) for part in ("family", "work", "zero")]
         if None not in work and repr(work) in seen:
-            yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
+            yield f"{key}: this family's work in this ZeRO stage is above already; keep one"
         seen.add(repr(work))
 
 

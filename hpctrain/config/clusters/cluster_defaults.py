@@ -1,30 +1,60 @@
 """Fills in what a cluster file leaves out and the catalogue knows: a model's figures, its node's link, a network's.
 
-Works on the file's plain data, before it is validated; what a person typed always stays as it is.
+Typed figures that are far from the catalogue's are questioned. Works on the file's plain data, before it is validated;
+what a person typed always stays as it is.
+
+All mistakes of a file are reported at once, and nothing that only follows from one of them. So a misspelt key counts as
+the key that it means, and a model or a network that cannot be looked up has the figures of another one: the file is
+refused in any case, and nothing else is missing in it.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from hpctrain.config.clusters.cluster import MINIATURE_BYTES, Family
+from hpctrain.config.clusters.cluster import (
+    MINIATURE_BYTES,
+    Cluster,
+    Fabric,
+    Family,
+    LinkClass,
+    Nic,
+    Nodes,
+    Profile,
+)
 from hpctrain.config.clusters.device_catalogue import (
     ACCELERATORS,
     LINK_LATENCY_SECONDS,
     LIST_COMMAND,
     NETWORKS,
     CatalogueEntry,
+    NetworkEntry,
     lookup_accelerator,
     lookup_network,
 )
 from hpctrain.config.errors import did_you_mean
-from hpctrain.config.tables import as_list, as_table
+from hpctrain.config.tables import Table, as_list, as_table, tables_of, toml_value
 
 LATENCY_SOURCE = "assumed latency"
 NEEDED = ("kind", "memory_bytes", "memory_bytes_per_second")
-SPEEDS = ("peak_flops_per_second", "sustained_flops_per_second")
+PEAK, SUSTAINED = "peak_flops_per_second", "sustained_flops_per_second"
+FAR = 30.0
+"""By how many times a typed figure may be more or less than the catalogue's."""
+MINIATURE_FLOPS_PER_SECOND = 1e12
+"""Every family of a miniature has less than this, and than `MINIATURE_BYTES`."""
+UNKNOWN_MODEL = replace(ACCELERATORS["H100"], source="")
+UNKNOWN_NETWORK = NETWORKS["NDR"]._replace(source="")
+"""In place of a model and a network that cannot be looked up."""
+SECTIONS: dict[str, type[Table]] = {
+    "families": Family,
+    "fabrics": Fabric,
+    "nodes": Nodes,
+    "links": LinkClass,
+    "profiles": Profile,
+}
 
 
 @dataclass
@@ -32,143 +62,161 @@ class Filled:
     """A file's data with what was filled in."""
 
     tree: dict[str, Any]
+    is_miniature: bool
+    """Whether all families are slower and smaller than accelerators: a rehearsal's, with figures that are scaled."""
+    compares: bool
+    """Whether typed figures should be those of the catalogue: not in miniatures, and where pretend devices differ."""
     sources: dict[str, str] = field(default_factory=dict)
     """By dotted key, which data sheet a figure is from."""
     mistakes: dict[str, str] = field(default_factory=dict)
-    """By dotted key, what could not be looked up."""
-    unresolved: list[str] = field(default_factory=list)
-    """Tables whose missing figures follow from another mistake."""
+    """By dotted key, what could not be looked up, and which figures are far from the catalogue's."""
 
-    def put(self, table: dict, at: str, key: str, value: Any, source: str, origin: str | None = "datasheet") -> None:
-        """Set a key that a table lacks; `origin` is None for what is no figure."""
-        table[key] = value
-        self.sources[f"{at}.{key}"] = source
-        if origin:
-            origins = table.setdefault("origins", {})
-            if isinstance(origins, dict):
-                origins.setdefault(key, origin)
+    def put(self, key: str, table: dict, figures: Mapping[str, Any], source: str, origin: str = "datasheet") -> None:
+        """Set those of some figures that a table lacks."""
+        for figure, value in figures.items():
+            if figure not in table:
+                table[figure] = value
+                self.sources[f"{key}.{figure}"] = source
+                origins = table.setdefault("origins", {})
+                if figure != "kind" and isinstance(origins, dict):
+                    origins.setdefault(figure, origin)
+
+    def compare(self, key: str, typed: Mapping[str, Any], known: Mapping[str, float]) -> None:
+        """Question typed figures that are far from what the catalogue has in their place."""
+        for figure, value in typed.items():
+            expected = known.get(figure)
+            if not self.compares or expected is None or type(value) not in (int, float) or not 0 < value < math.inf:
+                continue
+            if not expected / FAR <= value <= expected * FAR:
+                self.mistakes[f"{key}.{figure}"] = (
+                    f"{key}.{figure} = {toml_value(value)}: the catalogue has {toml_value(float(f'{expected:.4g}'))};"
+                    " was a unit forgotten, or applied twice?"
+                )
 
 
 def fill(tree: Mapping[str, Any]) -> Filled:
     """Return a copy of a cluster file's data, with what the catalogue knows in place of what is left out."""
-    filled = Filled(deepcopy(dict(tree)))
-    families, fabrics = (_tables(filled.tree.get(name)) for name in ("families", "fabrics"))
-    for name, family in families.items():
-        _fill_family(filled, name, family)
-    for name, fabric in fabrics.items():
-        _fill_fabric(filled, name, fabric)
-    for i, table in enumerate(map(as_table, as_list(filled.tree.get("nodes")))):
-        _fill_link(filled, i, table, families)
-        _fill_nics(filled, i, table, fabrics)
+    copied = deepcopy(dict(tree))
+    _respell(copied, [*Cluster.model_fields, "truth"])
+    for section, kind in SECTIONS.items():
+        for _, table in tables_of(copied, section):
+            _respell(table, kind.model_fields)
+            for nic in as_list(table.get("nics")):
+                _respell(as_table(nic), Nic.model_fields)
+    is_miniature = _is_miniature(copied)
+    filled = Filled(copied, is_miniature, compares=not is_miniature and "truth" not in copied)
+    models = {key.partition(".")[2]: _fill_family(filled, key, table) for key, table in tables_of(copied, "families")}
+    networks = {key.partition(".")[2]: _fill_fabric(filled, key, table) for key, table in tables_of(copied, "fabrics")}
+    for key, nodes in tables_of(copied, "nodes"):
+        _fill_link(filled, key, nodes, models)
+        for nic_key, nic in tables_of(nodes, "nics"):
+            _fill_nic(filled, f"{key}.{nic_key}", nic, networks)
     return filled
 
 
-def accelerator_of(family: Mapping[str, Any]) -> CatalogueEntry | None:
-    """Return what the catalogue has of a family's model."""
+def _respell(table: dict, known: Iterable[str]) -> None:
+    """Add the key that each misspelt one means; the misspelt one is refused as unknown."""
+    for key in set(table).difference(known):
+        for meant in get_close_matches(key, known, n=1):
+            table.setdefault(meant, table[key])
+
+
+def _fill_family(filled: Filled, key: str, family: dict) -> CatalogueEntry | None:
+    """Fill in a family; return the catalogue's entry of its model, None where it has none."""
+    missing = [figure for figure in NEEDED if figure not in family]
+    missing += [] if PEAK in family or SUSTAINED in family else [PEAK]
     model = family.get("model")
     name = lookup_accelerator(model) if isinstance(model, str) else None
-    return ACCELERATORS[name] if name else None
-
-
-def _tables(value: Any) -> dict[str, dict]:
-    return {name: table for name, table in as_table(value).items() if isinstance(table, dict)}
-
-
-def _fill_family(filled: Filled, name: str, family: dict) -> None:
-    missing = [key for key in NEEDED if key not in family]
-    if not any(speed in family for speed in SPEEDS):
-        missing.append(SPEEDS[0])
-    model = family.get("model")
-    if not missing:
-        return
-    if not isinstance(model, str):
-        misspelt = [key for key in family if "model" in get_close_matches(key, ["model", *Family.model_fields], n=1)]
-        if "model" in family or misspelt or len(missing) > len(NEEDED):
-            filled.unresolved.append(f"families.{name}")
-        if not misspelt and "model" not in family and len(missing) > len(NEEDED):
-            filled.mistakes[f"families.{name}.model"] = (
-                f"families.{name}: nothing says what it is; set model, {LIST_COMMAND}; or set {', '.join(missing)}"
-            )
-        return
-    known = accelerator_of(family)
-    if known is None:
-        hint = did_you_mean(model, ACCELERATORS)
-        hint = "" if "known are" in hint else hint.rstrip("?") + "?"
-        filled.unresolved.append(f"families.{name}")
-        filled.mistakes[f"families.{name}.model"] = (
-            f"families.{name}.model = {model!r}: not in the catalogue{hint} {LIST_COMMAND};"
-            f" or set {', '.join(missing)} yourself"
-        )
-        return
+    if name:
+        entry = ACCELERATORS[name]
+    elif not missing:
+        return None
+    elif "model" in family:
+        entry, instead = UNKNOWN_MODEL, f"or set {', '.join(missing)} yourself"
+        _refuse_name(filled, f"{key}.model", model, ACCELERATORS, instead)
+    elif len(missing) > len(NEEDED):
+        entry, instead = UNKNOWN_MODEL, f"or set {', '.join(missing)}"
+        filled.mistakes[key] = f"{key}: nothing says what it is; set model, {LIST_COMMAND}; {instead}"
+    else:
+        return None  # each figure is reported as missing
     figures = {
-        "kind": known.kind,
-        "memory_bytes": int(known.memory_bytes),
-        "memory_bytes_per_second": known.memory_bytes_per_second,
-        "peak_flops_per_second": dict(known.peak_flops_per_second),
+        "kind": entry.kind,
+        "memory_bytes": int(entry.memory_bytes),
+        "memory_bytes_per_second": entry.memory_bytes_per_second,
     }
-    for key in missing:
-        filled.put(family, f"families.{name}", key, figures[key], known.source, None if key == "kind" else "datasheet")
+    filled.put(key, family, figures, entry.source)
+    if PEAK in missing:
+        filled.put(key, family, {PEAK: dict(entry.peak_flops_per_second)}, entry.source)
+    if name and family.get("kind") != "cpu":
+        filled.compare(key, _typed(family, figures), vars(entry))
+        for speeds, by_dtype in _typed(family, (PEAK, SUSTAINED)).items():
+            filled.compare(f"{key}.{speeds}", as_table(by_dtype), entry.peak_flops_per_second)
+    return entry
 
 
-def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
-    called = fabric.get("network")
-    if not isinstance(called, str):
-        return
-    known = lookup_network(called)
-    if known is None:
-        hint = did_you_mean(called, NETWORKS)
-        hint += "" if hint.endswith("?") else ";"
-        filled.unresolved.append(f"fabrics.{name}")
-        filled.mistakes[f"fabrics.{name}.network"] = (
-            f"fabrics.{name}.network = {called!r}: not in the catalogue{hint} {LIST_COMMAND};"
-            " or leave it out and set latency_seconds, and the bandwidth of its NICs"
-        )
-    elif "latency_seconds" not in fabric:
-        latency = NETWORKS[known].latency_seconds
-        filled.put(fabric, f"fabrics.{name}", "latency_seconds", latency, LATENCY_SOURCE, "assumed")
+def _fill_fabric(filled: Filled, key: str, fabric: dict) -> NetworkEntry | None:
+    """Fill in a fabric; return the catalogue's entry of its network, None where it names none."""
+    if "network" not in fabric:
+        return None
+    called = fabric["network"]
+    name = lookup_network(called) if isinstance(called, str) else None
+    if name is None:
+        instead = "or leave it out and set latency_seconds, and the bandwidth of its NICs"
+        _refuse_name(filled, f"{key}.network", called, NETWORKS, instead)
+    entry = NETWORKS[name] if name else UNKNOWN_NETWORK
+    filled.put(key, fabric, {"latency_seconds": entry.latency_seconds}, LATENCY_SOURCE, "assumed")
+    return entry
 
 
-def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, dict]) -> None:
-    """The link of a node with devices of two models is the slower one's."""
-    devices = as_table(table.get("devices"))
-    if not all(isinstance(count, int) for count in devices.values()):
+def _refuse_name(filled: Filled, key: str, name: Any, known: Iterable[str], instead: str) -> None:
+    """Report a name that the catalogue does not have; one that is no text is refused by its type."""
+    if isinstance(name, str):
+        hint = did_you_mean(name, known)
+        hint = hint if hint.endswith("?") else ";"
+        filled.mistakes[key] = f"{key} = {name!r}: not in the catalogue{hint} {LIST_COMMAND}; {instead}"
+
+
+def _fill_link(filled: Filled, key: str, nodes: dict, models: Mapping[str, CatalogueEntry | None]) -> None:
+    """Fill in the link between devices of a node; that of devices of two models is the slower one's."""
+    devices = as_table(nodes.get("devices"))
+    if not all(isinstance(count, int) for count in devices.values()) or sum(devices.values()) < 2:
         return
-    if any(name not in families or f"families.{name}" in filled.unresolved for name in devices):
-        filled.unresolved.append(f"nodes.{number}")
-    if sum(devices.values()) < 2:
+    filled.put(key, nodes, {"link_latency_seconds": LINK_LATENCY_SECONDS}, LATENCY_SOURCE, "assumed")
+    entries = [entry for name in devices if (entry := models.get(name, UNKNOWN_MODEL))]
+    if filled.is_miniature or len(entries) < len(devices):
         return
-    key = f"nodes.{number}"
-    if "link_latency_seconds" not in table:
-        filled.put(table, key, "link_latency_seconds", LINK_LATENCY_SECONDS, LATENCY_SOURCE, "assumed")
-    if any(_is_miniature(families.get(name, {})) for name in devices):
-        filled.unresolved += [key] if all(accelerator_of(families.get(n, {})) for n in devices) else []
-        return
-    known = [each for name in devices if (each := accelerator_of(families.get(name, {})))]
-    if not known or len(known) < len(devices) or "link_bytes_per_second" in table:
-        return
-    slowest = min(known, key=lambda accelerator: accelerator.link_bytes_per_second)
+    slowest = min(entries, key=lambda entry: entry.link_bytes_per_second)
     source = slowest.source + (", the slower link of the node's models" if len(devices) > 1 else "")
-    filled.put(table, key, "link_bytes_per_second", slowest.link_bytes_per_second, source)
+    figures = {"link_bytes_per_second": slowest.link_bytes_per_second}
+    filled.put(key, nodes, figures, source)
+    if UNKNOWN_MODEL not in entries:
+        filled.compare(key, _typed(nodes, figures), figures)
 
 
-def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, dict]) -> None:
-    for j, nic in enumerate(map(as_table, as_list(table.get("nics")))):
-        fabric = nic.get("fabric")
-        if not isinstance(fabric, str):
-            continue  # the check of types refuses it
-        called = fabrics.get(fabric, {}).get("network")
-        known = lookup_network(called) if isinstance(called, str) else None
-        if fabric not in fabrics or (called is not None and known is None):
-            filled.unresolved.append(f"nodes.{number}.nics.{j}")
-        for key in ("send_bytes_per_second", "receive_bytes_per_second"):
-            if known and key not in nic:
-                network = NETWORKS[known]
-                filled.put(nic, f"nodes.{number}.nics.{j}", key, network.bytes_per_second, network.source)
+def _fill_nic(filled: Filled, key: str, nic: dict, networks: Mapping[str, NetworkEntry | None]) -> None:
+    fabric = nic.get("fabric")
+    entry = networks.get(fabric, UNKNOWN_NETWORK) if isinstance(fabric, str) else UNKNOWN_NETWORK
+    if entry:
+        speed = entry.bytes_per_second
+        figures = {"send_bytes_per_second": speed, "receive_bytes_per_second": speed}
+        filled.put(key, nic, figures, entry.source)
+        if entry is not UNKNOWN_NETWORK:
+            filled.compare(key, _typed(nic, figures), figures)
 
 
-def _is_miniature(family: Mapping[str, Any]) -> bool:
-    memory = family.get("memory_bytes")
-    return isinstance(memory, int | float) and memory < MINIATURE_BYTES
+def _typed(table: Mapping[str, Any], figures: Iterable[str]) -> dict[str, Any]:
+    """Return those of some figures that a table has, and that were not measured."""
+    origins, origin = as_table(table.get("origins")), table.get("origin")
+    return {name: table[name] for name in figures if name in table and origins.get(name, origin) != "measured"}
+
+
+def _is_miniature(tree: Mapping[str, Any]) -> bool:
+    limits = []
+    for _, family in tables_of(tree, "families"):
+        speeds = [*as_table(family.get(PEAK)).values(), *as_table(family.get(SUSTAINED)).values()] or [None]
+        limits += [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
+        limits.append((family.get("memory_bytes"), MINIATURE_BYTES))
+    return bool(limits) and all(isinstance(value, int | float) and value < limit for value, limit in limits)
 
 
 def describe_sources(sources: Mapping[str, str]) -> list[str]:

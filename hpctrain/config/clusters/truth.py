@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from hpctrain.config.bounds import MOST_NUMBER, Count, Latency, Rate, Scale, Slowdown
-from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, Bytes, DType, Name
+from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, DType, Name
+from hpctrain.config.clusters.figures import Bytes
 from hpctrain.config.tables import Table
 
 

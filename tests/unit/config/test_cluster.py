@@ -134,7 +134,7 @@ def test_4096_devices_answer_at_once():
     family = Family(
         origin="assumed",
         kind="cuda",
-        memory_bytes=1,
+        memory_bytes=1 << 30,
         memory_bytes_per_second=1e12,
         peak_flops_per_second={"bf16": 1e14},
     )

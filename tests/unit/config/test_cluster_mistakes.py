@@ -22,7 +22,7 @@ from tests.unit.described import FAMILY, TEXT
 
 # By what is replaced in TEXT, each in a table of its own: with what, and what the message says of it.
 MISTAKES = {
-    'model = "some"\n': ("modle = 1\n", "families.extra.modle: unknown key"),
+    'model = "some"\n': ('modle = "some"\n', "families.extra.modle: unknown key"),
     "memory_bytes = 64_000_000_000": ('memory_bytes = "64 GB"', "families.mi250x.memory_bytes = '64 GB'"),
     "sustained_flops_per_second = {bf16 = 140e12}": ("reserved_bytes = 65e9", "families.mi250x: no speed: set peak"),
     "latency_seconds = 2.5e-6": ("latency_secs = 2.5e-6", "fabrics.sling.latency_secs: unknown key"),
