@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.commands import call
 from hpctrain.config.clusters.cluster import Cluster, Nodes
-from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, read_cluster_file, ready_clusters
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job
 from hpctrain.jobs.common import generate_tokens, ready_miniature
@@ -60,7 +60,7 @@ def all_clusters(names: list[str], options: list) -> None:
 def networks(options: list) -> None:
     """Compare the hybrid network with one that is InfiniBand throughout, and one that is Ethernet throughout."""
     path, scores = ready_clusters()[HYBRID], {}
-    cluster, truth = load_cluster(path), load_truth(path)
+    cluster, truth, _ = read_cluster_file(path)
     nics = {nic.fabric: nic for nodes in cluster.nodes for nic in nodes.nics}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("ib", HYBRID, "ethernet"):

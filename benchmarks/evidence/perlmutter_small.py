@@ -19,7 +19,7 @@ from benchmarks.commands import call
 from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, predict_fitting
 from benchmarks.probed import probed
 from hpctrain.config.clusters.cluster import Cluster, Nodes
-from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
+from hpctrain.config.clusters.cluster_file import dump_cluster, locate_cluster, read_cluster_file
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job, load_job
 from hpctrain.observe.console import trust
@@ -44,7 +44,7 @@ def perlmutter(time_scale: float) -> tuple[Job, Cluster, str]:
     """Return the scaled job, and the miniature cluster, whose devices are described as a probe would have found them,
     also as a file."""
     path = locate_cluster("a100-80-40")
-    cluster, truth = load_cluster(path), load_truth(path)
+    cluster, truth, _ = read_cluster_file(path)
     nic = cluster.nodes[0].nics[0].model_copy(update={"send_bytes_per_second": NIC, "receive_bytes_per_second": NIC})
     bandwidth, latency = PAIR_OF_GPUS
     links = {"link_bytes_per_second": bandwidth, "link_latency_seconds": latency}

@@ -35,8 +35,6 @@ TYPES = {
     "bool": "must be true or false",
 }
 """By pydantic's type of a mistake, what to write."""
-UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([KMGTP])(i?)(?:B|b|FLOP).*", re.IGNORECASE)
 ASIDE = "given twice"
 """The table into which parsing moves what is given twice, to look for more mistakes."""
 # Far more than a plan for ten thousand ranks takes; reading it takes some seconds.
@@ -330,18 +328,8 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
             value, expected = problem["input"], TYPES.get(kind.removesuffix("_type").removesuffix("_from_float"))
             expected = expected or f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
             expected += f"; write [[{key}]] above each" if kind == "tuple_type" and isinstance(value, dict) else ""
-            text = f"{key} = {shorten(repr(value))}: {expected}{_without_unit(value)}"
+            text = f"{key} = {shorten(repr(value))}: {expected}"
     return key, text
-
-
-def _without_unit(value: Any) -> str:
-    """Return what to write for a figure that was given as text, such as `192 GB`; nothing for other values."""
-    result = WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
-    if not result or result[1].count(".") > 1:
-        return ""
-    unit = UNITS[result[2].upper()]
-    number = float(result[1]) * (1024 ** (math.log10(unit) // 3) / unit if result[3] else 1)
-    return f"; write {number:.6g}e{math.log10(unit):.0f}"
 
 
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:

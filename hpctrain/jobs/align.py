@@ -1,10 +1,11 @@
 """`hpctrain align`: compare every operator of a job on every family with float64."""
 
+import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,7 +13,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, override_option, print_result
-from hpctrain.jobs.common import load_job_on, started_world, with_any_vocabulary
+from hpctrain.jobs.common import load_job_on, started_world, with_some_vocabulary
 
 if TYPE_CHECKING:
     from hpctrain.engine.alignment import RankAlignment
@@ -77,7 +78,7 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
         with world.all_or_none():
-            parsed = with_any_vocabulary(parsed)
+            parsed = with_some_vocabulary(parsed)
 
         from hpctrain.comm.bind import bind_accelerator
         from hpctrain.engine.alignment import align
@@ -87,11 +88,12 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
         own = _dtypes_of(parsed, accelerator.family, dtypes)
         rows = min(2, tokens)
         positions = min(tokens // rows, parsed.data.sequence_length)
-        every = align(world, accelerator, parsed, own, rows, positions, deviation, steps)
-        summary = summarise(every, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
+        alignments = align(world, accelerator, parsed, own, rows, positions, deviation, steps)
+        summary = summarise(alignments, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
         code = 0 if summary["aligned"] else BEYOND_EXIT_CODE
         if world.rank == 0:
-            print_result(_finite(summary), format_alignment(summary), as_json)
+            finite = json.loads(json.dumps(summary), parse_constant=lambda name: None)  # JSON has no NaN
+            print_result(finite, format_alignment(summary), as_json)
     sys.exit(code)
 
 
@@ -102,52 +104,44 @@ def _dtypes_of(job: Job, family: str, asked: Sequence[str]) -> tuple[str, ...]:
     return (own,) if own else TRAINED_DTYPES
 
 
-def summarise(every: "Sequence[RankAlignment]", tolerance: float) -> dict:
-    """Return what all ranks saw as plain data: of each family, dtype, operator and result the worst rank. Pure."""
+def summarise(alignments: "Sequence[RankAlignment]", tolerance: float) -> dict:
+    """Return what all ranks saw as plain data: the worst rank of each family, dtype, operator and result. Pure."""
     worst: dict[tuple[str, str, str, str], dict] = {}
-    for each in every:
-        for of in each.compared:
-            entry = of._asdict() | {"family": each.family, "rank": each.rank, "host": each.host, "beyond": of.is_beyond}
-            entry["overflow"] = of.overflow._asdict() if of.overflow else None
-            key = each.family, of.dtype, of.operator, of.result
-            if key not in worst or _share(entry) > _share(worst[key]):
+    for rank in alignments:
+        for compared in rank.compared:
+            entry = compared._asdict() | {"family": rank.family, "rank": rank.rank, "host": rank.host}
+            entry |= {"beyond": compared.is_beyond}
+            entry["overflow"] = compared.overflow._asdict() if compared.overflow else None
+            key = rank.family, compared.dtype, compared.operator, compared.result
+            if key not in worst or _severity(entry) > _severity(worst[key]):
                 worst[key] = entry
-    compared_losses = _compare_losses(every, tolerance)
-    families = Counter((each.family, each.model) for each in every)
+    losses = _compare_losses(alignments, tolerance)
+    families = Counter((rank.family, rank.model) for rank in alignments)
     return {
         "families": {family: {"model": model, "ranks": count} for (family, model), count in families.items()},
         "operators": list(worst.values()),
-        "losses": compared_losses,
-        "aligned": not any(each["beyond"] for each in worst.values()) and all(of["aligned"] for of in compared_losses),
+        "losses": losses,
+        "aligned": not any(entry["beyond"] for entry in worst.values()) and all(loss["aligned"] for loss in losses),
     }
 
 
-def _share(entry: Mapping) -> tuple[bool, float]:
+def _severity(entry: Mapping) -> tuple[bool, float]:
     """Return whether an error is beyond its bound, and its share of that."""
     return entry["beyond"], entry["error"] / entry["bound"] if entry["bound"] else entry["error"]
 
 
-def _finite(value: Any) -> Any:
-    """Return plain data as JSON can have it: None in the place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _compare_losses(every: "Sequence[RankAlignment]", tolerance: float) -> list[dict]:
+def _compare_losses(alignments: "Sequence[RankAlignment]", tolerance: float) -> list[dict]:
     """Return how far the losses of each family and dtype are from those of rank 0 in fp32."""
     from hpctrain.engine.alignment import REFERENCE_DTYPE, mean_relative_difference
 
-    losses = {(each.family, dtype): of for each in every for dtype, of in each.losses.items()}
-    reference = next((of for (_, dtype), of in losses.items() if dtype == REFERENCE_DTYPE), ())
+    losses = {(rank.family, dtype): values for rank in alignments for dtype, values in rank.losses.items()}
+    reference = next((values for (_, dtype), values in losses.items() if dtype == REFERENCE_DTYPE), ())
     result = []
-    for (family, dtype), of in losses.items():
-        difference = mean_relative_difference(of, reference)
-        named = {"family": family, "dtype": dtype, "steps": len(of), "losses": of}
-        compared = {"mean_relative_difference": difference, "tolerance": tolerance, "aligned": difference <= tolerance}
-        result.append(named | compared)
+    for (family, dtype), values in losses.items():
+        difference = mean_relative_difference(values, reference)
+        run = {"family": family, "dtype": dtype, "steps": len(values), "losses": values}
+        verdict = {"mean_relative_difference": difference, "tolerance": tolerance, "aligned": difference <= tolerance}
+        result.append(run | verdict)
     return result
 
 
@@ -158,9 +152,10 @@ def format_alignment(summary: Mapping) -> str:
     for entry in summary["operators"]:
         row = cells.setdefault(entry["operator"], {})
         column = entry["family"], entry["dtype"]
-        if column not in row or _share(entry) > _share(row[column]):
+        if column not in row or _severity(entry) > _severity(row[column]):
             row[column] = entry
-    models = ", ".join(f"{of['ranks']} x {name} ({of['model']})" for name, of in summary["families"].items())
+    families = summary["families"].items()
+    models = ", ".join(f"{family['ranks']} x {name} ({family['model']})" for name, family in families)
     lines = [
         f"{len(cells)} operators, {summary['rows']} rows of {summary['positions']} positions, on {models}",
         "worst relative error against float64, and its share of the bound, of outputs and gradients:",
@@ -168,23 +163,23 @@ def format_alignment(summary: Mapping) -> str:
     ]
     for operator, row in cells.items():
         lines.append(f"{operator:16}" + "".join(f" {_format_cell(row.get(column)):>20}" for column in columns))
-    overrides = {}
+    overrides = dict.fromkeys(entry["override"] for entry in summary["operators"] if entry["override"])
     for entry in summary["operators"]:
         if entry["beyond"]:
             lines.append(_format_beyond(entry))
-            if entry["override"]:
-                overrides[entry["override"]] = None
         elif not entry["repeats"]:
             where = f"{entry['family']} in {entry['dtype']}"
             lines.append(f"not the same bits twice: {entry['operator']}, {entry['result']}, on {where}")
     if overrides:
-        lines.append("within its bound in fp32; to compute it so: " + " ".join(f"--set {each}" for each in overrides))
-    for of in summary["losses"]:
-        difference = of["mean_relative_difference"]
+        lines.append(
+            "within its bound in fp32; to compute it so: " + " ".join(f"--set {override}" for override in overrides)
+        )
+    for run in summary["losses"]:
+        difference = run["mean_relative_difference"]
         figure = f"{difference:.2e}" if math.isfinite(difference) else "not finite"
         lines.append(
-            f"losses of {of['steps']} steps on {of['family']} in {of['dtype']}: mean relative difference from fp32"
-            f" {figure}{'' if of['aligned'] else ', beyond ' + format(of['tolerance'], 'g')}"
+            f"losses of {run['steps']} steps on {run['family']} in {run['dtype']}: mean relative difference from fp32"
+            f" {figure}{'' if run['aligned'] else ', beyond ' + format(run['tolerance'], 'g')}"
         )
     lines.append("aligned" if summary["aligned"] else "not aligned")
     return "\n".join(lines)
@@ -195,7 +190,7 @@ def _format_cell(entry: Mapping | None) -> str:
         return "-"
     if entry["overflow"]:
         return "overflow !"
-    share = _share(entry)[1]
+    share = _severity(entry)[1]
     return f"{entry['error']:.1e} {share:.0%} !" if entry["beyond"] else f"{entry['error']:.1e} {share:.0%}"
 
 

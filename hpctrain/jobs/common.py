@@ -15,7 +15,7 @@ import click
 
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
-from hpctrain.config.clusters.cluster_file import load_cluster, load_truth, locate_cluster
+from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster, read_cluster_file
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
@@ -68,9 +68,8 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 
 def load_described(reference: str) -> Described:
     """Read a cluster, a file or a ready one's name, with the truth of a file for rehearsals. Raises TopologyError."""
-    path = locate_cluster(reference)
-    truth = load_truth(path)
-    return Described(load_cluster(path), reference, is_rehearsed=truth is not None, truth=truth)
+    file = read_cluster_file(locate_cluster(reference))
+    return Described(file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth)
 
 
 def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tuple[Job, Described]:
@@ -81,8 +80,8 @@ def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tu
     return scale_for_finished(described.truth, job), described
 
 
-def describe(world: "World", reference: str) -> Described:
-    """Read a cluster, a file or a ready one's name. All ranks must call.
+def load_cluster_on(world: "World", reference: str) -> Described:
+    """Read the cluster that the ranks run on, a file or a ready one's name. All ranks must call.
 
     The variables of its families were for their start; a run folder and its checkpoints are for others to read.
     """
@@ -124,7 +123,7 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
     described = load_described(reference)
     cluster, truth = described.cluster, described.truth
     if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
-        job = with_any_vocabulary(job)
+        job = with_some_vocabulary(job)
     return miniature(cluster, truth, job, cores, time_scale)
 
 
@@ -148,7 +147,7 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
         ((3 * np.arange(num_tokens) + noise) % min(ids, 2**16)).astype("<u2").tofile(path)
 
 
-def with_any_vocabulary(job: Job) -> Job:
+def with_some_vocabulary(job: Job) -> Job:
     """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
     preset = presets().get(job.model.preset or "", {}).get("vocab_size")
     if job.model.vocab_size is None and not exists(job.data.tokens):
@@ -167,21 +166,6 @@ def write_out(path: Path, text: str, is_script: bool = False) -> None:
         path.write_text(text, encoding="utf-8")
         if is_script:
             path.chmod(0o755)
-
-
-def locate_and_report(path: Path) -> Path:
-    """Return the checkpoint that a path names: itself, or the latest of a run; say which of its keys are gone.
-
-    Raises CheckpointError.
-    """
-    from hpctrain.checkpoint.folder import locate_checkpoint
-    from hpctrain.checkpoint.index import Index
-    from hpctrain.checkpoint.state import read_job
-
-    checkpoint = locate_checkpoint(path)
-    with Index(checkpoint) as index:
-        read_job(index, say_on_stderr)
-    return checkpoint
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

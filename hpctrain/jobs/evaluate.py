@@ -16,10 +16,10 @@ def command(path, data, sequences, sequence_length, as_json):
 
     FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
     """
+    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import evaluate
-    from hpctrain.jobs.common import locate_and_report
 
-    result = evaluate(locate_and_report(path), data, sequences, sequence_length)
+    result = evaluate(locate_checkpoint(path), data, sequences, sequence_length)
     text = f"loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.3f};"
     text += f" {result.sequences:,} sequences, {result.tokens:,} tokens"
     print_result(result._asdict(), text, as_json)

@@ -28,9 +28,9 @@ def command(path, folder, dtype, shard_gb, as_json):
     whatever layout trained the model. Weights are exact with --dtype fp32.
     """
     from hpctrain.checkpoint.convert import export_model
-    from hpctrain.jobs.common import locate_and_report
+    from hpctrain.checkpoint.folder import locate_checkpoint
 
-    made = export_model(locate_and_report(path), folder, dtype, int(shard_gb * GB))
+    made = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
     files = "1 file" if made.num_files == 1 else f"{made.num_files} files"
     tokenizer = "with its tokenizer" if made.has_tokenizer else "without a tokenizer: the run has none of that kind"
     summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}

@@ -28,18 +28,17 @@ MOST_TEMPERATURE = 1e6
 )
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Continue after the end of a document.")
-@click.option("--no-cache", is_flag=True, help="Compute all anew for each token, for comparison.")
 @click.option("--seed", default=0, show_default=True, type=SEED)
 @json_option
-def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_end, no_cache, seed, as_json):
+def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_end, seed, as_json):
     """Write text with the model in PATH, a run folder (its latest checkpoint) or a checkpoint.
 
     Runs on one rank, whatever layout trained the model.
     """
+    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import Generator, Sampling
-    from hpctrain.jobs.common import locate_and_report
 
-    checkpoint = locate_and_report(path)
+    checkpoint = locate_checkpoint(path)
     sampling = Sampling(temperature, top_k, top_p, seed, stop, ignore_end)
-    text = Generator(checkpoint).text(prompt, num_tokens, sampling, cached=not no_cache)
+    text = Generator(checkpoint).text(prompt, num_tokens, sampling)
     print_result({"checkpoint": str(checkpoint), "prompt": prompt, "text": text}, prompt + text, as_json)

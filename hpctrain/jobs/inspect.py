@@ -192,16 +192,16 @@ def _format_table(section: dict) -> str:
 def _cluster(path: Path) -> dict:
     from hpctrain.config.clusters.cluster import assumed_figures
     from hpctrain.config.clusters.cluster_defaults import describe_sources
-    from hpctrain.config.clusters.cluster_file import filled_figures, load_cluster
+    from hpctrain.config.clusters.cluster_file import read_cluster_file
     from hpctrain.config.clusters.links import slowest_links
 
-    cluster = load_cluster(path)
+    cluster, _, sources = read_cluster_file(path)
     summary = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
     for where, link in slowest_links(cluster).items():
         summary[f"slowest_link_{where}"] = (
             f"{link.latency_seconds * 1e6:.4g} us, {link.message_bytes_per_second / 1e9:.4g} GB/s"
         )
-    for number, line in enumerate(describe_sources(filled_figures(path)), 1):
+    for number, line in enumerate(describe_sources(sources), 1):
         summary[f"filled_{number}"] = line
     if warnings := cluster.without_effect:
         summary["warning"] = "\n".join(warnings)

@@ -8,7 +8,7 @@ import click
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_defaults import describe_sources
-from hpctrain.config.clusters.cluster_file import filled_figures, locate_cluster
+from hpctrain.config.clusters.cluster_file import locate_cluster, read_cluster_file
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
 from hpctrain.engine.start.facts import Described
@@ -24,7 +24,7 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
-from hpctrain.jobs.predict import describe, format_prediction, profile_source, with_overlap
+from hpctrain.jobs.predict import format_prediction, prediction_data, profile_source, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
@@ -83,7 +83,7 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
     limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
     zero = {"zero": (loaded.plan.zero,)} if loaded.plan else {}
     spaces = {"all": None, "by-speed": by_speed_space(**zero), "even": even_space()}
-    result, summary = search_plan(loaded, described, limits, spaces[space], top)
+    result, summary = search_and_summarise(loaded, described, limits, spaces[space], top)
     plan_text = plan_file(summary, result)
     if out is not None:
         write_out(out, plan_text)
@@ -157,7 +157,7 @@ def check_command(plan, job, overrides):
     print(f"{plan} can run {job}")
 
 
-def search_plan(
+def search_and_summarise(
     job: Job, described: Described, limits: Limits, space: Space | None = None, top: int = 0
 ) -> tuple[SearchResult, dict]:
     """Search a space, or all plans; return the result, and everything about it and its `top` plans as plain data.
@@ -170,7 +170,7 @@ def search_plan(
     topology = topology_of(cluster, described.is_rehearsed)
     result = search_best(job, cluster, limits, described.name, space, setups_by_plan(asked, job, topology))
     resolved |= resolve_switches(asked, topology, result.best.plan)[1]
-    summary = describe(result.best.prediction, job.train.resolved_dtype)
+    summary = prediction_data(result.best.prediction, job.train.resolved_dtype)
     computing = families_in(job, cluster, described.name)
     if reason:
         summary["assumed_inputs"].append(reason)
@@ -192,7 +192,7 @@ def search_plan(
         **summary,
         "resolved": resolved,
         "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
-        "filled": describe_sources(filled_figures(locate_cluster(described.name))),
+        "filled": describe_sources(read_cluster_file(locate_cluster(described.name)).sources),
         "layout": _layout(result, 0),
         "lower_bound_seconds": result.lower_bound_seconds,
         "gap": result.gap,
@@ -212,7 +212,11 @@ def _layout(result: SearchResult, number: int) -> str:
 
 def format_search(summary: dict, result: SearchResult, cluster: Cluster, out: Path) -> str:
     """Return what is printed where the plan file is written to `out`."""
-    lines = [f"{out}: {summary['layout']}", format_prediction(summary, result.best.plan, cluster), *_summary(summary)]
+    lines = [
+        f"{out}: {summary['layout']}",
+        format_prediction(summary, result.best.plan, cluster),
+        *_search_lines(summary),
+    ]
     if summary["filled"]:
         lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in summary["filled"])]
     if summary["top"]:
@@ -223,7 +227,7 @@ def format_search(summary: dict, result: SearchResult, cluster: Cluster, out: Pa
 
 def plan_file(summary: dict, result: SearchResult) -> str:
     """Return the plan as a file, with what the search learned as comments."""
-    comments = [f"{summary['layout']}: {summary['step_seconds']:.4g} s a step", *_summary(summary)]
+    comments = [f"{summary['layout']}: {summary['step_seconds']:.4g} s a step", *_search_lines(summary)]
     comments += filter(None, [profile_source(summary["profiled"])])
     comments += [f"warning {warning}" for warning in summary["warnings"]]
     comments += [f"resolved {key}: {reason}" for key, reason in summary["resolved"].items()]
@@ -235,7 +239,7 @@ def _with_comments(comments: Iterable[str], plan: Plan) -> str:
     return "".join(f"{line}\n" for line in toml_comment("\n".join(map(str.strip, comments)))) + dump_plan(plan)
 
 
-def _summary(summary: dict) -> list[str]:
+def _search_lines(summary: dict) -> list[str]:
     searched = summary["searched"]
     return [
         f"bound     no plan takes less than {summary['lower_bound_seconds']:.4g} s: the gap is {summary['gap']:.1%}",

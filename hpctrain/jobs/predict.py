@@ -43,7 +43,7 @@ def command(job, overrides, cluster, plan_file, as_json):
     check_families(plan, [device.family for device in machine.devices], str(plan_file))
     loaded, resolved = with_overlap(loaded, described, plan)
     setup = Setup.of_job(loaded)
-    summary = describe(predict(setup, plan, machine), setup.dtype) | {
+    summary = prediction_data(predict(setup, plan, machine), setup.dtype) | {
         "resolved": resolved,
         "warnings": memory_warnings(setup, machine),
     }
@@ -68,7 +68,7 @@ def with_overlap(job: Job, described: Described, plan: Plan | None = None) -> tu
     return job.model_copy(update={"overlap": overlap}), resolved
 
 
-def describe(prediction: Prediction, dtype: str) -> dict:
+def prediction_data(prediction: Prediction, dtype: str) -> dict:
     """Return a prediction as plain data, for JSON."""
     stages = []
     for stage in prediction.memory:

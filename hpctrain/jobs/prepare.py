@@ -1,12 +1,11 @@
-"""hpctrain prepare: make a token file from text."""
+"""`hpctrain prepare`: make a token file from text."""
 
 import sys
-from pathlib import Path
 
 import click
 
 from hpctrain.config.terminal import drawing
-from hpctrain.jobs.arguments import PATH, VOCABULARY, print_result
+from hpctrain.jobs.arguments import PATH, VOCABULARY, json_option, print_result
 
 
 @click.command("prepare", short_help="Make a token file from text.")
@@ -27,18 +26,8 @@ from hpctrain.jobs.arguments import PATH, VOCABULARY, print_result
     "--field", default="text", show_default=True, help="Of JSON Lines and Parquet files: where a record has its text."
 )
 @click.option("--prompt-field", metavar="NAME", help="Where a record has a prompt, which is given and not learnt.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as one line of JSON.")
-def command(
-    paths: tuple[Path, ...],
-    out: Path,
-    tokenizer: str,
-    vocab_size: int | None,
-    globs: tuple[str, ...],
-    stdlib: bool,
-    field: str,
-    prompt_field: str | None,
-    as_json: bool,
-) -> None:
+@json_option
+def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_field, as_json):
     """Make a token file, which training reads, from text files and folders of them.
 
     Every file is one document; of .jsonl and .parquet files every record is one. In folders, files that are not UTF-8

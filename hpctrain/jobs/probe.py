@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.bounds import MOST_SECONDS
-from hpctrain.config.clusters.cluster import Profile
+from hpctrain.config.clusters.cluster import Cluster, Profile
 from hpctrain.config.clusters.cluster_file import (
     dump_cluster,
     load_cluster,
@@ -79,9 +79,7 @@ def command(out, job, seconds, force, cluster, rehearse, refresh, overrides, as_
 def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None:
     """Measure devices and links, and write a cluster file. All ranks must call."""
     with started_world() as world:
-        with world.all_or_none():
-            if world.rank == 0:
-                check_writable(out, force)
+        world.on_first_rank(lambda: check_writable(out, force))
 
         from hpctrain.comm.bind import bind_accelerator
         from hpctrain.comm.probe.survey import probe_cluster
@@ -118,64 +116,64 @@ def probe_job(
 ) -> None:
     """Measure a job on the devices of all ranks, and add its profiles to a cluster file. All ranks must call."""
     with started_world() as world:
-        parsed = load_job_on(world, job, overrides)
-        rehearsed = described = None
+        parsed, rehearsed = load_job_on(world, job, overrides), None
         if rehearse:
             parsed, rehearsed = start_rehearsal(world, rehearse, parsed)
-        text, reference = "", cluster or rehearse
+        reference = cluster or rehearse
         own = None if reference else describe_this(world)
-        source = target = Path()
-
-        from hpctrain.engine.start.resolve import check_ranks_are_devices
-
-        with world.all_or_none():
-            if world.rank == 0:
-                source = own or locate_cluster(reference or "")
-                target = choose_target(source, out)
-                text = read_text(source, TopologyError)
-                described = parse_cluster(text, str(source))
-                if rehearsed and not cluster and rehearsed.cluster.families != described.families:
-                    if target == source:
-                        raise JobError(
-                            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes,"
-                            " with its profiles, by --out"
-                        )
-                    comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
-                    text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
-                    described = parse_cluster(text, str(source))
-                of_ranks = Described(described, str(source), is_rehearsed=rehearsed is not None)
-                check_ranks_are_devices(of_ranks, world.topology.places)
-        described = world.broadcast_object(described)
-        with world.all_or_none():
-            parsed = with_vocabulary(parsed)
 
         from hpctrain.comm.bind import bind_accelerator
         from hpctrain.engine.start.profiler import profile
+        from hpctrain.engine.start.resolve import check_ranks_are_devices
         from hpctrain.planner.choose import with_dtypes
 
+        def read_source() -> tuple[Path, Path, str, Cluster]:
+            source = own or locate_cluster(reference or "")
+            target = choose_target(source, out)
+            text = text_to_extend(source, target, None if cluster else rehearsed, parsed)
+            described = parse_cluster(text, str(source))
+            of_ranks = Described(described, str(source), is_rehearsed=rehearsed is not None)
+            check_ranks_are_devices(of_ranks, world.topology.places)
+            return source, target, text, described
+
+        source, target, text, described = world.on_first_rank(read_source)
         accelerator = bind_accelerator(world)
         with world.all_or_none():
             families = list(dict.fromkeys(place.family for place in world.topology.places))
-            parsed, _ = with_dtypes(parsed, described, families, reference or "this machine")
-        dtype = parsed.train.resolved_dtype
-        known = is_profiled(described, parsed, dtype)
-        result = None
-        if refresh or not known:
+            parsed, _ = with_dtypes(with_vocabulary(parsed), described, families, reference or "this machine")
+        dtype, profiled = parsed.train.resolved_dtype, None
+        if refresh or not is_profiled(described, parsed, dtype):
             overlap, _ = resolve_overlap(parsed.overlap, world.topology)
-            result = profile(world, accelerator, parsed.model_copy(update={"overlap": overlap}), seconds)
+            profiled = profile(world, accelerator, parsed.model_copy(update={"overlap": overlap}), seconds)
         with world.all_or_none():
             if world.rank == 0:
-                if result:
-                    text = merge_profiles(text, str(source), *result)
-                if result or target != source:
+                done = f"{source} has profiles of this job; measure again with --refresh"
+                if profiled:
+                    text, done = merge_profiles(text, str(source), *profiled), f"wrote {target}"
+                if profiled or target != source:
                     write_cluster_text(target, text)
-                profiles = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
-                listed = [of_stage for of_family in profiles.values() for of_stage in of_family.values()]
-                said = (
-                    f"wrote {target}" if result else f"{source} has profiles of this job; measure again with --refresh"
-                )
-                dumped = [of.model_dump(mode="json", exclude_none=True) for of in listed]
-                print_result(dumped, f"{said}\n{_format_profiles(listed, parsed)}", as_json)
+                by_family = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
+                profiles = [one for by_stage in by_family.values() for one in by_stage.values()]
+                dumped = [one.model_dump(mode="json", exclude_none=True) for one in profiles]
+                print_result(dumped, f"{done}\n{_format_profiles(profiles, parsed)}", as_json)
+
+
+def text_to_extend(source: Path, target: Path, rehearsed: Described | None, job: Job) -> str:
+    """Return the text of the cluster file to which profiles are added: that of the miniature, where one is rehearsed.
+
+    Raises JobError where that would replace the file of real size.
+    """
+    text = read_text(source, TopologyError)
+    if rehearsed is None or rehearsed.cluster.families == parse_cluster(text, str(source)).families:
+        return text
+    if target == source:
+        raise JobError(
+            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes,"
+            " with its profiles, by --out"
+        )
+    return dump_cluster(
+        rehearsed.cluster, {"": f"{source.name}, scaled down for a rehearsal of {job.name}."}, rehearsed.truth
+    )
 
 
 def check_writable(path: Path, force: bool) -> None:

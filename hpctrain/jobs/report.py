@@ -1,15 +1,14 @@
 """`hpctrain report`: write what one or several runs did as one HTML file. Runs on a login node."""
 
-from pathlib import Path
-
 import click
 
+from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import write_out
 
 
 @click.command("report")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html in the first RUN.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
+@click.option("--out", type=PATH, metavar="FILE", help="Default: report.html in the first RUN.")
 def command(runs, out):
     """Write a report of run folders as one HTML file, which needs no network to be read.
 

@@ -90,7 +90,7 @@ def prepare_start(
 
 def write_start(start: Start, scripts: Mapping[str, str], launcher: str, command: str) -> None:
     """Write the run folder of a start with its scripts, and say which command starts it. Raises JobError."""
-    write_files(start.run, {**start.files, **scripts}, start.components)
+    write_files(start.run, {**start.files, **scripts})
     for line in (f"{start.describe()}{launcher}", *start.notes, f"start it with: {command}"):
         click.echo(line)
 

@@ -9,7 +9,7 @@ from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
-from hpctrain.jobs.common import describe, load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_cluster_on, load_job_on, start_rehearsal, started_world
 
 
 @click.command("train")
@@ -71,7 +71,7 @@ def command(
         if rehearse:
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         else:
-            described = cluster and describe(world, cluster)
+            described = load_cluster_on(world, cluster) if cluster else None
 
         from hpctrain.engine.run import Run  # and with it torch and h5py: when MPI is started, and the files are right
 

@@ -6,16 +6,18 @@ launch/plan.toml       the plan, where the job or the command line gave one
 launch/rank-N.sh       what starts a rank of component N
 launch/version.json    version, digest and commit of the code
 
-Files with variables of a family, `environment`, are readable for their owner alone.
+`cluster.toml` and the scripts have the variables of families, `environment`, among which keys and passwords may be:
+they are readable for their owner alone.
 """
 
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -33,6 +35,7 @@ from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
 FOLDER = "launch"
+PRIVATE = re.compile(r"cluster\.toml|rank-\d+\.sh")
 PACKAGE = Path(hpctrain.__file__).parent
 
 
@@ -53,20 +56,17 @@ def launch_files(
     return files
 
 
-def write_files(run: Path, files: Mapping[str, str], components: Sequence[Component] = ()) -> None:
-    """Write files into the run folder; scripts can be run. Raises JobError where the disk refuses.
-
-    Those with variables of a family are readable for their owner alone: keys and passwords may be among them.
-    """
-    private = private_files(components)
+def write_files(run: Path, files: Mapping[str, str]) -> None:
+    """Write files into the run folder; scripts can be run. Raises JobError where the disk refuses."""
     try:
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             path = run / name
             partial = path.with_name(path.name + ".partial")
             partial.unlink(missing_ok=True)
-            readable, executable = (0o600, 0o700) if name in private else (0o666, 0o755)
-            with open(partial, "w", encoding="utf-8", errors="surrogateescape", opener=_creator(readable)) as file:
+            readable, executable = (0o600, 0o700) if PRIVATE.fullmatch(path.name) else (0o666, 0o755)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, readable)
+            with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
                 file.write(text)
             if text.startswith("#!"):
                 partial.chmod(executable)
@@ -74,20 +74,6 @@ def write_files(run: Path, files: Mapping[str, str], components: Sequence[Compon
     except OSError as error:
         where = error.filename or run
         raise JobError(f"{where}: cannot be written: {describe_os_error(error)}; choose another --run") from None
-
-
-def private_files(components: Sequence[Component]) -> set[str]:
-    """Return the names of the files that have variables of a family."""
-    scripts = {
-        f"{FOLDER}/rank-{number}.sh"
-        for number, component in enumerate(components)
-        if any(launch.environment for launch in component.launch.values())
-    }
-    return scripts | {f"{FOLDER}/cluster.toml"} if scripts else scripts
-
-
-def _creator(mode: int) -> Callable[[str, int], int]:
-    return lambda path, flags: os.open(path, flags, mode)
 
 
 LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")

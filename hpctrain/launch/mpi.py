@@ -22,7 +22,7 @@ LOCAL_RANK_VARIABLES = (
 """A process' number among the ranks of its host, the first that is set. Those of batch systems come last: the ranks of
 an mpirun inside of a job all have the number of the job's own script."""
 SECONDS = 60
-ASK = """\
+VERSION_SCRIPT = """\
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
@@ -44,9 +44,9 @@ class MpiLibrary(NamedTuple):
     text: str
     """The first line of its version."""
 
-    def usable_interfaces(self, there: Sequence[str]) -> list[str]:
+    def usable_interfaces(self, offered: Sequence[str]) -> list[str]:
         """Return which of a Slurm's values of --mpi this library can use, the best first."""
-        return [kind for kind in MPI_OF_SRUN[self.kind] if kind in there]
+        return [kind for kind in MPI_OF_SRUN[self.kind] if kind in offered]
 
 
 def kind_of(version: str) -> str:
@@ -57,20 +57,20 @@ def kind_of(version: str) -> str:
 def mpi_library(python: str = sys.executable) -> MpiLibrary:
     """Ask a child process for the library that mpi4py uses. Raises LaunchError where there is none."""
     try:
-        asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([python, "-c", VERSION_SCRIPT], capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"{python}: cannot be asked for its MPI library: {error}") from None
-    if asked.returncode or not asked.stdout.strip():
-        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+    if done.returncode or not done.stdout.strip():
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise LaunchError(
             f"{python} has no MPI library: {why}; load your site's MPI module, or pip install 'hpctrain[mpi]'"
         )
-    text = " ".join(asked.stdout.splitlines()[0].split())
-    return MpiLibrary(kind_of(asked.stdout), text)
+    text = " ".join(done.stdout.splitlines()[0].split())
+    return MpiLibrary(kind_of(done.stdout), text)
 
 
-def ask(*words: str) -> str:
-    """Return all that a program prints; nothing where it cannot be asked."""
+def output_of(*words: str) -> str:
+    """Return all that a program prints; nothing where it cannot be started."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(words, stdout=PIPE, stderr=STDOUT, text=True, timeout=SECONDS).stdout
     return ""
@@ -78,19 +78,19 @@ def ask(*words: str) -> str:
 
 def srun_interfaces() -> list[str]:
     """Return the values that this Slurm takes for `srun --mpi`; none where it cannot be asked."""
-    words = ask("srun", "--mpi=list").replace(",", " ").replace(":", " ").split()
+    words = output_of("srun", "--mpi=list").replace(",", " ").replace(":", " ").split()
     return [word for word in words if word == "none" or word.startswith(("pmi", "cray"))]
 
 
 def srun_interface() -> str:
     """Return the value of srun's --mpi that fits this environment's MPI library. Raises LaunchError."""
-    library, there = mpi_library(), srun_interfaces()
+    library, offered = mpi_library(), srun_interfaces()
     kinds = MPI_OF_SRUN[library.kind]
-    if not there:
+    if not offered:
         return kinds[0]
-    if usable := library.usable_interfaces(there):
+    if usable := library.usable_interfaces(offered):
         return usable[0]
     raise LaunchError(
-        f"{library.text} needs srun --mpi={' or '.join(kinds)}, and this Slurm has {', '.join(there)};"
+        f"{library.text} needs srun --mpi={' or '.join(kinds)}, and this Slurm has {', '.join(offered)};"
         " install the missing plugin, or name another interface with --mpi"
     )

@@ -43,7 +43,7 @@ def test_the_doctor_says_what_there_is(hpctrain, tmp_path):
     assert {"Python", "packages", "launcher", "shared memory", "file system", "HDF5", "software", "MPI threads"} <= set(
         findings
     )
-    assert {"devices", "cores", "routes", "links", "clocks", "shared folder"} <= set(findings)
+    assert {"devices", "cores", "routes", "links", "shared folder"} <= set(findings)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
@@ -54,11 +54,10 @@ def test_no_mpi(hpctrain, tmp_path):
     assert "ranks" not in findings, "what needs MPI is not tried"
 
 
-def test_two_mpis(hpctrain, tmp_path):
+def test_the_first_of_two_mpis_counts(hpctrain, tmp_path):
     path = f"{BIN}:{other_mpirun(tmp_path / 'other')}:/usr/bin:/bin"
     finding = examine(hpctrain, tmp_path, code=0, PATH=path)["launcher"]
-    assert finding["verdict"] == "warning" and "several MPIs" in finding["text"]
-    assert str(BIN / "mpirun") in finding["remedy"]
+    assert finding["verdict"] == "ok" and str(BIN / "mpirun") in finding["text"]
 
 
 def test_mpi4py_of_another_mpi(hpctrain, tmp_path):

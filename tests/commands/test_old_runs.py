@@ -62,9 +62,9 @@ def test_a_key_that_is_gone_is_left_out_of_what_was_written_and_refused_in_a_job
     resolved = work / "one/resolved.toml"
     resolved.write_text(resolved.read_text().replace("[observe]\n", "[observe]\ntimeout_seconds = 3.0\n"))
     word = "observe.timeout_seconds is of an older version and has no effect any more; now: set observe.step_timeout"
-    for command in (("inspect", "one"), ("export", "one", "--hf", "out"), ("generate", "one", "--tokens", "1")):
+    for command, times in ((("inspect", "one"), 1), (("generate", "one", "--tokens", "1"), 0)):
         done = hpctrain(*command, cwd=work)
-        assert done.code == 0 and done.err.count(word) == 1, done.err
+        assert done.code == 0 and done.err.count(word) == times, done.err
     done = hpctrain(*TRAIN, "--run", "one", cwd=work)
     assert done.code == 0 and word in done.out, done.err
     again = hpctrain("train", "one/resolved.toml", "--set", "train.steps=1", "--run", "two", "--sample", "0", cwd=work)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, read_cluster_file, ready_clusters
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.plan.file import load_plan
 from tests.pretended import PAIR
@@ -33,7 +33,7 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     assert done.code == 0, done.err
     assert f"wrote {cluster}" in done.out and "rows fit" in done.out
     text = cluster.read_text()
-    assert text.startswith(before.rstrip("\n")) and load_truth(cluster) == TRUTH
+    assert text.startswith(before.rstrip("\n")) and read_cluster_file(cluster).truth == TRUTH
     result = load_cluster(cluster).profiles
     assert [(of.family, of.zero) for of in result] == [
         (family, zero) for family in ("fast", "slow") for zero in (1, 2, 3)

@@ -17,10 +17,10 @@ from hpctrain.config.clusters.cluster import (
     Fabric,
     Family,
     LinkClass,
+    MessageTiming,
     Nic,
     Nodes,
     ProductSpeed,
-    Time,
     check_name,
 )
 from hpctrain.config.errors import TopologyError
@@ -260,7 +260,7 @@ def _link(measured: MeasuredLinks, key: str, comments: dict[str, str]) -> LinkCl
         "Per direction, the slowest flow; the best of some rounds. What would have taken too long is left out."
     )
     times = [
-        Time(message_bytes=size, flows=flows, seconds=_short(seconds))
+        MessageTiming(message_bytes=size, flows=flows, seconds=_short(seconds))
         for (flows, size), seconds in measured.seconds.items()
     ]
     return LinkClass(

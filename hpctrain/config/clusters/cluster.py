@@ -214,7 +214,7 @@ class Nodes(Figures):
         return result
 
 
-class Time(Table):
+class MessageTiming(Table):
     """The seconds of a message until it has arrived, with others like it in flight at once."""
 
     message_bytes: Bytes
@@ -232,7 +232,7 @@ class LinkClass(Figures):
     latency_seconds: LinkLatency
     bytes_per_second: Bandwidth
     """Of a single message."""
-    times: Several[Time] = ()
+    times: Several[MessageTiming] = ()
 
     @property
     def key(self) -> tuple[str | None, tuple[str, ...]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from hpctrain.config.clusters.cluster import (
     MINIATURE_BYTES,
-    Cluster,
     Fabric,
     Family,
     LinkClass,
@@ -97,7 +96,6 @@ class Filled:
 def fill(tree: Mapping[str, Any]) -> Filled:
     """Return a copy of a cluster file's data, with what the catalogue knows in place of what is left out."""
     copied = deepcopy(dict(tree))
-    _respell(copied, [*Cluster.model_fields, "truth"])
     for section, kind in SECTIONS.items():
         for _, table in tables_of(copied, section):
             _respell(table, kind.model_fields)

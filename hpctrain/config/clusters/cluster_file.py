@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -30,8 +31,18 @@ LINE = 110
 READY_MADE = Path(__file__).parents[2] / "jobs" / "clusters"
 
 
-class _File(Cluster):
+class _Tables(Cluster):
     truth: Truth | None = None
+
+
+class ClusterFile(NamedTuple):
+    """The content of a cluster file."""
+
+    cluster: Cluster
+    truth: Truth | None
+    """The table `[truth]`: for pretend devices alone."""
+    sources: dict[str, str]
+    """By dotted key, where each figure that the file leaves out is from."""
 
 
 def ready_clusters() -> dict[str, Path]:
@@ -50,52 +61,36 @@ def locate_cluster(reference: str | Path) -> Path:
     return ready[str(reference)]
 
 
+def read_cluster_file(path: Path) -> ClusterFile:
+    """Read a cluster file. Raises TopologyError that names file and key."""
+    return parse_cluster_file(read_text(path, TopologyError), str(path))
+
+
 def load_cluster(path: Path) -> Cluster:
-    """Read a cluster file, `[truth]` left out. Raises TopologyError that names file and key."""
-    return parse_cluster(read_text(path, TopologyError), str(path))
+    """Read the cluster of a file. Raises TopologyError."""
+    return read_cluster_file(path).cluster
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
     """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
-    file, _ = _parse(text, where)
-    return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
+    return parse_cluster_file(text, where).cluster
 
 
-def load_truth(path: Path) -> Truth | None:
-    """Read the table `[truth]` of a cluster file, None where it has none. For pretend devices alone.
-
-    Raises TopologyError as `load_cluster` does.
-    """
-    return parse_truth(read_text(path, TopologyError), str(path))
-
-
-def parse_truth(text: str, where: str) -> Truth | None:
-    """Read the table `[truth]` from TOML; see `load_truth` and `parse_cluster`."""
-    return _parse(text, where)[0].truth
-
-
-def filled_figures(path: Path) -> dict[str, str]:
-    """Return by dotted key where each figure that a cluster file leaves out is from. Raises as `load_cluster`."""
-    return _parse(read_text(path, TopologyError), str(path))[1]
-
-
-def _parse(text: str, where: str) -> tuple[_File, dict[str, str]]:
-    """Return a file with its figures filled in, and where these are from.
-
-    Raises TopologyError with all mistakes, one a line.
-    """
+def parse_cluster_file(text: str, where: str) -> ClusterFile:
+    """Read all tables from TOML, and fill in what they leave out. Raises TopologyError with all mistakes."""
     tree, mistakes = parse_toml_once(text, where, TopologyError)
-    filled, file = fill(tree), None
+    filled, tables = fill(tree), None
     mistakes += filled.mistakes.values()
     try:
-        file = _File.model_validate(filled.tree)
+        tables = _Tables.model_validate(filled.tree)
     except ValidationError as error:
-        mistakes += [line for key, line in explain(error, _File) if key and key not in filled.mistakes]
+        mistakes += [line for key, line in explain(error, _Tables) if key and key not in filled.mistakes]
         mistakes += inconsistencies(filled.tree)
-    if mistakes or file is None:
+    if mistakes or tables is None:
         lines = with_lines(text, dict.fromkeys(mistakes))
         raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
-    return file, filled.sources
+    cluster = Cluster(**{name: getattr(tables, name) for name in Cluster.model_fields})
+    return ClusterFile(cluster, tables.truth, filled.sources)
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
@@ -130,11 +125,12 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
     `comments` are by key, such as "profiles.0". Raises TopologyError if the file is wrong, or written so that its
     profiles cannot be distinguished from the rest.
     """
-    before, _ = _parse(text, where)
+    before = parse_cluster_file(text, where)
+    wanted = before.cluster.model_copy(update={"profiles": tuple(profiles)})
     lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
     made = "\n".join(lines).rstrip("\n") + "\n"
     with suppress(TopologyError):
-        if _parse(made, where)[0] == before.model_copy(update={"profiles": tuple(profiles)}):
+        if parse_cluster_file(made, where)[:2] == (wanted, before.truth):
             return made
     raise TopologyError(f"{where}: its profiles cannot be distinguished from the rest; remove them, and profile again")
 

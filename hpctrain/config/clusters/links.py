@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from typing import Literal, NamedTuple
 
-from hpctrain.config.clusters.cluster import Cluster, Nic, Time
+from hpctrain.config.clusters.cluster import Cluster, MessageTiming, Nic
 from hpctrain.config.errors import TopologyError
 
 COMPARED_BYTES = 1 << 20
@@ -28,7 +28,7 @@ class PairLink(NamedTuple):
     """Of a single message."""
     shared_bytes_per_second: float
     """What all messages of the sender's NIC together get; without limit where there is none."""
-    times: tuple[Time, ...] = ()
+    times: tuple[MessageTiming, ...] = ()
     """As measured, where it was."""
     is_measured: bool = False
     """Whether its bandwidth was measured, by the cluster's own words."""

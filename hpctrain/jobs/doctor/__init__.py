@@ -9,21 +9,22 @@ import click
 
 from hpctrain.comm.start.launcher import promised_rank
 from hpctrain.config.errors import HpctrainError
+from hpctrain.jobs.arguments import PATH, json_option
 from hpctrain.jobs.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
 from hpctrain.jobs.doctor.rank_checks import check_ranks
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, and nothing else on stdout.")
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default="runs",
     show_default=True,
     help="Where runs are to be written; its speed is measured.",
 )
-def command(as_json, folder):
-    """Check Python, MPI, launcher, devices, routes, links, file system and clocks: ok, warning or error each.
+@json_option
+def command(folder, as_json):
+    """Check Python, MPI, launcher, devices, routes, links and file system: ok, warning or error each.
 
     \b
     hpctrain doctor                     this process alone

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpctrain.config.errors import HpctrainError, LaunchError, TrainingError, describe_os_error
-from hpctrain.launch.mpi import MpiLibrary, ask, kind_of, mpi_library, srun_interfaces
+from hpctrain.launch.mpi import MpiLibrary, kind_of, mpi_library, output_of, srun_interfaces
 
-NEWEST_TOO_OLD = (3, 10)
 REQUIRED = ("torch", "mpi4py", "numpy", "h5py")
 OPTIONAL_PREFIXES = ("cupy", "nvidia-nccl", "mpich", "openmpi")  # their names end in what they are built for
 LAUNCHERS = ("mpirun", "mpiexec")
@@ -56,7 +55,7 @@ def format_finding(finding: Finding) -> str:
 
 def check_machine(folder: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Yield what this process alone can say of its host; `folder` is where runs are to be written."""
-    yield check_python()
+    yield Finding("Python", "ok", f"{platform.python_version()} in {sys.prefix}")
     yield check_packages()
     try:
         library = mpi_library()
@@ -64,17 +63,10 @@ def check_machine(folder: Path, environment: Mapping[str, str] = os.environ) -> 
         yield error_finding("MPI library", error)
     else:
         yield Finding("MPI library", "ok", f"{library.text}, used by mpi4py {package_versions()['mpi4py']}")
-        yield check_launchers(library, environment)
+        yield check_launcher(library, environment)
     yield check_shared_memory()
     yield check_folder(folder)
     yield check_hdf5(folder)
-
-
-def check_python() -> Finding:
-    text = f"{platform.python_version()} in {sys.prefix}"
-    if sys.version_info[:2] <= NEWEST_TOO_OLD:
-        return Finding("Python", "error", text, "use Python 3.11 or later", LaunchError.exit_code)
-    return Finding("Python", "ok", text)
 
 
 def package_versions() -> dict[str, str]:
@@ -92,61 +84,33 @@ def check_packages() -> Finding:
     return Finding("packages", "ok", text)
 
 
-class Launcher(NamedTuple):
-    """A program that starts ranks."""
-
-    path: str
-    kind: str
-    """As of a library, see `MPI_OF_SRUN`; empty where the program does not say it."""
-
-    def fits(self, library: MpiLibrary) -> bool:
-        return self.kind == library.kind or (self.kind in HYDRA and library.kind in HYDRA)
-
-
-def launchers(search_path: str) -> list[Launcher]:
-    """Return the launchers on a search path, the first one first, each program once."""
-    result: dict[str, Launcher] = {}
-    for folder in search_path.split(os.pathsep):
-        for name in LAUNCHERS:
-            path = os.path.join(folder, name)
-            real = os.path.realpath(path)
-            if os.access(path, os.X_OK) and os.path.isfile(path) and real not in result:
-                result[real] = Launcher(path, launcher_kind(path))
-    return list(result.values())
-
-
 def launcher_kind(path: str) -> str:
-    """Ask a launcher whose it is."""
-    text = ask(path, "--version").lower()
+    """Return of which MPI a launcher is, by its own words; see `MPI_OF_SRUN`. Empty where it does not say it."""
+    text = output_of(path, "--version").lower()
     is_known = any(word in text for word in ("open mpi", "openrte", "prte", "hydra", "intel", "mpich"))
     return kind_of(text) if is_known else ""
 
 
-def check_launchers(library: MpiLibrary, environment: Mapping[str, str]) -> Finding:
+def check_launcher(library: MpiLibrary, environment: Mapping[str, str]) -> Finding:
     """Compare mpirun, and srun in a batch job, with the library that mpi4py uses."""
-    there = launchers(environment.get("PATH", ""))
-    fitting = [each for each in there if each.fits(library)]
-    by_srun = next(iter(library.usable_interfaces(srun_interfaces())), None)
+    found = (shutil.which(name, path=environment.get("PATH", "")) for name in LAUNCHERS)
+    program = next(filter(None, found), "")
+    kind = launcher_kind(program) if program else ""
+    interface = next(iter(library.usable_interfaces(srun_interfaces())), "")
+    by_mpirun = [f"{program} of {kind or 'an unknown MPI'}"] if program else []
+    by_srun = [f"srun --mpi={interface}"] if interface else []
     own = os.path.join(sys.prefix, "bin", "mpirun")
-    starters = [f"{each.path} of {each.kind or 'an unknown MPI'}" for each in there]
-    text = ", ".join([*starters, *([f"srun --mpi={by_srun}"] if by_srun else [])])
-    if "SLURM_JOB_ID" in environment and by_srun:
-        return Finding("launcher", "ok", text)
-    if there and not there[0].fits(library):
-        better = fitting[0].path if fitting else own if os.access(own, os.X_OK) else None
-        remedy = f"{better} -n 4 hpctrain doctor" if better else f"load the module of {library.text.split(' ')[0]}"
-        text = f"{there[0].path} is of {there[0].kind or 'an unknown MPI'}, mpi4py uses {library.text}: each process"
+    has_own = os.access(own, os.X_OK)
+    fits = kind == library.kind or (kind in HYDRA and library.kind in HYDRA)
+    if program and not fits and not (by_srun and "SLURM_JOB_ID" in environment):
+        remedy = f"{own} -n 4 hpctrain doctor" if has_own else f"load the module of {library.text.split(' ')[0]}"
+        text = f"{by_mpirun[0].replace(' of ', ' is of ')}, mpi4py uses {library.text}: each process"
         return Finding("launcher", "error", f"{text} would be a job of one rank", remedy, LaunchError.exit_code)
-    if not there and not by_srun:
-        if os.access(own, os.X_OK):
-            remedy = f"export PATH={os.path.dirname(own)}:$PATH"
-        else:
-            remedy = "load your site's MPI module, or pip install 'hpctrain[mpi]'"
+    if not program and not by_srun:
+        path = f"export PATH={os.path.dirname(own)}:$PATH"
+        remedy = path if has_own else "load your site's MPI module, or pip install 'hpctrain[mpi]'"
         return Finding("launcher", "warning", "no mpirun on the search path", remedy)
-    if len({each.kind for each in there}) > 1:
-        remedy = f"start ranks with {there[0].path}"
-        return Finding("launcher", "warning", f"several MPIs: {text}; the first one fits mpi4py", remedy)
-    return Finding("launcher", "ok", text)
+    return Finding("launcher", "ok", ", ".join(by_mpirun + by_srun))
 
 
 def check_shared_memory(path: str = SHARED_MEMORY) -> Finding:

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a start make together: software, drivers, devices, routes, links, clocks, shared folder."""
+"""Checks that all ranks of a start make together: software, drivers, devices, routes, links, shared folder."""
 
 import os
 import time
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 LINK_SECONDS = 0.6
-SKEW_SECONDS = 1.0
-"""Between the clocks of hosts, above which times in their files mislead; a run's own times do not depend on it."""
 
 
 def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], dict[str, Any]]]:
@@ -67,7 +65,7 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     yield [_check_routes(routes)], {"routes": routes}
     links = _measure_links(world, accelerator)
     yield ([_check_links(links)] if links else []), {"links": links}
-    yield [_check_clocks(world), *_check_shared(world, folder)], {}
+    yield _check_shared(world, folder), {}
 
 
 def check_promise(size: int) -> Finding:
@@ -212,17 +210,6 @@ def _check_links(links: Sequence[dict[str, Any]]) -> Finding:
         speed = f"{link['latency_seconds'] * 1e6:,.1f} us, {link['bytes_per_second'] / 1e9:,.2f} GB/s"
         lines.append(f"{pair} {where}: {speed}{', ' + link['route'] if link['route'] else ''}")
     return Finding("links", "ok", "\n".join(lines))
-
-
-def _check_clocks(world: "World") -> Finding:
-    """Compare the wall clocks of all hosts."""
-    offset = world.clock_offset()
-    now = world.gather_objects((time.time() - time.monotonic() - offset, world.place.host)) or [(0.0, "")]
-    skew, host = max((abs(shift - now[0][0]), host) for shift, host in now)
-    text = f"clocks of all hosts are within {skew:.3g} s"
-    if skew > SKEW_SECONDS:
-        return Finding("clocks", "warning", f"the clock of {host} is {skew:.1f} s from rank 0's", "start NTP or chrony")
-    return Finding("clocks", "ok", text)
 
 
 def _check_shared(world: "World", folder: Path) -> list[Finding]:

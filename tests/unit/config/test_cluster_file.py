@@ -10,18 +10,18 @@ from hpctrain.config.clusters.cluster import (
     Fabric,
     Family,
     LinkClass,
+    MessageTiming,
     Nic,
     Nodes,
     ProductSpeed,
     Profile,
     RowTimes,
-    Time,
 )
 from hpctrain.config.clusters.cluster_file import (
     dump_cluster,
     load_cluster,
-    load_truth,
     parse_cluster,
+    read_cluster_file,
     ready_clusters,
     with_profiles,
 )
@@ -138,7 +138,9 @@ def clusters(draw) -> Cluster:
         st.sampled_from([None, *fabrics]), st.lists(st.sampled_from(sorted(families)), min_size=2, max_size=2)
     )
     resolved = draw(st.lists(keys, unique_by=lambda key: (key[0], tuple(sorted(key[1]))), max_size=3))
-    times = st.lists(st.builds(Time, message_bytes=sizes, flows=st.integers(1, 8), seconds=durations), max_size=3)
+    times = st.lists(
+        st.builds(MessageTiming, message_bytes=sizes, flows=st.integers(1, 8), seconds=durations), max_size=3
+    )
     links = [
         LinkClass(
             origin=draw(origins),
@@ -219,7 +221,7 @@ def test_text_that_toml_writes_otherwise_than_json_round_trips(write):
 def test_the_truth_is_kept_apart(cluster, write):
     truth = Truth(time_scale=50.0, memory_scale=1e-4)
     path = write(dump_cluster(cluster, {"truth": "Of the pretend devices alone."}, truth))
-    assert load_truth(path) == truth
+    assert read_cluster_file(path).truth == truth
     assert load_cluster(path) == cluster
     assert not hasattr(load_cluster(path), "truth")
 
@@ -356,4 +358,4 @@ def test_files_that_cannot_be_read_are_named(tmp_path, write):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(TopologyError, match="binary.toml: not valid TOML"):
         load_cluster(tmp_path / "binary.toml")
-    assert load_truth(write(FAMILY + NODE)) is None
+    assert read_cluster_file(write(FAMILY + NODE)).truth is None

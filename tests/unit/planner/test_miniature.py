@@ -7,7 +7,7 @@ import pytest
 from hpctrain.architectures.description import inner_of
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import ITEM_BYTES
-from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import ready_miniature
@@ -93,7 +93,7 @@ def job_of(preset: str, *settings: str) -> Job:
 
 
 def made_of(job: Job, text: str = CLUSTER, cores: int = 2):
-    return miniature(parse_cluster(text, "a test"), parse_truth(text, "a test"), job, cores)
+    return miniature(*parse_cluster_file(text, "a test")[:2], job, cores)
 
 
 @pytest.mark.parametrize("preset", WIDTHS)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from benchmarks.evidence.stacks import MEGATRON
 from hpctrain.config.clusters.cluster import Cluster, Profile, RowTimes
-from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.kernels import KernelChoice
@@ -94,7 +94,7 @@ tile = [2, 2]
 half_speed_rows = 1.5
 """  # noqa: E501
 RIGHT, WRONG = (FILE.format(fast=3.771e8 * times) for times in (1.0, 1.3))
-DEVICES = parse_truth(RIGHT, "a test").devices
+DEVICES = parse_cluster_file(RIGHT, "a test").truth.devices
 FOUR_HEADS = "model.num_heads=4"  # so that products between heads are large enough to be well described
 JOB = ready_miniature("v100-t4", load_job("mixed", [FOUR_HEADS])).job
 SETUP = Setup.of_job(JOB)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.architectures.description import inner_of
-from hpctrain.config.clusters.cluster_file import load_cluster, load_truth, locate_cluster, ready_clusters
+from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster, read_cluster_file, ready_clusters
 from hpctrain.config.errors import TopologyError
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.rehearsal.fabric import PretendedNetwork
@@ -53,7 +53,7 @@ def test_these_are_ready():
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_ready_cluster_is_whole_and_of_real_size(name):
     path = locate_cluster(name)
-    cluster, truth = load_cluster(path), load_truth(path)
+    cluster, truth, _ = read_cluster_file(path)
     assert [cluster.num_of(family) for family in cluster.families] == DEVICES[name]
     assert set(truth.devices) == set(cluster.families)
     assert not is_finished(cluster, truth) and is_finished(ready_miniature(name).cluster, None)
