@@ -132,7 +132,10 @@ def _shown(error: tomllib.TOMLDecodeError, lines: list[str]) -> str:
 
 
 def with_lines(text: str, mistakes: Iterable[str]) -> list[str]:
-    """Return mistakes, each of which begins with its key, behind the number of the line to look at, in that order."""
+    """Return mistakes, each with the number of the line that gives its key, in the order of lines.
+
+    A mistake begins with its key.
+    """
     known, placed = _lines_of_keys(text), []
     for mistake in mistakes:
         key = re.split(r"[:=\s]", mistake, maxsplit=1)[0]
@@ -333,7 +336,7 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
 
 
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:
-    """Return the table at a place in a file of `table`."""
+    """Return the type of the table under a key of a file of `table`."""
     annotation: Any = table
     for part in loc:
         arguments = get_args(annotation)
@@ -346,7 +349,7 @@ def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return what is annotated, or what an optional is when it is given."""
+    """Return a type without its annotations, and without None."""
     while get_origin(annotation) in (Annotated, Union, UnionType):
         annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
     return annotation

@@ -46,7 +46,7 @@ def started_world() -> Iterator["World"]:
         if world.rank == 0:
             families = [place.family for place in world.topology.places]
             if text := describe_environments(software, families):
-                click.echo(text, err=True)
+                click.echo(f"software: {text}", err=True)
         yield world
         world.close()
     except (Exception, KeyboardInterrupt) as error:

@@ -42,7 +42,7 @@ def command(run_a, run_b, tolerance, mean, exact, as_json):
             f" ({len(only)} such entries)"
         )
     differences = {
-        key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
+        key: _relative_difference(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
     }
     worst = max(differences, key=differences.__getitem__)
     of_losses = [difference for key, difference in differences.items() if key[1] == "loss"]
@@ -83,7 +83,7 @@ def _losses(path: Path) -> dict[tuple[int, str], float]:
     return result
 
 
-def _relative(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))

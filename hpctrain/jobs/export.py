@@ -30,9 +30,10 @@ def command(path, folder, dtype, shard_gb, as_json):
     from hpctrain.checkpoint.convert import export_model
     from hpctrain.checkpoint.folder import locate_checkpoint
 
-    made = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
-    files = "1 file" if made.num_files == 1 else f"{made.num_files} files"
-    tokenizer = "with its tokenizer" if made.has_tokenizer else "without a tokenizer: the run has none of that kind"
-    summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
-    summary |= {"tokenizer": made.has_tokenizer}
-    print_result(summary, f"{made.folder}: {made.num_bytes:,} bytes in {files} of weights, {tokenizer}", as_json)
+    exported = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
+    files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
+    tokenizer = "with its tokenizer" if exported.has_tokenizer else "without a tokenizer: the run has none of that kind"
+    summary = {"folder": str(exported.folder), "files": exported.num_files, "bytes": exported.num_bytes}
+    summary |= {"tokenizer": exported.has_tokenizer}
+    text = f"{exported.folder}: {exported.num_bytes:,} bytes in {files} of weights, {tokenizer}"
+    print_result(summary, text, as_json)

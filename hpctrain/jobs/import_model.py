@@ -17,16 +17,20 @@ def command(folder, out, as_json):
     \b
     extends = "RUN/model.toml"
     [data]
-    tokens = "tokens.h5"       # made with: hpctrain prepare ... --tokenizer DIR/tokenizer.json
+    tokens = "tokens.h5"       # imported with: hpctrain prepare ... --tokenizer DIR/tokenizer.json
     """
     from hpctrain.checkpoint.convert import import_model
 
-    made = import_model(folder, out)
-    summary = {"checkpoint": str(made.checkpoint), "job": str(made.job_file), "parameters": made.num_parameters}
-    summary |= {"architecture": made.model.architecture, "tokenizer": made.has_tokenizer}
+    imported = import_model(folder, out)
+    summary = {
+        "checkpoint": str(imported.checkpoint),
+        "job": str(imported.job_file),
+        "parameters": imported.num_parameters,
+    }
+    summary |= {"architecture": imported.model.architecture, "tokenizer": imported.has_tokenizer}
     text = (
-        f"{made.checkpoint}: {made.model.architecture}, {made.num_parameters:,} parameters,"
-        f" {'with' if made.has_tokenizer else 'without'} a tokenizer\n"
-        f'{made.job_file}: the job file to start from: extends = "{made.job_file}"'
+        f"{imported.checkpoint}: {imported.model.architecture}, {imported.num_parameters:,} parameters,"
+        f" {'with' if imported.has_tokenizer else 'without'} a tokenizer\n"
+        f'{imported.job_file}: the job file to start from: extends = "{imported.job_file}"'
     )
     print_result(summary, text, as_json)

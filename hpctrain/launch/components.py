@@ -82,31 +82,32 @@ def components_of(cluster: Cluster, where: str) -> tuple[Component, ...]:
             f"{where}: nodes.*.ranks gives ranks to devices in another order than that of the nodes, in which a"
             " launcher starts them; leave nodes.*.ranks out"
         )
-    made: list[Component] = []
+    components: list[Component] = []
     for number, nodes in enumerate(cluster.nodes):
         launch = {name: cluster.families[name].launch or Launch() for name in nodes.devices}
         _check_request(launch, f"{where}: nodes.{number}")
         devices = dict(nodes.devices)
         kinds = {name: cluster.families[name].kind for name in devices}
         count = nodes.count
-        if made and list(made[-1].devices.items()) == list(devices.items()):
-            count += made.pop().num_nodes
-        made.append(Component(count, devices, launch, kinds))
-    for component in made:
+        if components and list(components[-1].devices.items()) == list(devices.items()):
+            count += components.pop().num_nodes
+        components.append(Component(count, devices, launch, kinds))
+    for component in components:
         if (component.request.min_nodes or 0) > component.num_nodes:
             raise LaunchError(
                 f"{where}: families.{next(iter(component.devices))}.launch.min_nodes {component.request.min_nodes} is"
                 f" more than the {component.num_nodes} nodes that there are; lower it"
             )
-    return tuple(made)
+    return tuple(components)
 
 
 def _check_request(launch: Mapping[str, Launch], where: str) -> None:
-    (first, one), *others = launch.items()
-    for name, other in others:
+    (first, first_launch), *others = launch.items()
+    for name, other_launch in others:
         for key in REQUESTED:
-            if getattr(one, key) != getattr(other, key):
+            values = getattr(first_launch, key), getattr(other_launch, key)
+            if values[0] != values[1]:
                 raise LaunchError(
-                    f"{where}: has families '{first}' and '{name}' on one node, but launch.{key} is"
-                    f" {getattr(one, key)!r} for one and {getattr(other, key)!r} for the other; set both the same"
+                    f"{where}: has families '{first}' and '{name}' on one node, but launch.{key} is {values[0]!r} for"
+                    f" one and {values[1]!r} for the other; set both the same"
                 )

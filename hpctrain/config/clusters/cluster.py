@@ -67,9 +67,9 @@ Name = Annotated[str, AfterValidator(check_name)]
 
 
 OVERFLOW_MARGIN = 0.02
-"""Of a device, that is left free in addition to what an overflow shows: it says what was needed up to then."""
+"""The share of a device's memory that stays free beyond what an overflow showed: the run ended before it needed all."""
 MANY_ROWS = 64
-"""The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
+"""Products of so many times `half_speed_rows` have the sustained speed."""
 
 
 class ProductSpeed(Table):
@@ -86,17 +86,18 @@ class MemoryOverflow(Table):
     """A plan that was predicted to fit into a device's memory, and did not."""
 
     items: Annotated[tuple[int, int], Field(strict=False)]
-    """Of the rank that ran out of memory."""
+    """The items of the rank that ran out of memory."""
     rows: Count
-    """Of a microbatch, of that rank."""
+    """The rows of a microbatch that this rank had."""
     bytes: Bytes
-    """That it would have needed, at the least."""
+    """The least that it would have needed."""
     predicted_bytes: Bytes
 
     def usable_bytes(self, whole: int) -> int:
-        """Return what plans may fill by the memory model, of a device of which they might fill `whole` bytes else.
+        """Return how many bytes plans may fill after this overflow, where they might fill `whole` without it.
 
-        Where it had not what was predicted, that is what it had; else less by as much as the prediction was too low.
+        A device that lacked what was predicted has what it had. Else the prediction was too low, and plans may fill
+        less by the same factor.
         """
         return int(min(self.bytes, whole * self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN))
 
@@ -110,7 +111,7 @@ class Family(Figures):
     memory_bytes: MemoryBytes
     """What one device, or a CPU rank, may fill, what is reserved included."""
     reserved_bytes: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
-    """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
+    """The part that no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
     memory_bytes_per_second: Bandwidth
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
     host_copy_bytes_per_second: Rate | None = None
@@ -132,10 +133,10 @@ class Family(Figures):
     """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
 
     launch: Launch | None = None
-    """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
+    """How its ranks are started. Only `hpctrain slurm` and `hpctrain mpirun` read it."""
 
     def slower_by_rows(self, rows: int) -> float:
-        """Return how many times as long as at the sustained speed a product takes that has so many rows."""
+        """Return the time of a product of so many rows, over its time at the sustained speed."""
         half = self.half_speed_rows
         return (1 + half / rows) / (1 + 1 / MANY_ROWS) if half else 1.0
 
@@ -224,7 +225,7 @@ class MessageTiming(Table):
 
 
 class LinkClass(Figures):
-    """The link of pairs of devices that are equally far; goes before what follows from nodes, NICs and fabrics."""
+    """The link of pairs of devices that are equally far; replaces what follows from nodes, NICs and fabrics."""
 
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
@@ -290,7 +291,7 @@ class Device(NamedTuple):
 
 
 class Cluster(Table):
-    """All of it. Raises ValueError (pydantic's) where it is not whole, with the key that is to blame."""
+    """The whole description. Raises pydantic's ValueError where it is not consistent, with the key that is to blame."""
 
     families: Annotated[dict[Name, Family], Field(min_length=1)]
     fabrics: dict[Name, Fabric] = Field(default_factory=dict)
@@ -346,11 +347,11 @@ class Cluster(Table):
         """Say what there is in a few words, such as `16 a100 and 16 v100 on 4 nodes, by ib`."""
         families = " and ".join(f"{self.num_of(family)} {family}" for family in self.families if self.num_of(family))
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        fabrics = ", ".join(name for name in self.fabrics if name in self._connecting)
+        fabrics = ", ".join(name for name in self.fabrics if name in self._families_by_fabric)
         return f"{families} on {nodes}" + (f", by {fabrics}" if fabrics else "")
 
     @cached_property
-    def _connecting(self) -> dict[str, set[str]]:
+    def _families_by_fabric(self) -> dict[str, set[str]]:
         """The families whose nodes are on each fabric."""
         result: dict[str, set[str]] = {}
         for nodes in self.nodes:
@@ -360,13 +361,13 @@ class Cluster(Table):
 
     @property
     def without_effect(self) -> list[str]:
-        """Warnings of what has no effect, since nothing is reached by it."""
+        """Warnings of tables without an effect: no device, NIC or pair of devices uses them."""
         warnings = [f"families.{name}: no node has it" for name in self.families if not self.num_of(name)]
         warnings += [
-            f"fabrics.{name}: no node has a NIC on it" for name in self.fabrics if name not in self._connecting
+            f"fabrics.{name}: no node has a NIC on it" for name in self.fabrics if name not in self._families_by_fabric
         ]
         for i, link in enumerate(self.links):
-            if link.fabric and not self._connecting.get(link.fabric, set()).issuperset(link.families):
+            if link.fabric and not self._families_by_fabric.get(link.fabric, set()).issuperset(link.families):
                 pair = " and ".join(dict.fromkeys(link.families))
                 warnings.append(f"links.{i}: {pair} are not both on {link.fabric}, so that it counts for nothing")
         return warnings
@@ -390,7 +391,7 @@ def assumed_figures(cluster: Cluster) -> list[str]:
 
 
 def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
-    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where it has no such.
+    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where there is none.
 
     `families` and `hosts` are of the ranks, those of a host one after the other.
     """

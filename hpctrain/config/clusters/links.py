@@ -1,5 +1,6 @@
-"""Tells what is between two devices of a cluster, and how long a message takes there. Pure; no pairs are enumerated."""
+"""The link between two devices of a cluster, and the seconds of a message on it. Pure; no pairs are enumerated."""
 
+import itertools
 import math
 from bisect import bisect_left
 from typing import Literal, NamedTuple
@@ -21,17 +22,18 @@ class PairLink(NamedTuple):
     """The link between two devices."""
 
     between: Literal["device", "node", "fabric", "across"]
-    """One device and itself; one node; two nodes whose fastest fabric is this one; two that must take another."""
+    """`device`: a device and itself; `node`: two of one node; `fabric`: two nodes by the fastest fabric of both;
+    `across`: two nodes that must take a slower one."""
     fabric: str | None
     latency_seconds: float
     bytes_per_second: float
     """Of a single message."""
     shared_bytes_per_second: float
-    """What all messages of the sender's NIC together get; without limit where there is none."""
+    """The bandwidth that all messages of the sender's NIC share; infinite where there is no NIC."""
     times: tuple[MessageTiming, ...] = ()
-    """As measured, where it was."""
+    """The measured times of messages, where there are some."""
     is_measured: bool = False
-    """Whether its bandwidth was measured, by the cluster's own words."""
+    """Whether the cluster says that its bandwidth was measured."""
     overhead_seconds: float = 0.0
     """What each further message that is in flight at the same time costs its sender: part of its latency."""
 
@@ -49,7 +51,7 @@ def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
 
 
 def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
-    """Return what a message from one rank's device to another's passes.
+    """Return the link that a message from one rank's device to another's takes.
 
     Between nodes it takes the pair of NICs with the most bandwidth; among equals, the least latency.
     """
@@ -79,7 +81,7 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
 
 
 def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
-    result = []
+    candidates = []
     for name, fabric in cluster.fabrics.items():
         out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
         if out and into:
@@ -89,16 +91,16 @@ def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
                 (fabric.bytes_per_second or math.inf, fabric.origin_of("bytes_per_second")),
                 key=lambda pair: pair[0],
             )
-            result.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
-    if not result:  # a `Cluster` is never like this
+            candidates.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
+    if not candidates:  # a `Cluster` is never like this
         raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
-    negative, latency, name, is_measured = min(result)
+    negative, latency, name, is_measured = min(candidates)
     equivalent = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
     return PairLink("fabric" if equivalent else "across", name, latency, -negative, -negative, is_measured=is_measured)
 
 
 def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
-    """Return those by which a rank's node sends fastest, whoever else is on them."""
+    """Return the fabrics by which a rank's node sends fastest, whoever else is on them."""
     nics = [nic_of(cluster, rank, fabric) for fabric in cluster.fabrics]
     speeds = [nic[1].send_bytes_per_second if nic else 0.0 for nic in nics]
     return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
@@ -139,25 +141,22 @@ def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
 def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
     """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
     slowest: dict[str, tuple[float, PairLink]] = {}
-    some = _representatives(cluster)
-    for source in some:
-        for target in some:
-            if source != target:
-                link = link_between(cluster, source, target)
-                where = "inside" if link.between == "node" else "across"
-                result = message_seconds(link, COMPARED_BYTES), link
-                slowest[where] = max(slowest.get(where, result), result, key=lambda pair: pair[0])
+    for source, target in itertools.permutations(_representatives(cluster), 2):
+        link = link_between(cluster, source, target)
+        where = "inside" if link.between == "node" else "across"
+        timed = message_seconds(link, COMPARED_BYTES), link
+        slowest[where] = max(slowest.get(where, timed), timed, key=lambda pair: pair[0])
     return {where: link for where, (_, link) in slowest.items()}
 
 
 def _representatives(cluster: Cluster) -> list[int]:
     """Return ranks among which every class of pairs occurs: two nodes of each table, two devices of each family."""
     nodes: dict[int, set[int]] = {}
-    resolved: dict[tuple[int, str], list[int]] = {}
+    ranks: dict[tuple[int, str], list[int]] = {}
     for device in cluster.devices:
-        of_table = nodes.setdefault(device.table, set())
-        if len(of_table) < 2:
-            of_table.add(device.node)
-        if device.node in of_table:
-            resolved.setdefault((device.node, device.family), []).append(device.rank)
-    return [rank for ranks in resolved.values() for rank in ranks[:2]]
+        chosen = nodes.setdefault(device.table, set())
+        if len(chosen) < 2:
+            chosen.add(device.node)
+        if device.node in chosen:
+            ranks.setdefault((device.node, device.family), []).append(device.rank)
+    return [rank for of_family in ranks.values() for rank in of_family[:2]]

@@ -29,9 +29,8 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
         yield [error_finding("software", error)], {}
         return
     environments = describe_environments(software, [place.family for place in world.topology.places])
-    text = environments.removeprefix("software: ") or f"one environment, {software[0].environment}"
-    own = describe_drivers(world.place.kind)
-    drivers = check_drivers(world.topology.places, world.gather_objects(own))
+    text = environments or f"one environment, {software[0].environment}"
+    drivers = check_drivers(world.topology.places, world.gather_objects(describe_drivers(world.place.kind)))
     yield [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), *drivers], {}
 
     from hpctrain.comm.bind import DTYPES, bind_accelerator
@@ -41,7 +40,7 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     except HpctrainError as error:
         yield [error_finding("devices", error)], {}
         return
-    own = {
+    facts = {
         "rank": world.rank,
         "host": world.place.host,
         "family": world.place.family,
@@ -54,7 +53,7 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
         "threads": asked_threads() or 0,
         "flops_per_second": {name: accelerator.products_per_second(dtype) for name, dtype in DTYPES.items()},
     }
-    ranks: list[dict[str, Any]] = world.gather_objects(own)
+    ranks: list[dict[str, Any]] = world.gather_objects(facts)
     yield [*describe_devices(ranks), *check_cores(ranks)], {"ranks": ranks}
     routes = _routes(world)
     try:
@@ -83,13 +82,13 @@ def describe_drivers(kind: str, environment: Mapping[str, str] = os.environ) -> 
     computes on."""
     from hpctrain.comm.accelerators.kinds import DEVICE_VARIABLE, KINDS, driver_files, torch_module
 
-    there = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"
+    drivers = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"
     if kind == "cpu":
         asked = environment.get(DEVICE_VARIABLE) == "cpu"
         why = f", {DEVICE_VARIABLE}=cpu" if asked else UNSEEN if driver_files() else ""
-        return f"{there}: ranks compute on processors{why}"
+        return f"{drivers}: ranks compute on processors{why}"
     module = torch_module(KINDS[kind]) if kind in KINDS else None
-    return f"{there}: torch sees {module.device_count() if module else 'no'} {kind} devices"
+    return f"{drivers}: torch sees {module.device_count() if module else 'no'} {kind} devices"
 
 
 UNSEEN = ", since torch sees no device"

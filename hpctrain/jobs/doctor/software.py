@@ -78,4 +78,4 @@ def describe_environments(everybody: Sequence[Software], families: Sequence[str]
     if len(where) == 1:
         return ""
     parts = [f"{' and '.join(dict.fromkeys(names))} in {environment}" for environment, names in where.items()]
-    return f"software: hpctrain {everybody[0].version} everywhere; {', '.join(parts)}"
+    return f"hpctrain {everybody[0].version} everywhere; {', '.join(parts)}"

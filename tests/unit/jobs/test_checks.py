@@ -117,9 +117,7 @@ def software(version="0.1.0", environment="/a", mpi="MPICH 5") -> Software:
 def test_environments_may_differ_and_hpctrain_and_mpi_may_not():
     two = [software(), software(environment="/b")]
     refuse_differences(two, ["1", "1"])
-    assert describe_environments(two, ["fast", "slow"]) == (
-        "software: hpctrain 0.1.0 everywhere; fast in /a, slow in /b"
-    )
+    assert describe_environments(two, ["fast", "slow"]) == ("hpctrain 0.1.0 everywhere; fast in /a, slow in /b")
     assert describe_environments([software()] * 2, ["fast", "slow"]) == ""
     with pytest.raises(LaunchError, match=r"hpctrain is not the same.*code 1.*in /a on ranks 0.*code 2.*in /b"):
         refuse_differences(two, ["1", "2"])
