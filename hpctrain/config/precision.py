@@ -55,7 +55,7 @@ class Precision(Table):
 ROUNDING_KERNELS = 19
 """Of `model.operators.scaled_products.round_to_8_bits`, counted by its test."""
 TRAINED_DTYPES = ("bf16", "fp16", "fp32")
-HALF_PAYS = 1.5
+LEAST_HALF_SPEEDUP = 1.5
 """By how much large products must be faster in half precision than in fp32 for it to be taken.
 
 GPUs reach 2 to 16 times, or less than 1 where bf16 is emulated. The limit is far from both: noise does not decide.
@@ -73,19 +73,19 @@ def choose_dtypes(
     family that gains nothing does not keep the others from it.
     """
     result, reasons = {}, []
-    for name, of in speeds.items():
-        known = [dtype for dtype in TRAINED_DTYPES if of.get(dtype)]
+    for family, by_dtype in speeds.items():
+        known = [dtype for dtype in TRAINED_DTYPES if by_dtype.get(dtype)]
         if not known:
             return None
-        ratios = {dtype: of[dtype] / of["fp32"] for dtype in known[:-1]} if of.get("fp32") else {}
-        paying = [dtype for dtype, ratio in ratios.items() if ratio >= HALF_PAYS and kinds[name] != "cpu"]
-        result[name] = paying[0] if paying else known[-1]
+        ratios = {dtype: by_dtype[dtype] / by_dtype["fp32"] for dtype in known[:-1]} if by_dtype.get("fp32") else {}
+        fast = [dtype for dtype, ratio in ratios.items() if ratio >= LEAST_HALF_SPEEDUP and kinds[family] != "cpu"]
+        result[family] = fast[0] if fast else known[-1]
         if len(known) == 1:
-            reasons.append(f"{name}: {known[0]}, the only one that it has")
-        elif kinds[name] == "cpu":
-            reasons.append(f"{name}: {result[name]}, as on all processors where train.dtype is not set")
+            reasons.append(f"{family}: {known[0]}, the only one that it has")
+        elif kinds[family] == "cpu":
+            reasons.append(f"{family}: {result[family]}, as on all processors where train.dtype is not set")
         else:
-            tried = paying[:1] or list(ratios)[:1]
+            tried = fast[:1] or list(ratios)[:1]
             figures = "".join(f", {dtype} is {ratios[dtype]:.2g} times as fast as fp32" for dtype in tried)
-            reasons.append(f"{name}: {result[name]}{figures} and pays from {HALF_PAYS:g} times")
+            reasons.append(f"{family}: {result[family]}{figures} and pays from {LEAST_HALF_SPEEDUP:g} times")
     return result, "; ".join(reasons)

@@ -20,8 +20,8 @@ SIGNAL_SECONDS = 120
 LONGEST_NAME = 60
 OUTPUT = "slurm-%j.out"
 MPIRUNS = ("mpich", "openmpi", "intel")
-SLOTS = {"mpich": "{host}:{count}", "openmpi": "{host} slots={count}", "intel": "{host}:{count}"}
-OPTIONS = {"mpich": "-f", "openmpi": "--hostfile", "intel": "-machinefile"}
+HOST_FORMATS = {"mpich": "{host}:{count}", "openmpi": "{host} slots={count}", "intel": "{host}:{count}"}
+HOST_FILE_OPTIONS = {"mpich": "-f", "openmpi": "--hostfile", "intel": "-machinefile"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
         shell_options="euo",
         or_end="",
         program=own if own.exists() else "mpirun",
-        hosts=f' {OPTIONS[implementation]} "$run/launch/hosts"' if has_hosts else "",
+        hosts=f' {HOST_FILE_OPTIONS[implementation]} "$run/launch/hosts"' if has_hosts else "",
     )
 
 
@@ -93,7 +93,7 @@ def host_lines(start: Start, hosts: Sequence[str], implementation: str) -> str:
         if not host or set(host) & set(" \t:=#") or not host.isprintable():
             raise LaunchError(f"{host!r} is no name of a host; list a name or an address a line, and nothing else")
     pairs = zip(hosts, sizes, strict=True)
-    return "".join(SLOTS[implementation].format(host=host, count=count) + "\n" for host, count in pairs)
+    return "".join(HOST_FORMATS[implementation].format(host=host, count=count) + "\n" for host, count in pairs)
 
 
 def batch_script(start: Start, options: SlurmOptions) -> str:
