@@ -96,24 +96,27 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
     that it is trained on. A scaled job gets generated tokens: the ids of its own do not fit its vocabulary.
     """
     cores = world.gather_objects(sorted(os.sched_getaffinity(0)))
-    made = world.on_first_rank(lambda: miniature_of(reference, job, len(set(itertools.chain(*cores))), time_scale))
-    job = made.job
-    if made.is_job_scaled:
-        folder = Path(world.broadcast_object(tempfile.mkdtemp(prefix="hpctrain-") if world.rank == 0 else None))
-        with world.all_or_none():
-            if world.rank == 0:
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                generate_tokens(folder / "generated.bin", job.model.num_ids)
-        job = with_values(job, "data", tokens=folder / "generated.bin", validation=None)
-    scale = made.describe(reference)
+    num_cores = len(set(itertools.chain(*cores)))
+    miniature = world.on_first_rank(lambda: miniature_of(reference, job, num_cores, time_scale))
+    scale, remark, job = miniature.describe(reference), "", miniature.job
+    if miniature.is_job_scaled:
+        remark, tokens = "; trained on generated tokens", world.on_first_rank(lambda: generated_tokens(job))
+        job = with_values(job, "data", tokens=tokens, validation=None)
     if world.rank == 0:
-        summary = "; trained on generated tokens" if made.is_job_scaled else ""
-        click.echo(scale + summary, err=True)
+        click.echo(scale + remark, err=True)
 
     from hpctrain.rehearsal.shaped import rehearse
 
-    rehearse(world, made.cluster, made.truth)
-    return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth, scale=scale)
+    rehearse(world, miniature.cluster, miniature.truth)
+    return job, Described(miniature.cluster, reference, is_rehearsed=True, truth=miniature.truth, scale=scale)
+
+
+def generated_tokens(job: Job) -> Path:
+    """Return a token file that fits a job's vocabulary, and that is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="hpctrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    generate_tokens(folder / "generated.bin", job.model.num_ids)
+    return folder / "generated.bin"
 
 
 def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
@@ -147,6 +150,15 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
         ((3 * np.arange(num_tokens) + noise) % min(ids, 2**16)).astype("<u2").tofile(path)
 
 
+def with_vocabulary(job: Job) -> Job:
+    """Return the job with the vocabulary size of its token file, where it says none."""
+    if job.model.vocab_size is not None:
+        return job
+    from hpctrain.data.tokens import open_tokens
+
+    return with_values(job, "model", vocab_size=open_tokens(job.data.tokens).vocab_size)
+
+
 def with_some_vocabulary(job: Job) -> Job:
     """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
     preset = presets().get(job.model.preset or "", {}).get("vocab_size")
@@ -172,12 +184,3 @@ def check_runs(job: Job, plan: Plan, where: str) -> None:
     """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
     check_schedules(plan)
-
-
-def with_vocabulary(job: Job) -> Job:
-    """Return the job with the vocabulary size of its token file, where it says none."""
-    if job.model.vocab_size is not None:
-        return job
-    from hpctrain.data.tokens import open_tokens
-
-    return with_values(job, "model", vocab_size=open_tokens(job.data.tokens).vocab_size)

@@ -19,12 +19,10 @@ def _batch_word(text: str) -> str:
     return text
 
 
-def _variables(values: dict[str, str]) -> dict[str, str]:
-    for name, value in values.items():
-        if not VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
-        _text(value)
-    return values
+def _variable(name: str) -> str:
+    if not VARIABLE.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
+    return name
 
 
 def _text(value: str) -> str:
@@ -34,7 +32,9 @@ def _text(value: str) -> str:
 
 
 BatchWord = Annotated[str, AfterValidator(_batch_word)]
-Text = Annotated[str, AfterValidator(_text), Field(min_length=1)]
+Variable = Annotated[str, AfterValidator(_variable)]
+Value = Annotated[str, AfterValidator(_text)]
+Text = Annotated[Value, Field(min_length=1)]
 
 
 class Launch(Table):
@@ -55,5 +55,5 @@ class Launch(Table):
     """Loaded before the program starts."""
     venv: Text | None = None
     """The folder of a virtual environment with hpctrain; left out: the one that writes the script."""
-    environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
+    environment: dict[Variable, Value] = Field(default_factory=dict)
     """More variables."""
