@@ -154,9 +154,9 @@ def _representatives(cluster: Cluster) -> list[int]:
     nodes: dict[int, set[int]] = {}
     ranks: dict[tuple[int, str], list[int]] = {}
     for device in cluster.devices:
-        chosen = nodes.setdefault(device.table, set())
-        if len(chosen) < 2:
-            chosen.add(device.node)
-        if device.node in chosen:
+        first_nodes = nodes.setdefault(device.table, set())
+        if len(first_nodes) < 2:
+            first_nodes.add(device.node)
+        if device.node in first_nodes:
             ranks.setdefault((device.node, device.family), []).append(device.rank)
     return [rank for of_family in ranks.values() for rank in of_family[:2]]

@@ -93,8 +93,8 @@ def launcher_kind(path: str) -> str:
 
 def check_launcher(library: MpiLibrary, environment: Mapping[str, str]) -> Finding:
     """Compare mpirun, and srun in a batch job, with the library that mpi4py uses."""
-    found = (shutil.which(name, path=environment.get("PATH", "")) for name in LAUNCHERS)
-    program = next(filter(None, found), "")
+    programs = (shutil.which(name, path=environment.get("PATH", "")) for name in LAUNCHERS)
+    program = next(filter(None, programs), "")
     kind = launcher_kind(program) if program else ""
     interface = next(iter(library.usable_interfaces(srun_interfaces())), "")
     by_mpirun = [f"{program} of {kind or 'an unknown MPI'}"] if program else []
