@@ -21,7 +21,7 @@ from benchmarks.plan_benchmark import Candidate, PlanBenchmark
 from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
 from hpctrain.config.errors import PlanError
 from hpctrain.jobs.common import load_described, load_job_on, ready_miniature, start_rehearsal, started_world
-from hpctrain.jobs.plan import search_plan
+from hpctrain.jobs.plan import search_and_summarise
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search.search import Limits
@@ -49,12 +49,12 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     job = made.job
     path.write_text(dump_cluster(made.cluster, truth=made.truth))
     described = load_described(str(path))
-    result, _ = search_plan(job, described, Limits())
+    result, _ = search_and_summarise(job, described, Limits())
     best = result.plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
     for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
         try:
-            restricted = search_plan(job, described, Limits(), space)[0].best
+            restricted = search_and_summarise(job, described, Limits(), space)[0].best
             named.append(Named(name, restricted.plan, restricted.seconds))
         except PlanError as error:
             print(f"{cluster_name}, {name}: {error}", file=sys.stderr)
