@@ -126,7 +126,8 @@ def import_model(folder: Path, out: Path) -> Imported:
     tokenizer = folder / TOKENIZER
     text = Tokenizer.load(tokenizer).to_json() if is_file(tokenizer) else ""
     kept = json.dumps(_read_kept(folder, config))
-    with _Weights(folder, model) as weights:
+    with ExitStack() as files:
+        weights = _Weights(folder, model, files)
         checkpoint = _write_checkpoint(weights, model, out, _about(model, folder) | {"tokenizer": text, KEPT: kept})
     job_file = out / "model.toml"
     attempt(out, lambda: job_file.write_text(_job_text(model, folder)))
@@ -188,21 +189,13 @@ def _model_of(config: dict[str, Any], path: Path) -> Model:
 class _Weights:
     """The tensors of a folder, all of them there and of the right shape."""
 
-    def __init__(self, folder: Path, model: Model):
-        self._folder, self._files = folder, ExitStack()
+    def __init__(self, folder: Path, model: Model, files: ExitStack):
+        """`files` closes what is opened here."""
+        self._folder = folder
         self._open: dict[str, Any] = {}
         self._theirs = locate(model, table_of(model))
-        with ExitStack() as on_error:
-            on_error.callback(self._files.close)
-            self._file_of = self._open_files()
-            self._check(all_parameters(model), model)
-            on_error.pop_all()
-
-    def __enter__(self) -> "_Weights":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._files.close()
+        self._file_of = self._open_files(files)
+        self._check(all_parameters(model), model)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a parameter of ours, fp32."""
@@ -223,7 +216,7 @@ class _Weights:
     def _slice(self, name: str):
         return self._open[self._file_of[name]].get_slice(name)
 
-    def _open_files(self) -> dict[str, str]:
+    def _open_files(self, opened: ExitStack) -> dict[str, str]:
         """Open all files; return by tensor, under our names of their prefixes, the file that has it."""
         index = self._folder / SHARDS
         if index.is_file():
@@ -244,7 +237,7 @@ class _Weights:
             if not path.is_file():
                 raise CheckpointError(f"{path}: is missing; {SHARDS} names it")
             try:
-                self._open[file] = self._files.enter_context(safe_open(path, framework="pt"))
+                self._open[file] = opened.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from None
             result |= dict.fromkeys(self._open[file].keys(), file)
@@ -429,30 +422,23 @@ def _their_tensor(index: Index, ours: list[tuple[str, Theirs]], dtype: torch.dty
     return result
 
 
-def _write_others(model: Model, folder: Path, dtype: str, saved: Mapping[str, str]) -> bool:
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    tokenizer = saved["tokenizer"]
-    kept = json.loads(saved[KEPT] or "{}")
-    ids = kept.pop(CONFIG, None)
-    if ids is None and tokenizer:
-        separator = Tokenizer.from_json(tokenizer).separator
-        ids = {"bos_token_id": separator, "eos_token_id": separator}
-    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name} | (ids or {})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if not tokenizer or "model" not in json.loads(tokenizer):
-        kept = {file: text for file, text in kept.items() if file == GENERATION}
-    for file, text in kept.items():
-        (folder / file).write_text(text, encoding="utf-8")
-    if not tokenizer or "model" not in json.loads(tokenizer):
-        return False  # bytes as they are, or none
-    (folder / TOKENIZER).write_text(tokenizer)
-    if TOKENIZER_CONFIG in kept:
-        return True
-    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
-    separator = Tokenizer.from_json(tokenizer).separator
-    if separator is not None:
-        added = {each["id"]: each["content"] for each in json.loads(tokenizer).get("added_tokens", [])}
+def _write_others(model: Model, folder: Path, dtype: str, about: Mapping[str, str]) -> bool:
+    """Write the files other than weights; return whether there is a tokenizer among them."""
+    name, text = str(DTYPES[dtype]).removeprefix("torch."), about["tokenizer"]
+    separator = Tokenizer.from_json(text).separator if text else None
+    files: dict[str, Any] = json.loads(about[KEPT] or "{}")
+    ids = files.pop(CONFIG, {"bos_token_id": separator, "eos_token_id": separator} if text else {})
+    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name} | ids
+    tokenizer = json.loads(text or "{}")
+    has_tokenizer = "model" in tokenizer  # not where tokens are bytes
+    if has_tokenizer:
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
+        added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
         if separator in added:
-            about["eos_token"] = added[separator]
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    return True
+            described["eos_token"] = added[separator]
+        files = {TOKENIZER: text, TOKENIZER_CONFIG: json.dumps(described, indent=2) + "\n"} | files
+    else:
+        files = {file: files[file] for file in files if file == GENERATION}
+    for file, content in {CONFIG: json.dumps(config, indent=2) + "\n", **files}.items():
+        (folder / file).write_text(content, encoding="utf-8")
+    return has_tokenizer

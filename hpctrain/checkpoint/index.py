@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.contents import check_index
 from hpctrain.checkpoint.format import (
     ABOUT,
     BLOCK,
@@ -51,7 +50,7 @@ class Index:
         self._handles: dict[int, int] = {}
         self.unchecked: list[tuple[int, int, Future]] = []
         """Stream, first block, CRC-32s, of what was read and is being checked."""
-        self.manifest, self.digest = read_manifest(checkpoint)
+        self.manifest, _ = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
         self.about["data"] = self.manifest.data
         self._rectangles = self._table(RECTANGLES, RECTANGLE)
@@ -87,9 +86,6 @@ class Index:
     def names(self, kind: str = "model") -> list[str]:
         """Return the names of the parameters that have a tensor of a kind."""
         return [name.removeprefix(f"{kind}/") for name in self._numbers if name.startswith(f"{kind}/")]
-
-    def has(self, name: str, kind: str = "model") -> bool:
-        return f"{kind}/{name}" in self._numbers
 
     def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
         return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
@@ -136,8 +132,6 @@ class Index:
         if number == 0:
             self._check_coverage()
             self._file(INDEX)
-            sources = [(self.manifest.parts[s.part].file, s.dataset, s.elements) for s in self.manifest.streams]
-            check_index(self.path, self.manifest.tensors, sources, self._rectangles)
         for part in range(number, len(self.manifest.parts), count):
             self._check_rest(part)
         first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))

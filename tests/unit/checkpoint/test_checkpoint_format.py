@@ -17,7 +17,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.resume import choose_checkpoint, verify_checkpoint
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
-from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint
+from tests.checkpoints import FORGED, forge, write_checkpoint
 from tests.ranks.small_runs import Alone
 
 
@@ -126,14 +126,6 @@ def test_a_forged_manifest_is_refused(run, name):
     forge(path, FORGED[name])
     with pytest.raises(CheckpointError):
         verify_checkpoint(path)
-
-
-def test_an_index_that_shows_something_else_is_refused(run):
-    """With right checksums: a program that reads it with h5py would see other weights."""
-    write_checkpoint(run)
-    path = latest_checkpoint(run)
-    forge_index(path, "model/embedding.weight")
-    assert "index.h5: " in damaged_by(path)
 
 
 def test_a_slice_reads_its_blocks_alone(run):
