@@ -22,14 +22,14 @@ from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 RECORD_FILES = JSON_LINES + PARQUET
-MOST_LINE_BYTES = 100_000_000
+MAX_LINE_BYTES = 100_000_000
 
 
 class Texts(NamedTuple):
     """The texts of one record."""
 
     prompt: str
-    """What is given, and not learnt; empty where a file has none."""
+    """The context, which the loss leaves out; empty where a file has none."""
     text: str
 
 
@@ -100,9 +100,9 @@ class JsonLines(Records):
 
     def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
         at = 0
-        for number, line in enumerate(iter(lambda: self._file.readline(MOST_LINE_BYTES), b""), 1):
-            if len(line) == MOST_LINE_BYTES:
-                raise DataError(f"{self._path}, line {number}: has {MOST_LINE_BYTES:,} bytes or more; divide it")
+        for number, line in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES), b""), 1):
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(f"{self._path}, line {number}: has {MAX_LINE_BYTES:,} bytes or more; divide it")
             if line.strip():
                 yield at, at, self._parse(line, f"{self._path}, line {number}")
             at += len(line)
@@ -226,23 +226,23 @@ def prepare(
     """
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
-    result, skipped = list_files(paths, globs, stdlib)
-    documents = shuffled(_documents(result, skipped, fields, frozenset(map(Path, paths))))
+    files, skipped = list_files(paths, globs, stdlib)
+    documents = shuffled(_documents(files, skipped, fields, frozenset(map(Path, paths))))
     _refuse_to_overwrite(Path(out), {document.path for document in documents} | {Path(tokenizer)})
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"nothing to prepare: no text in the {len(result)} files seen ({reasons}); give UTF-8 text")
+        raise DataError(f"nothing to prepare: no text in the {len(files)} files seen ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
-        made = train_bpe(_sample(documents, fields), vocab_size)
+        encoder = train_bpe(_sample(documents, fields), vocab_size)
     else:
-        made = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
-    if made.separator is None:
+        encoder = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
+    if encoder.separator is None:
         raise DataError(
             f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
         )
-    with TokenWriter(out, made.vocab_size, made) as writer:
-        _encode(documents, fields, made, writer, on_progress)
+    with TokenWriter(out, encoder.vocab_size, encoder) as writer:
+        _encode(documents, fields, encoder, writer, on_progress)
     with open_tokens(out) as source:
         return Summary(
             path=Path(out),
@@ -330,13 +330,13 @@ def _walk(
 
 
 def _documents(
-    result: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields, named: frozenset[Path]
+    files: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields, named: frozenset[Path]
 ) -> Iterator[Document]:
     """Yield the files that are text, and the records of others; count what is left out by reason.
 
     Raises DataError for a file that is no text and was `named`, not found in a folder.
     """
-    for path, name in result:
+    for path, name in files:
         if path.suffix in RECORD_FILES:
             with open_records(path, fields) as records:
                 for number, group, texts in records:

@@ -15,8 +15,8 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenSource, open_tokens
 from hpctrain.sharding.intervals import Interval
 
-NO_TOKEN = -1  # the id in rows that are there to fill a batch; as a target it does not count
-MIXED_AT_ONCE = 1024  # positions in which sources have their shares
+NO_TOKEN = -1  # the id in rows that only fill up a batch; the loss leaves out such a target
+MIXED_AT_ONCE = 1024  # consecutive positions, of which each source has its share
 ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -174,7 +174,7 @@ class Mixture:
         self._seed = seed
         total = sum(weights)
         self._shares = [weight / total for weight in weights]
-        self._rest = max(range(len(sources)), key=lambda i: weights[i])
+        self._remainder = max(range(len(sources)), key=lambda i: weights[i])
         """The source that takes what rounding leaves."""
 
     @property
@@ -192,18 +192,18 @@ class Mixture:
         """Return for each position the number of its source, and the position in that source's own count."""
         groups, slots = np.divmod(positions, MIXED_AT_ONCE)
         slots = permute(slots, MIXED_AT_ONCE, self._seed, groups)
-        before, after = self._taken(groups), self._taken(groups + 1)
+        before, after = self._num_before(groups), self._num_before(groups + 1)
         ends = np.cumsum(after - before, axis=0)
         numbers = (slots >= ends).sum(axis=0)
         columns = np.arange(len(positions))
         start_of = ends[numbers, columns] - (after - before)[numbers, columns]
         return numbers, before[numbers, columns] + slots - start_of
 
-    def _taken(self, groups: np.ndarray) -> np.ndarray:
+    def _num_before(self, groups: np.ndarray) -> np.ndarray:
         """Return how many sequences of each source come before a group of positions, int64 [sources, groups]."""
         counts = np.array([np.floor(groups * (MIXED_AT_ONCE * share)) for share in self._shares], dtype=np.int64)
-        counts[self._rest] = 0
-        counts[self._rest] = groups * MIXED_AT_ONCE - counts.sum(axis=0)
+        counts[self._remainder] = 0
+        counts[self._remainder] = groups * MIXED_AT_ONCE - counts.sum(axis=0)
         return counts
 
 
@@ -345,7 +345,7 @@ def check_tokenizer(source: TokenSource, tokenizer_json: str, checkpoint: Path) 
     if not tokenizer_json or not source.tokenizer_json or tokenizer_json == source.tokenizer_json:
         return
     own, theirs = source.tokenizer, Tokenizer.from_json(tokenizer_json, f"{checkpoint}: tokenizer")
-    if own and own.meaning() != theirs.meaning():
+    if own and own.encoding_rules() != theirs.encoding_rules():
         raise DataError(
             f"{source.path}: was made with another tokenizer ({own.vocab_size} ids) than the model of {checkpoint}"
             f" ({theirs.vocab_size} ids);{_REMEDY.format(checkpoint / 'tokenizer.json')}"

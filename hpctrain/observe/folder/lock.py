@@ -1,8 +1,8 @@
 """One run at a time in a run folder.
 
-The file `lock` says who is in it. The one who is holds a POSIX lock on the file too, which the system releases when the
-process ends, however it ends. Some file systems know such locks within one host only, so a heartbeat moves the time of
-the file: what a process of another host left is taken over when that heartbeat stops.
+The file `lock` names the process that trains there. That process also holds a POSIX lock on the file, which the system
+releases when the process ends, however it ends. Some file systems keep such locks within one host. So a heartbeat
+updates the time of the file, and a lock of another host is taken over when its heartbeat stops.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> str | None:
-        """Return what is to be said of the lock since the last time.
+        """Return what happened to the lock since the last call, for people; None: nothing.
 
         Raises TrainingError where the folder is gone, or another run took it: two runs would write over each other.
         """
@@ -85,7 +85,7 @@ class RunLock:
         except (BlockingIOError, PermissionError):
             return False
         except OSError:
-            return True  # a file system without locks: the file's own words have to do
+            return True  # a file system without locks: what the file says has to do
         return True
 
     def _read(self) -> dict:
@@ -126,7 +126,7 @@ class RunLock:
             self._look()
 
     def _look(self) -> None:
-        """Say that this run is alive, and see whether the lock is still its own."""
+        """Update the time of the lock, and check that it is still this run's own."""
         try:
             if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
                 os.utime(self.path)

@@ -1,4 +1,4 @@
-"""Writes SVG, and numbers with where they are from: a few functions, so that charts are lists of shapes.
+"""Writes SVG, and numbers with their sources. The pictures are lists of calls to what is here.
 
 Coordinates are pixels. Colours are classes of the page's style sheet: `f0` fills with colour 0, `s0` draws with it.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 CHARACTER = 0.56
-"""The width of a character, of the font's size; sans-serif letters and digits in the mean."""
+"""The mean width of letters and digits of a sans-serif font, as a share of its size."""
 FONT = 12
 LEGEND_LEFT, LANES_LEFT, RIGHT = 8.0, 83.2, 14.0
-"""Pixels left of a legend, left of lanes, where their names are, and right of a plot."""
-LANE, MOST_LINES = 15, 24
-"""Pixels from one lane to the next; equal ranks that a picture has lines for, of more the first are shown."""
+"""Pixels left of a legend, left of lanes (for their names), and right of a plot."""
+LANE, MAX_GROUPS = 15, 24
+"""Pixels from one lane to the next; groups of lanes in a picture, which of more shows the first."""
 
 
 def attributes(**values: object) -> str:
@@ -31,8 +31,8 @@ def _short(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def number(value: float, shown: str, source: str) -> Markup:
-    """Return a number as people read it, that is `value` in `source`, such as `a/drift.json:steps`."""
+def sourced(value: float, shown: str, source: str) -> Markup:
+    """Return a number as `shown` to people, with the `value` that `source`, such as `a/drift.json:steps`, has."""
     return Markup('<data value="{}" data-from="{}">{}</data>').format(repr(value), source, shown)
 
 
@@ -65,11 +65,11 @@ class PixelScale:
 
 
 class Svg:
-    """A picture in the making: a legend, below it a plot, and below that an axis where it has one."""
+    """A picture: a legend, below it a plot, and below that an axis where it has one."""
 
     def __init__(self, width: float, label: str, legend: Sequence[tuple[str, str]], gap: float = 10):
-        """`label` says to those who cannot see it what is there; `legend` has a class and a name for each entry; `gap`
-        is what is free between legend and plot."""
+        """`label` is what screen readers say; `legend` has a class and a name for each entry; `gap` are the pixels
+        between legend and plot."""
         self.width, self.height = float(width), 0.0
         self._attributes: dict[str, object] = {"role": "img", "aria_label": label}
         self._parts: list[str] = []
@@ -175,7 +175,7 @@ class Svg:
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of one run, or of all, with what it says."""
+    """A picture of one run, or of all, with its title and notes."""
 
     title: Markup | str
     draw: Callable[[int], Svg | None]

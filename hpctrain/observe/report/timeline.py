@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from hpctrain.observe.folder.schema import TIMELINE
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import LANE, LANES_LEFT, MOST_LINES, Panel, PixelScale, Svg, number, show_seconds
+from hpctrain.observe.report.svg import LANE, LANES_LEFT, MAX_GROUPS, Panel, PixelScale, Svg, show_seconds, sourced
 from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Tile
 
@@ -27,10 +27,10 @@ NAMES = {
     "update": "agree and update",
     "idle": "waiting",
 }
-MOST_EDGED = 40
-"""Boxes of one kind in a lane; more would be all edges."""
+MAX_EDGED = 40
+"""Boxes of one kind in a lane that have edges; of more nothing but edges would be seen."""
 THIN = 2.0
-"""Pixels; thinner boxes of one kind next to each other become one."""
+"""Neighbouring boxes of one kind with fewer pixels than this become one."""
 
 
 class Bar(NamedTuple):
@@ -46,7 +46,7 @@ def timeline_panel(run: RunRecord) -> Panel:
     predicted = run.figure(show_seconds, "forecast", "step_seconds")
     if run.timeline:
         end = max(span[4] for grid in run.timeline["grids"] for span in grid["spans"])
-        shown = number(end, show_seconds(end), f"{run.name}/{TIMELINE.name}:end")
+        shown = sourced(end, show_seconds(end), f"{run.name}/{TIMELINE.name}:end")
         step = run.figure("{:,}".format, TIMELINE.name, "step")
         title = Markup("Predicted {}, measured {} in step {}").format(predicted or "nothing", shown, step)
     else:
@@ -68,8 +68,8 @@ def _measured(run: RunRecord, tile: Tile) -> list[Bar]:
 
 def _draw(run: RunRecord, width: int) -> Svg | None:
     """Draw a line for each tensor grid, of many for each group of equal ones; None where nothing is known."""
-    if len(run.plan.first_tiles) > MOST_LINES:
-        grids = [(group.tile, group.describe()) for group in run.groups[:MOST_LINES]]
+    if len(run.plan.first_tiles) > MAX_GROUPS:
+        grids = [(group.tile, group.describe()) for group in run.groups[:MAX_GROUPS]]
     else:
         grids = [(tile, group.describe(tile.ranks)) for group in run.groups for tile in group.tiles]
     lanes = {"predicted": [_predicted(run, tile) for tile, _ in grids]}
@@ -98,7 +98,7 @@ def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) 
     svg.rect(x.start, at, x(max(bar.end for bar in bars)) - x.start, LANE - 2, "box k-idle")
     drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
     for kind, boxes in drawn:
-        svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MOST_EDGED else 'fine'} k-{kind}", data_from=source)
+        svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MAX_EDGED else 'fine'} k-{kind}", data_from=source)
     for bar in bars:
         middle, wide = (x(bar.begin) + x(bar.end)) / 2, x(bar.end) - x(bar.begin)
         if bar.microbatch >= 0 and wide > 8 * len(str(bar.microbatch + 1)) + 4:
