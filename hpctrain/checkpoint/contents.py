@@ -23,8 +23,8 @@ from hpctrain.checkpoint.format import (
     Part,
     PartStream,
     Tensor,
-    dump_manifest,
     part_name,
+    seal,
     stream_name,
     write_synced,
 )
@@ -150,4 +150,4 @@ def write_tables(
         parts=tuple(each.described for each in of_writers if each.described),
         streams=tuple(streams),
     )
-    write_synced(folder / MANIFEST, dump_manifest(manifest))
+    write_synced(folder / MANIFEST, seal(manifest.model_dump()))

@@ -123,13 +123,8 @@ class Manifest(Table):
         return sum(each.bytes for each in (*self.parts, *self.files.values()))
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest file: JSON, whose first line has the SHA-256 of all other lines."""
-    return seal(manifest.model_dump())
-
-
 def seal(contents: dict) -> bytes:
-    """Return the bytes of a manifest file with plain contents."""
+    """Return the bytes of a manifest file: JSON, whose first line has the SHA-256 of all other lines."""
     body = f'"contents": {json.dumps(contents, sort_keys=True, indent=0)}\n}}\n'.encode()
     return FIRST_LINE.format(hashlib.sha256(body).hexdigest()).encode() + body
 

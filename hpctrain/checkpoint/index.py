@@ -87,6 +87,9 @@ class Index:
         """Return the names of the parameters that have a tensor of a kind."""
         return [name.removeprefix(f"{kind}/") for name in self._numbers if name.startswith(f"{kind}/")]
 
+    def has(self, name: str, kind: str = "model") -> bool:
+        return f"{kind}/{name}" in self._numbers
+
     def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
         return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
 

@@ -48,17 +48,25 @@ PLAIN = Fields()
 """Texts alone, which are called `text`."""
 
 
+class RecordPlace(NamedTuple):
+    """The place of a record in its file."""
+
+    group: int
+    """What is read together with it; groups are shuffled, and not the records of one."""
+    row: int = 0
+
+
 class Records(ABC):
-    """The texts of one file, one by one or each by its number. Close it, or use it in a `with`."""
+    """The texts of one file, one by one or each by its place. Close it, or use it in a `with`."""
 
     _file: Any
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
-        """Yield of each record its number, what is read together with it, and its texts."""
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
+        """Yield the place and the texts of each record."""
 
     @abstractmethod
-    def texts(self, number: int) -> Texts:
+    def texts(self, place: RecordPlace) -> Texts:
         """Return the texts of a record."""
 
     def close(self) -> None:
@@ -92,24 +100,24 @@ def _texts_of(record: Any, fields: Fields, where: str) -> Texts:
 
 
 class JsonLines(Records):
-    """One JSON object a line. A record's number is where its line begins, in bytes."""
+    """One JSON object a line. A line is a group, whose number is where it begins, in bytes."""
 
     def __init__(self, path: Path, fields: Fields):
         self._path, self._fields = path, fields
         self._file = open_file(path)
 
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
         at = 0
         for number, line in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES), b""), 1):
             if len(line) == MAX_LINE_BYTES:
                 raise DataError(f"{self._path}, line {number}: has {MAX_LINE_BYTES:,} bytes or more; divide it")
             if line.strip():
-                yield at, at, self._parse(line, f"{self._path}, line {number}")
+                yield RecordPlace(at), self._parse(line, f"{self._path}, line {number}")
             at += len(line)
 
-    def texts(self, number: int) -> Texts:
-        self._file.seek(number)
-        return self._parse(self._file.readline(), f"{self._path}, byte {number}")
+    def texts(self, place: RecordPlace) -> Texts:
+        self._file.seek(place.group)
+        return self._parse(self._file.readline(), f"{self._path}, byte {place.group}")
 
     def _parse(self, line: bytes, where: str) -> Texts:
         try:
@@ -120,7 +128,7 @@ class JsonLines(Records):
 
 
 class Parquet(Records):
-    """A column of text. Row groups are read whole, so their rows stay together."""
+    """A record a row. Row groups are read whole, so their rows stay together."""
 
     def __init__(self, path: Path, fields: Fields):
         try:
@@ -138,17 +146,14 @@ class Parquet(Records):
         names = self._file.schema_arrow.names
         if lacking := [name for name in fields.names if name not in names]:
             raise DataError(f"{path}: has no column '{lacking[0]}' (it has: {', '.join(names)}); name one with --field")
-        counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
-        self._starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
 
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
-        for group, start in enumerate(self._starts[:-1]):
-            for row, texts in enumerate(self._read(group), start):
-                yield row, group, texts
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
+        for group in range(self._file.num_row_groups):
+            for row, texts in enumerate(self._read(group)):
+                yield RecordPlace(group, row), texts
 
-    def texts(self, number: int) -> Texts:
-        group = next(i for i, stop in enumerate(self._starts[1:]) if number < stop)
-        return self._read(group)[number - self._starts[group]]
+    def texts(self, place: RecordPlace) -> Texts:
+        return self._read(place.group)[place.row]
 
     def _read(self, group: int) -> list[Texts]:
         if group != self._group:
@@ -195,8 +200,8 @@ class Document:
     name: str
     """Path relative to the folder that was searched: the same on another machine."""
     num_bytes: int
-    record: int | None = None
-    """Where it is in a file of many documents; see `Records`."""
+    place: RecordPlace | None = None
+    """Where it is in a file of records; None where it is a file of text."""
 
 
 class NotTextError(Exception):
@@ -339,9 +344,9 @@ def _documents(
     for path, name in files:
         if path.suffix in RECORD_FILES:
             with open_records(path, fields) as records:
-                for number, group, texts in records:
+                for place, texts in records:
                     if texts.text:
-                        yield Document(path, f"{name}#{group}", len("".join(texts).encode()), number)
+                        yield Document(path, f"{name}#{place.group}", len("".join(texts).encode()), place)
                     else:
                         skipped["empty"] += 1
             continue
@@ -365,10 +370,10 @@ def _documents(
 def shuffled(documents: Iterable[Document]) -> list[Document]:
     """Return the documents in the order of digests of their names."""
 
-    def key(document: Document) -> tuple[bytes, str, str, int]:
+    def key(document: Document) -> tuple[bytes, str, str, RecordPlace]:
         name = os.fsencode(document.name)
         digest = hashlib.blake2b(name, digest_size=16).digest()
-        return digest, document.name, str(document.path), document.record or 0
+        return digest, document.name, str(document.path), document.place or RecordPlace(0)
 
     return sorted(documents, key=key)
 
@@ -407,12 +412,12 @@ class _Reader:
         Raises DataError where it changed meanwhile.
         """
         path = document.path
-        if document.record is not None:
+        if document.place is not None:
             records = self._open.pop(path, None) or open_records(path, self._fields)
             if len(self._open) >= self.MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             self._open[path] = records  # the last one used is the last to be closed
-            yield from records.texts(document.record)
+            yield from records.texts(document.place)
             return
         try:
             yield from texts_in(path)
@@ -455,7 +460,7 @@ def _encode(
         on_progress(done, total)
 
 
-class _Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Text of a document that is encoded at once."""
 
     text: str
@@ -463,13 +468,13 @@ class _Part(NamedTuple):
     begins_answer: bool
 
 
-def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[_Part]]:
+def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[DocumentPart]]:
     """Yield lists of parts that together have about BATCH_CHARACTERS."""
     batch, size, reader = [], 0, _Reader(fields)
     for document in documents:
-        has_prompt = document.record is not None and fields.prompt is not None
+        has_prompt = document.place is not None and fields.prompt is not None
         for number, text in enumerate(reader.parts(document)):
-            batch.append(_Part(text, number == 0, number == 1 and has_prompt))
+            batch.append(DocumentPart(text, number == 0, number == 1 and has_prompt))
             size += len(text)
             if size >= BATCH_CHARACTERS:
                 yield batch

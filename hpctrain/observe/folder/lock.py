@@ -126,29 +126,25 @@ class RunLock:
             self._look()
 
     def _look(self) -> None:
-        """Update the time of the lock, and check that it is still this run's own."""
-        try:
-            if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
-                os.utime(self.path)
-            else:
-                self._take_again(os.O_RDWR)
-        except FileNotFoundError:
-            self._restore()
-        except OSError:  # a folder that became read-only: the system's lock stays
-            return
-
-    def _restore(self) -> None:
-        """Make the lock again where somebody removed it."""
-        run = self.path.parent
-        if not run.is_dir():
-            self._ended_by = (
-                f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was moved, start"
-                " the same command with its new path as --run, which continues from the latest checkpoint there"
-            )
-            return
-        with contextlib.suppress(OSError):  # somebody else made it, or the folder went: the next beat sees it
-            self._take_again(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            self._news = f"{self.path}: was removed while the run trains, and is made again"
+        """Update the time of the lock; where it is no longer this run's own, take it again, or note why not."""
+        run, flags = self.path.parent, os.O_RDWR
+        with contextlib.suppress(OSError):  # a folder that became read-only, or is changing: the next beat looks again
+            try:
+                if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
+                    os.utime(self.path)
+                    return
+            except FileNotFoundError:
+                if not run.is_dir():
+                    self._ended_by = (
+                        f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was"
+                        " moved, start the same command with its new path as --run, which continues from the latest"
+                        " checkpoint there"
+                    )
+                    return
+                flags |= os.O_CREAT | os.O_EXCL
+            self._take_again(flags)
+            if flags & os.O_CREAT:
+                self._news = f"{self.path}: was removed while the run trains, and is made again"
 
     def _take_again(self, flags: int) -> None:
         """Take the file that is there in place of the one that was held. Raises OSError."""

@@ -120,9 +120,9 @@ def memory_panel(run: RunRecord) -> Panel:
     if not filled:
         return Panel("Memory is not known", lambda width: None)
     is_measured, share, fullest = max(filled, key=lambda each: each[:2])
-    family = fullest.group.tile.family
+    family = fullest.tiles.tile.family
     title = Markup("The fullest ranks ({}) {} {} of {}").format(
-        fullest.group.describe(),
+        fullest.tiles.describe(),
         "use" if is_measured else "are predicted to use",
         show_percent(share),
         run.figure(show_bytes, CLUSTER, "families", family, "memory_bytes"),

@@ -126,7 +126,7 @@ def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None
         where = fabric_between(run.cluster, matrix.cells[a][0], matrix.cells[b][-1])  # as most of their bytes
         title = f"rank {names[a]} to {names[b]}: {show_traffic(size)} {'' if where == IN_NODE else 'over '}{where}"
         svg.rect(
-            *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=float(strength),
+            *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=strength,
             data_from=f"{run.name}/traffic.json:{a},{b}", data_value=repr(float(size)),
         )  # fmt: skip
         if cell >= 40:

@@ -1,6 +1,6 @@
 """The timeline of one step: for each tensor grid what was predicted above what was measured, on one axis."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -29,8 +29,6 @@ NAMES = {
 }
 MAX_EDGED = 40
 """Boxes of one kind in a lane that have edges; of more nothing but edges would be seen."""
-THIN = 2.0
-"""Neighbouring boxes of one kind with fewer pixels than this become one."""
 
 
 class Bar(NamedTuple):
@@ -96,25 +94,10 @@ def _draw(run: RunRecord, width: int) -> Svg | None:
 
 def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) -> None:
     svg.rect(x.start, at, x(max(bar.end for bar in bars)) - x.start, LANE - 2, "box k-idle")
-    drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
-    for kind, boxes in drawn:
+    for kind in NAMES:
+        boxes = [(x(bar.begin), x(bar.end)) for bar in bars if bar.kind == kind]
         svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MAX_EDGED else 'fine'} k-{kind}", data_from=source)
     for bar in bars:
         middle, wide = (x(bar.begin) + x(bar.end)) / 2, x(bar.end) - x(bar.begin)
         if bar.microbatch >= 0 and wide > 8 * len(str(bar.microbatch + 1)) + 4:
             svg.text(middle, at + 10.5, bar.microbatch + 1, f"on k-{bar.kind}-text", "middle")
-
-
-def _merged(x: PixelScale, bars: Iterable[Bar]) -> Iterable[tuple[float, float]]:
-    """Return boxes in pixels, thin neighbours as one."""
-    last: tuple[float, float] | None = None
-    for bar in bars:
-        begin, end = x(bar.begin), x(bar.end)
-        if last and begin - last[1] < THIN / 2 and end - begin < THIN:
-            last = last[0], end
-            continue
-        if last:
-            yield last
-        last = begin, end
-    if last:
-        yield last

@@ -174,7 +174,7 @@ def test_what_a_run_continues_from(run):
     keep = Checkpoint(keep=5)
     for step in (1, 2, 3):
         write_checkpoint(run, step, keep=keep)
-    names = lambda resume: [path.name for path in candidates(run, resume)]  # noqa: E731
+    names = lambda resume: [path.name for path in candidates(run, resume)[0]]  # noqa: E731
     assert names("auto") == ["step-00000003", "step-00000002", "step-00000001"]
     assert names("latest") == ["step-00000003"]
     assert names("step-00000001") == ["step-00000001"]
@@ -219,7 +219,7 @@ def test_own_checkpoints_come_before_those_that_latest_disowns(run, tmp_path):
         write_checkpoint(tmp_path / "other", step, keep=keep, seed=7)
         shutil.rmtree(run / f"checkpoints/step-{step:08d}", ignore_errors=True)
         shutil.copytree(tmp_path / f"other/checkpoints/step-{step:08d}", run / f"checkpoints/step-{step:08d}")
-    assert [step_of(path) for path in candidates(run, "auto")] == [2, 1, 4, 3]
+    assert [step_of(path) for path in candidates(run, "auto")[0]] == [2, 1, 4, 3]
     choice = choose_checkpoint(Alone(), run, "auto")
     assert choice.checkpoint == run / "checkpoints/step-00000002"
     assert "names step-00000003 with another manifest than that has" in choice.lines[0]
