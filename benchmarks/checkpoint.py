@@ -15,7 +15,7 @@ import click
 import torch
 
 from hpctrain.checkpoint.folder import CHECKPOINTS, latest_checkpoint
-from hpctrain.checkpoint.state import attempt, load
+from hpctrain.checkpoint.state import load, writing
 from hpctrain.cli import main
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.world import World
@@ -99,7 +99,8 @@ class CheckpointBenchmark:
             self._clear()
             for is_plain in (number % 2 == 0, number % 2 == 1):  # the first of two may see an idle disk
                 if is_plain:
-                    plainly_written.append(self._seconds(lambda: attempt(self._plain, lambda: self._write(plain))))
+                    with writing(self._plain):
+                        plainly_written.append(self._seconds(lambda: self._write(plain)))
                 else:
                     snapshots.append(self._seconds(lambda: self._saver.start(self._trainer.steps_done)))
                     written.append(self._seconds(self._saver.finish))
@@ -228,8 +229,8 @@ def command(job, overrides, folder, rounds, steps, as_json):
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
 
-        make = lambda: tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder)  # noqa: E731
-        made = attempt(folder / "bench-checkpoint", make) if world.rank == 0 else None
+        with writing(folder / "bench-checkpoint"):
+            made = tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) if world.rank == 0 else None
         where = Path(world.broadcast_object(made.name if made else None))
         try:
             trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)

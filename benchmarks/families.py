@@ -6,7 +6,7 @@ from benchmarks.plan_benchmark import PlanBenchmark
 from hpctrain.cli import main
 from hpctrain.jobs.arguments import COUNT, json_option, override_option, print_result, time_scale_option
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
-from hpctrain.observe.console import trust
+from hpctrain.observe.console import describe_overrun
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search.search import EVERY_PLAN, Limits
 from hpctrain.planner.search.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
@@ -133,7 +133,7 @@ def _table(measured: dict) -> str:
             figures = f"{about['tokens_per_second']:>10,.0f} {about['overrun']:>8.2%} {about['memory_share']:>7.0%}"
             lines.append(f"{name:24} {figures}  {about['plan']}")
     lines.append(f"losses differ by {measured['loss_difference']:.1e} at most")
-    lines.append(f"overrun {measured['overrun']:.2%} at most, {trust(measured['overrun'])}")
+    lines.append(f"overrun {measured['overrun']:.2%} at most, {describe_overrun(measured['overrun'])}")
     if "no_ratio" in measured:
         lines.append(f"no ratio: {measured['no_ratio']}")
     else:

@@ -5,12 +5,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import INDEX, MANIFEST, RECTANGLE, part_name, seal
+from hpctrain.checkpoint.format import MANIFEST, RECTANGLE, part_name, seal
 from hpctrain.checkpoint.parts import compress, lay_out, write_stream
 from hpctrain.config.job import Checkpoint, load_job
 from hpctrain.plan.file import dump_plan
@@ -42,16 +41,6 @@ def forge(checkpoint: Path, change: Callable[[dict], object]) -> None:
     contents = json.loads((checkpoint / MANIFEST).read_bytes())["contents"]
     change(contents)
     (checkpoint / MANIFEST).write_bytes(seal(contents))
-
-
-def forge_index(checkpoint: Path, tensor: str) -> None:
-    """Show zeros for a tensor in the index for h5py, and correct all checksums."""
-    path = checkpoint / INDEX
-    with h5py.File(path, "a") as index:
-        shape = index[tensor].shape
-        del index[tensor]
-        index[tensor] = np.zeros(shape, "<f4")
-    forge_file(checkpoint, INDEX, path.read_bytes())
 
 
 def forge_file(checkpoint: Path, name: str, data: bytes) -> None:

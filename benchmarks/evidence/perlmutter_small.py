@@ -22,7 +22,7 @@ from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.config.clusters.cluster_file import dump_cluster, locate_cluster, read_cluster_file
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.job import Job, load_job
-from hpctrain.observe.console import trust
+from hpctrain.observe.console import describe_overrun
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
@@ -107,7 +107,7 @@ def main() -> None:
                 print(line, flush=True)
         if len(fastest) == len(KINDS):
             megatron, four = fastest.values()
-            verdict = "" if max(overruns) <= QUOTED_OVERRUN else f"; {trust(max(overruns))}"
+            verdict = "" if max(overruns) <= QUOTED_OVERRUN else f"; {describe_overrun(max(overruns))}"
             print(f"4D hidden is {megatron / four:.2f} times as fast as Megatron-style exposed{verdict}")
 
 

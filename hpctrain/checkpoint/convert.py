@@ -25,7 +25,7 @@ from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import KEPT, PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
-from hpctrain.checkpoint.state import attempt, make_empty, read_job
+from hpctrain.checkpoint.state import make_empty, read_job, writing
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
 from hpctrain.config.paths import is_file, read_bytes, refused_as
@@ -52,8 +52,8 @@ KEPT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Of a config: what training does not need, and text generation does."""
 
 
-class Theirs(NamedTuple):
-    """The place of a parameter in their files."""
+class TensorPlace(NamedTuple):
+    """The place of a parameter in files of Hugging Face."""
 
     name: str
     first: int
@@ -82,9 +82,9 @@ class Exported:
     has_tokenizer: bool
 
 
-def table_of(model: Model) -> HuggingFace:
+def names_of(model: Model) -> HuggingFace:
     """Return how Hugging Face calls the parts of a model. Raises CheckpointError for a family that it does not know."""
-    table = tables().get(model.architecture)
+    table = known_names().get(model.architecture)
     if table is None:
         raise CheckpointError(
             f"the family {model.architecture!r} has no HUGGING_FACE table in hpctrain/architectures/"
@@ -93,12 +93,12 @@ def table_of(model: Model) -> HuggingFace:
     return table
 
 
-def tables() -> dict[str, HuggingFace]:
+def known_names() -> dict[str, HuggingFace]:
     """Return the tables of all families that have one."""
     return {name: module.HUGGING_FACE for name, module in families().items() if hasattr(module, "HUGGING_FACE")}
 
 
-def locate(model: Model, table: HuggingFace) -> dict[str, Theirs]:
+def locate(model: Model, table: HuggingFace) -> dict[str, TensorPlace]:
     """Return of each parameter where it is in their files."""
     parameters, result = all_parameters(model), {}
     for name, parameter in parameters.items():
@@ -108,7 +108,7 @@ def locate(model: Model, table: HuggingFace) -> dict[str, Theirs]:
         before = [stem.removesuffix(part) + other for other in others[: others.index(part)]]
         first = sum(parameters[f"{other}.{kind}"].shape[0] for other in before)
         is_transposed = table.transposes and part != stem and len(parameter.shape) == 2
-        result[name] = Theirs(table.their_name(name), first, is_transposed)
+        result[name] = TensorPlace(table.their_name(name), first, is_transposed)
     return result
 
 
@@ -126,10 +126,12 @@ def import_model(folder: Path, out: Path) -> Imported:
     tokenizer = folder / TOKENIZER
     text = Tokenizer.load(tokenizer).to_json() if is_file(tokenizer) else ""
     kept = json.dumps(_read_kept(folder, config))
-    with _Weights(folder, model) as weights:
+    with ExitStack() as files:
+        weights = _Weights(folder, model, files)
         checkpoint = _write_checkpoint(weights, model, out, _about(model, folder) | {"tokenizer": text, KEPT: kept})
     job_file = out / "model.toml"
-    attempt(out, lambda: job_file.write_text(_job_text(model, folder)))
+    with writing(out):
+        job_file.write_text(_job_text(model, folder))
     count = sum(int(np.prod(p.shape)) for p in all_parameters(model).values())
     return Imported(checkpoint, job_file, model, count, bool(text))
 
@@ -170,12 +172,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _model_of(config: dict[str, Any], path: Path) -> Model:
     kind = config.get("model_type")
-    by_type = {table.model_type: name for name, table in tables().items()}
+    by_type = {table.model_type: name for name, table in known_names().items()}
     if not isinstance(kind, str) or kind not in by_type:
         raise CheckpointError(f"{path}: model_type = {kind!r} is not known; known are: {', '.join(sorted(by_type))}")
     family = by_type[kind]
     try:
-        keys = tables()[family].model_keys(config)
+        keys = known_names()[family].model_keys(config)
         return Model.model_validate({"architecture": family, **keys})
     except UnknownConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -188,21 +190,13 @@ def _model_of(config: dict[str, Any], path: Path) -> Model:
 class _Weights:
     """The tensors of a folder, all of them there and of the right shape."""
 
-    def __init__(self, folder: Path, model: Model):
-        self._folder, self._files = folder, ExitStack()
+    def __init__(self, folder: Path, model: Model, files: ExitStack):
+        """`files` closes what is opened here."""
+        self._folder = folder
         self._open: dict[str, Any] = {}
-        self._theirs = locate(model, table_of(model))
-        with ExitStack() as on_error:
-            on_error.callback(self._files.close)
-            self._file_of = self._open_files()
-            self._check(all_parameters(model), model)
-            on_error.pop_all()
-
-    def __enter__(self) -> "_Weights":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._files.close()
+        self._theirs = locate(model, names_of(model))
+        self._file_of = self._open_files(files)
+        self._check(all_parameters(model), model)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a parameter of ours, fp32."""
@@ -211,19 +205,22 @@ class _Weights:
         try:
             values = part[:, at].t() if theirs.is_transposed else part[at]
         except SafetensorError as error:
-            raise CheckpointError(f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {error}") from None
+            raise CheckpointError(f"{self._describe(theirs.name)}: {error}") from None
         result = values.float().contiguous().numpy()
         if wrong := result.size - int(np.isfinite(result).sum()):
             raise CheckpointError(
-                f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {wrong:,} of {result.size:,} elements"
+                f"{self._describe(theirs.name)}: {wrong:,} of {result.size:,} elements"
                 " that were read are infinite or not a number; download the model again, or take another"
             )
         return result
 
+    def _describe(self, name: str) -> str:
+        return f"{self._folder / self._file_of[name]}: {name}"
+
     def _slice(self, name: str):
         return self._open[self._file_of[name]].get_slice(name)
 
-    def _open_files(self) -> dict[str, str]:
+    def _open_files(self, opened: ExitStack) -> dict[str, str]:
         """Open all files; return by tensor, under our names of their prefixes, the file that has it."""
         index = self._folder / SHARDS
         if index.is_file():
@@ -244,7 +241,7 @@ class _Weights:
             if not path.is_file():
                 raise CheckpointError(f"{path}: is missing; {SHARDS} names it")
             try:
-                self._open[file] = self._files.enter_context(safe_open(path, framework="pt"))
+                self._open[file] = opened.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from None
             result |= dict.fromkeys(self._open[file].keys(), file)
@@ -255,14 +252,14 @@ class _Weights:
     def _check(self, parameters: dict[str, Parameter], model: Model) -> None:
         """Refuse tensors that lack, that have another shape, or that we do not know."""
         wanted = {theirs.name for theirs in self._theirs.values()}
-        prefix = table_of(model).ends["embedding"].split(".")[0] + "."
+        prefix = names_of(model).ends["embedding"].split(".")[0] + "."
         if not wanted & set(self._file_of):  # files of the bare model have no prefix
             self._theirs = {n: t._replace(name=t.name.removeprefix(prefix)) for n, t in self._theirs.items()}
             wanted = {theirs.name for theirs in self._theirs.values()}
         if lacking := sorted(wanted - set(self._file_of)):
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise CheckpointError(f"{self._folder}: has no tensor {lacking[0]}{more}, which {CONFIG} asks for")
-        tied = {table_of(model).ends["head"] + ".weight"} if model.description.tied_head else set()
+        tied = {names_of(model).ends["head"] + ".weight"} if model.description.tied_head else set()
         extra = sorted(n for n in set(self._file_of) - wanted - tied if not n.endswith(BUFFERS))
         if extra:
             raise CheckpointError(
@@ -273,51 +270,55 @@ class _Weights:
         for name, theirs in self._theirs.items():
             sizes[theirs.name] = max(sizes.get(theirs.name, 0), theirs.first + parameters[name].shape[0])
         for name, theirs in self._theirs.items():
-            expected = [sizes[theirs.name], *parameters[name].shape[1:]]
-            shape, dtype = list(self._slice(theirs.name).get_shape()), self._slice(theirs.name).get_dtype()
+            expected, there = [sizes[theirs.name], *parameters[name].shape[1:]], self._slice(theirs.name)
+            expected = expected[::-1] if theirs.is_transposed else expected
+            shape, dtype = list(there.get_shape()), there.get_dtype()
             if dtype not in READ_DTYPES:
                 raise CheckpointError(
-                    f"{self._folder / self._file_of[theirs.name]}: {theirs.name} has elements of {dtype}, and only"
+                    f"{self._describe(theirs.name)} has elements of {dtype}, and only"
                     f" {', '.join(READ_DTYPES)} are read; convert the model to one of them"
                 )
-            if shape != (expected[::-1] if theirs.is_transposed else expected):
+            if shape != expected:
                 raise CheckpointError(
-                    f"{self._folder / self._file_of[theirs.name]}: {theirs.name} has shape {shape}, and {CONFIG} asks"
-                    f" for {expected[::-1] if theirs.is_transposed else expected}"
+                    f"{self._describe(theirs.name)} has shape {shape}, and {CONFIG} asks for {expected}"
                 )
 
 
 def _write_checkpoint(weights: _Weights, model: Model, out: Path, about: dict[str, str]) -> Path:
-    parameters = all_parameters(model)
-    partial = partial_folder(out, 0)
-    is_new = not out.exists()
+    partial, is_new = partial_folder(out, 0), not out.exists()
     try:
-        attempt(partial, lambda: make_empty(partial))
-        written, rectangles, elements, names = [], [], [], list(parameters)
-        for number, regions in enumerate(_cut_into_parts(parameters)):
-            arrays = [weights.rows(region.name, region.start, region.stop).reshape(-1) for region in regions]
-            starts = np.cumsum([0, *(array.size for array in arrays)])
-            values = np.concatenate(arrays).view(np.uint8)
-            layout = lay_out({number: int(starts[-1])})
-            path = partial / part_name(number)
-            blocks = attempt(partial, lambda p=path, at=layout, n=number, v=values: write_stream(p, at, n, v))
-            written.append(WrittenStream(number, layout.streams[number][0].offset, blocks, layout.describe(path.name)))
-            rows = [
-                (names.index(region.name), 0, (region.start, region.stop), (0, region.columns), start)
-                for region, start in zip(regions, starts[:-1], strict=True)
-            ]
-            rectangles.append(np.array(rows, RECTANGLE))
-            elements.append(int(starts[-1]))
-        shapes = {f"model/{name}": p.shape for name, p in parameters.items()}
-        contents = Contents(shapes, rectangles, elements, about)
-        attempt(partial, lambda: write_tables(partial, contents, written, 0))
-        return attempt(partial, lambda: commit(partial, Checkpoint(keep=1)))
+        with writing(partial):
+            make_empty(partial)
+            contents, written = _write_parts(weights, all_parameters(model), partial, about)
+            write_tables(partial, contents, written, 0)
+            return commit(partial, Checkpoint(keep=1))
     except BaseException:
         shutil.rmtree(out if is_new else partial, ignore_errors=True)
         raise
 
 
-class Rows(NamedTuple):
+def _write_parts(
+    weights: _Weights, parameters: dict[str, Parameter], folder: Path, about: dict[str, str]
+) -> tuple[Contents, list[WrittenStream]]:
+    """Write each part as if a rank of its number had trained what is in it. Raises OSError."""
+    written, rectangles, elements, names = [], [], [], list(parameters)
+    for number, blocks in enumerate(_cut_into_parts(parameters)):
+        arrays = [weights.rows(block.name, block.start, block.stop).reshape(-1) for block in blocks]
+        starts = np.cumsum([0, *(array.size for array in arrays)]).tolist()
+        layout, name = lay_out({number: starts[-1]}), part_name(number)
+        checksums = write_stream(folder / name, layout, number, np.concatenate(arrays).view(np.uint8))
+        written.append(WrittenStream(number, layout.streams[number][0].offset, checksums, layout.describe(name)))
+        rows = [
+            (names.index(block.name), 0, (block.start, block.stop), (0, block.columns), start)
+            for block, start in zip(blocks, starts[:-1], strict=True)
+        ]
+        rectangles.append(np.array(rows, RECTANGLE))
+        elements.append(starts[-1])
+    shapes = {f"model/{name}": parameter.shape for name, parameter in parameters.items()}
+    return Contents(shapes, rectangles, elements, about), written
+
+
+class RowBlock(NamedTuple):
     """Whole rows of a parameter, that go into a part."""
 
     name: str
@@ -326,20 +327,21 @@ class Rows(NamedTuple):
     columns: int
 
 
-def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[Rows]]:
+def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[RowBlock]]:
     """Yield the rows of parameters that go into one part each."""
-    regions, num_bytes = [], 0
+    blocks, num_bytes = [], 0
     for name, parameter in parameters.items():
         rows, columns = (*parameter.shape, 1)[:2]
         at_once = max(1, PART_BYTES // (4 * columns))
         for start in range(0, rows, at_once):
-            stop = min(start + at_once, rows)
-            if num_bytes and num_bytes + (stop - start) * columns * 4 > PART_BYTES:
-                yield regions
-                regions, num_bytes = [], 0
-            regions.append(Rows(name, start, stop, columns))
-            num_bytes += (stop - start) * columns * 4
-    yield regions
+            block = RowBlock(name, start, min(start + at_once, rows), columns)
+            size = (block.stop - start) * columns * 4
+            if num_bytes and num_bytes + size > PART_BYTES:
+                yield blocks
+                blocks, num_bytes = [], 0
+            blocks.append(block)
+            num_bytes += size
+    yield blocks
 
 
 def _about(model: Model, folder: Path) -> dict[str, str]:
@@ -376,15 +378,16 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
     partial = folder.with_name(folder.name + PARTIAL)
     with Index(checkpoint) as index:
         model = read_job(index).model
-        table_of(model)
+        names_of(model)
         try:
-            attempt(partial, lambda: make_empty(partial))
-            files = attempt(partial, lambda: _write_weights(index, model, partial, DTYPES[dtype], shard_bytes))
-            has_tokenizer = attempt(partial, lambda: _write_others(model, partial, dtype, index.about))
-            num_bytes = sum(path.stat().st_size for path in partial.iterdir())
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
+            with writing(partial):
+                make_empty(partial)
+                files = _write_weights(index, model, partial, DTYPES[dtype], shard_bytes)
+                has_tokenizer = _write_others(model, partial, dtype, index.about)
+                num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+                if folder.exists():
+                    folder.rmdir()
+                partial.rename(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -393,8 +396,8 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
 
 def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype, shard_bytes: int) -> int:
     parameters = all_parameters(model)
-    by_name: dict[str, list[tuple[str, Theirs]]] = {}
-    for name, theirs in locate(model, table_of(model)).items():
+    by_name: dict[str, list[tuple[str, TensorPlace]]] = {}
+    for name, theirs in locate(model, names_of(model)).items():
         by_name.setdefault(theirs.name, []).append((name, theirs))
     sizes = {
         theirs: dtype.itemsize * sum(int(np.prod(parameters[name].shape)) for name, _ in ours)
@@ -408,7 +411,7 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
     count = len(shards)
     files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: _their_tensor(index, by_name[name], dtype) for name in names}
+        tensors = {name: _stored_tensor(index, by_name[name], dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if count > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -417,7 +420,7 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
     return count
 
 
-def _their_tensor(index: Index, ours: list[tuple[str, Theirs]], dtype: torch.dtype) -> torch.Tensor:
+def _stored_tensor(index: Index, ours: list[tuple[str, TensorPlace]], dtype: torch.dtype) -> torch.Tensor:
     parts = [torch.from_numpy(index.whole("model", name)) for name, _ in sorted(ours, key=lambda each: each[1].first)]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     result = (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
@@ -429,30 +432,23 @@ def _their_tensor(index: Index, ours: list[tuple[str, Theirs]], dtype: torch.dty
     return result
 
 
-def _write_others(model: Model, folder: Path, dtype: str, saved: Mapping[str, str]) -> bool:
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    tokenizer = saved["tokenizer"]
-    kept = json.loads(saved[KEPT] or "{}")
-    ids = kept.pop(CONFIG, None)
-    if ids is None and tokenizer:
-        separator = Tokenizer.from_json(tokenizer).separator
-        ids = {"bos_token_id": separator, "eos_token_id": separator}
-    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name} | (ids or {})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if not tokenizer or "model" not in json.loads(tokenizer):
-        kept = {file: text for file, text in kept.items() if file == GENERATION}
-    for file, text in kept.items():
-        (folder / file).write_text(text, encoding="utf-8")
-    if not tokenizer or "model" not in json.loads(tokenizer):
-        return False  # bytes as they are, or none
-    (folder / TOKENIZER).write_text(tokenizer)
-    if TOKENIZER_CONFIG in kept:
-        return True
-    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
-    separator = Tokenizer.from_json(tokenizer).separator
-    if separator is not None:
-        added = {each["id"]: each["content"] for each in json.loads(tokenizer).get("added_tokens", [])}
+def _write_others(model: Model, folder: Path, dtype: str, about: Mapping[str, str]) -> bool:
+    """Write the files other than weights; return whether there is a tokenizer among them."""
+    name, text = str(DTYPES[dtype]).removeprefix("torch."), about["tokenizer"]
+    separator = Tokenizer.from_json(text).separator if text else None
+    files: dict[str, Any] = json.loads(about[KEPT] or "{}")
+    ids = files.pop(CONFIG, {"bos_token_id": separator, "eos_token_id": separator} if text else {})
+    config = names_of(model).config(model) | {"torch_dtype": name, "dtype": name} | ids
+    tokenizer = json.loads(text or "{}")
+    has_tokenizer = "model" in tokenizer  # not where tokens are bytes
+    if has_tokenizer:
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
+        added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
         if separator in added:
-            about["eos_token"] = added[separator]
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    return True
+            described["eos_token"] = added[separator]
+        files = {TOKENIZER: text, TOKENIZER_CONFIG: json.dumps(described, indent=2) + "\n"} | files
+    else:
+        files = {file: files[file] for file in files if file == GENERATION}
+    for file, content in {CONFIG: json.dumps(config, indent=2) + "\n", **files}.items():
+        (folder / file).write_text(content, encoding="utf-8")
+    return has_tokenizer

@@ -99,31 +99,36 @@ def locate_checkpoint(path: Path) -> Path:
     return result
 
 
-def candidates(run: Path, resume: str) -> list[Path]:
-    """Return the checkpoints to continue from, the first choice first; `resume` is the job's key.
+def candidates(run: Path, resume: str) -> tuple[list[Path], str]:
+    """Return the checkpoints to continue from, the first choice first, and what is wrong with `latest`, if anything.
 
-    Raises DamagedCheckpointError where only the latest may be taken and `latest` is damaged; CheckpointError where a
-    step is asked for that is not there.
+    `resume` is the job's key. Raises DamagedCheckpointError where only the latest may be taken and `latest` is damaged;
+    CheckpointError where a step is asked for that is not there.
     """
     complete = complete_checkpoints(run)[::-1]
-    if resume == "auto":
-        latest = named = None
-        with suppress(DamagedCheckpointError):
-            named = _read_pointer(run / CHECKPOINTS / LATEST)
-            latest = latest_checkpoint(run)
-        if named is None:
-            return complete
-        # Those before the one that `latest` names are the run's own; others may have come from elsewhere.
-        own = [path for path in complete if path == latest or step_of(path) < step_of(Path(named[0]))]
-        return own + [path for path in complete if path not in own]
-    if resume == "latest":
+    if resume not in ("auto", "latest"):
+        path = run / CHECKPOINTS / resume
+        if path not in complete:
+            names = ", ".join(each.name for each in complete) or "none"
+            raise CheckpointError(f"{path}: checkpoint.resume names it, and it is not there; there are: {names}")
+        return [path], ""
+    latest, damage = None, ""
+    try:
         latest = latest_checkpoint(run)
-        return [latest] if latest else []
-    path = run / CHECKPOINTS / resume
-    if path not in complete:
-        names = ", ".join(each.name for each in complete) or "none"
-        raise CheckpointError(f"{path}: checkpoint.resume names it, and it is not there; there are: {names}")
-    return [path]
+    except DamagedCheckpointError as error:
+        if resume == "latest":
+            raise
+        damage = str(error)
+    if resume == "latest":
+        return [latest] if latest else [], ""
+    named = None
+    with suppress(DamagedCheckpointError):
+        named = _read_pointer(run / CHECKPOINTS / LATEST)
+    if named is None:
+        return complete, damage
+    # Those before the one that `latest` names are the run's own; others may have come from elsewhere.
+    own = [path for path in complete if path == latest or step_of(path) < step_of(Path(named[0]))]
+    return own + [path for path in complete if path not in own], damage
 
 
 def tidy(run: Path) -> None:

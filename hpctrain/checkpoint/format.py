@@ -34,7 +34,7 @@ FORMAT = "hpctrain-checkpoint"
 VERSION = 2
 MANIFEST, RECTANGLES, BLOCKS, INDEX = "manifest.json", "rectangles.bin", "blocks.bin", "index.h5"
 KEPT = "huggingface"
-"""What a model of Hugging Face came with that an export gives back: ids of tokens, and files."""
+"""The files and ids of tokens of an imported Hugging Face model, which an export writes again."""
 ABOUT = {
     "job": "job.json",
     "plan": "plan.toml",
@@ -48,7 +48,7 @@ PARTIAL = ".partial"
 MOMENTS = ("optimizer/exp_avg", "optimizer/exp_avg_sq")
 KINDS = ("model", *MOMENTS)
 BLOCK_BYTES = 128 << 10
-"""What one CRC-32 is of: small, for a reader reads whole blocks; 70 G parameters have 26 MB of them."""
+"""Bytes under one CRC-32: few, since a reader reads whole blocks; 70 G parameters have 26 MB of CRC-32s."""
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 FIRST_LINE = '{{"sha256": "{}",\n'
 SHA256_DIGITS = 64
@@ -123,13 +123,8 @@ class Manifest(Table):
         return sum(each.bytes for each in (*self.parts, *self.files.values()))
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest file: JSON, whose first line has the SHA-256 of all other lines."""
-    return seal(manifest.model_dump())
-
-
 def seal(contents: dict) -> bytes:
-    """Return the bytes of a manifest file with plain contents."""
+    """Return the bytes of a manifest file: JSON, whose first line has the SHA-256 of all other lines."""
     body = f'"contents": {json.dumps(contents, sort_keys=True, indent=0)}\n}}\n'.encode()
     return FIRST_LINE.format(hashlib.sha256(body).hexdigest()).encode() + body
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.contents import check_index
 from hpctrain.checkpoint.format import (
     ABOUT,
     BLOCK,
@@ -31,9 +30,9 @@ from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, desc
 from hpctrain.config.paths import look_at
 
 AT_ONCE_BYTES = 8 << 20
-"""Of blocks that are read together."""
-NUM_CHECKERS, MOST_UNCHECKED = 2, 8
-"""Threads that compute CRC-32s, and how often these bytes may have been read and not checked yet."""
+"""Bytes of blocks that are read together."""
+NUM_CHECKERS, MAX_UNCHECKED = 2, 8
+"""Threads that compute CRC-32s, and reads whose CRC-32s may be outstanding."""
 REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" takes the newest intact one'
 
 
@@ -51,7 +50,7 @@ class Index:
         self._handles: dict[int, int] = {}
         self.unchecked: list[tuple[int, int, Future]] = []
         """Stream, first block, CRC-32s, of what was read and is being checked."""
-        self.manifest, self.digest = read_manifest(checkpoint)
+        self.manifest, _ = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
         self.about["data"] = self.manifest.data
         self._rectangles = self._table(RECTANGLES, RECTANGLE)
@@ -136,8 +135,6 @@ class Index:
         if number == 0:
             self._check_coverage()
             self._file(INDEX)
-            sources = [(self.manifest.parts[s.part].file, s.dataset, s.elements) for s in self.manifest.streams]
-            check_index(self.path, self.manifest.tensors, sources, self._rectangles)
         for part in range(number, len(self.manifest.parts), count):
             self._check_rest(part)
         first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))
@@ -265,7 +262,10 @@ class Index:
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
     def read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
-        """Fill flat fp32 `out` from a stream; it is checked after `check_all`. Elements up to `following` are next."""
+        """Fill flat fp32 `out` from a stream; it is checked after `check_all`.
+
+        `following` says up to which element the caller will read next.
+        """
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
         for block in range(low // size, -(-high // size), self._at_once):
@@ -310,7 +310,7 @@ class Index:
         if len(data) < AT_ONCE_BYTES // 8:
             self._check(stream, first, checksums(data, size))
             return
-        if len(self.unchecked) >= MOST_UNCHECKED:
+        if len(self.unchecked) >= MAX_UNCHECKED:
             self._check_oldest()
         self.unchecked.append((stream, first, self._checker.submit(checksums, data, size)))
 

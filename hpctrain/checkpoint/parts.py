@@ -20,13 +20,13 @@ import numpy as np
 from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, STORED_BLOCK, Part, stream_name
 
 LARGE_BYTES, LARGE_ALIGNMENT, ALIGNMENT = 16 << 20, 1 << 20, 4096
-"""Where a stream is large it begins at a multiple of what parallel file systems stripe by; others at one of a page."""
+"""Large streams begin at a multiple of the stripe size of parallel file systems, others at one of a page."""
 AT_ONCE_BYTES = 8 << 20
 SYNC_BYTES = 64 << 20
-"""The disk begins with what is written when there is so much of it, rather than at the end."""
+"""After so many bytes a thread syncs what is written, so that the sync at the end has little to do."""
 COMPRESSION_LEVEL = 1
 BOTH_FILTERS = 0b11
-"""Of a chunk: that neither of its two filters was applied."""
+"""The filter mask of a chunk that neither shuffle nor deflate was applied to."""
 
 
 class SparseFile(io.FileIO):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.checkpoint.folder import CHECKPOINTS, candidates, latest_checkpoint
+from hpctrain.checkpoint.folder import CHECKPOINTS, candidates
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import check_contents
 from hpctrain.comm.world import World
@@ -25,8 +25,8 @@ def choose_checkpoint(world: World, run: Path, resume: str) -> Choice:
     `resume` is `auto`, `latest` or the name of one. With `auto` damaged ones are passed over for the newest intact one.
     The ranks share the work. Raises CheckpointError on all ranks: where none is intact, with what is wrong with each.
     """
-    choices, complaint = world.on_first_rank(lambda: (candidates(run, resume), _complaint(run)))
-    damages = [complaint] if complaint and resume == "auto" else []
+    choices, damage_of_latest = world.on_first_rank(lambda: candidates(run, resume))
+    damages = [damage_of_latest] if damage_of_latest else []
     for path in choices:
         damage = _verify_together(world, path)
         if damage is None:
@@ -40,15 +40,6 @@ def choose_checkpoint(world: World, run: Path, resume: str) -> Choice:
             "\n".join([*damages, f"{run / CHECKPOINTS}: no checkpoint is intact; start a new run with another --run"])
         )
     return Choice(None, ())
-
-
-def _complaint(run: Path) -> str | None:
-    """Return what is wrong with the pointer to the latest checkpoint."""
-    try:
-        latest_checkpoint(run)
-    except DamagedCheckpointError as error:
-        return str(error)
-    return None
 
 
 def _verify_together(world: World, path: Path) -> DamagedCheckpointError | None:

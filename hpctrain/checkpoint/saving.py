@@ -17,7 +17,7 @@ from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
-from hpctrain.checkpoint.state import attempt, tensors_of
+from hpctrain.checkpoint.state import tensors_of, writing
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
@@ -33,8 +33,8 @@ BY_NODE_ABOVE = 512
 """More ranks than this write one part a node, unless the job says otherwise."""
 
 
-class Copy(NamedTuple):
-    """Elements of a shard, and where in the stream of this rank they are."""
+class ShardSlice(NamedTuple):
+    """Elements of a tensor of a shard, and where in the stream of this rank they begin."""
 
     kind: str
     shard: Shard
@@ -47,13 +47,13 @@ class OwnState:
     """The elements that this rank saves, the same for every checkpoint of a run."""
 
     rectangles: np.ndarray
-    copies: tuple[Copy, ...]
+    slices: tuple[ShardSlice, ...]
     elements: int
 
 
 def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnState:
     """Lay out what a rank owns as one stream: weights first, then each moment."""
-    rectangles, copies, start = [], [], 0
+    rectangles, slices, start = [], [], 0
     for kind in KINDS:
         for shard in shards:
             for region in shard.group.regions(shard.owned):
@@ -63,13 +63,13 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
                     at = taken.shift(region.at.start - region.elements.start)
                     number = tensor_numbers[f"{kind}/{region.parameter.name}"]
                     rectangles.append((number, 0, tuple(rows), (columns.start, columns.stop), start))
-                    last = copies[-1] if copies else None
+                    last = slices[-1] if slices else None
                     if last and last.kind == kind and last.shard is shard and last.at.stop == at.start:
-                        copies[-1] = last._replace(at=Interval(last.at.start, at.stop))
+                        slices[-1] = last._replace(at=Interval(last.at.start, at.stop))
                     else:
-                        copies.append(Copy(kind, shard, at, start))
+                        slices.append(ShardSlice(kind, shard, at, start))
                     start += at.size
-    return OwnState(np.array(rectangles, RECTANGLE), tuple(copies), start)
+    return OwnState(np.array(rectangles, RECTANGLE), tuple(slices), start)
 
 
 def in_background(work: Callable[[], T]) -> "Future[T]":
@@ -109,7 +109,8 @@ class Saver:
         """
         self._world, self._accelerator, self._run, self._keeping = world, accelerator, run, job.checkpoint
         if world.rank == 0:  # later it is not made again
-            attempt(run, lambda: run.mkdir(parents=True, exist_ok=True))
+            with writing(run):
+                run.mkdir(parents=True, exist_ok=True)
         shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
         self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
@@ -165,7 +166,7 @@ class Saver:
         self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
         buffer, self._texts = self._snapshot(), dict(self._state())
         self._committing = False
-        self._background = in_background(lambda: attempt(self._partial, lambda: self._write(buffer), self._num_bytes))
+        self._background = in_background(lambda: self._write(buffer))
 
     @property
     def _partial(self) -> Path:
@@ -179,7 +180,7 @@ class Saver:
             self._buffer[size:].zero_()
         values = self._buffer.view(torch.float32)
         self._accelerator.synchronize()  # what is in host memory is read at once, and may still be in transfer
-        for kind, shard, at, start in self._own.copies:
+        for kind, shard, at, start in self._own.slices:
             source = shard.of(tensors_of(shard)[kind], at)
             values[start : start + at.size].copy_(source, non_blocking=True)
         self._accelerator.synchronize()
@@ -188,9 +189,11 @@ class Saver:
     def _write(self, buffer: np.ndarray) -> WrittenStream | None:
         if not self._run.is_dir():
             raise CheckpointError(f"{self._run}: the run folder is gone: it was deleted or moved while the run trained")
-        self._partial.mkdir(parents=True, exist_ok=True)
-        if not self._members:
-            return None
+        with writing(self._partial, self._num_bytes):
+            self._partial.mkdir(parents=True, exist_ok=True)
+            return self._write_part(buffer) if self._members else None
+
+    def _write_part(self, buffer: np.ndarray) -> WrittenStream:
         if bad := self._not_finite(buffer):
             raise CorruptionError(bad)
         layout, rank = self._layout, self._world.rank
@@ -216,7 +219,7 @@ class Saver:
         if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
             return None
         bad = dict[str, None]()
-        for kind, shard, at, start in self._own.copies:
+        for kind, shard, at, start in self._own.slices:
             for region in shard.group.regions(at):
                 part = values[slice(*region.at.shift(start - at.start))]
                 if not part.isfinite().all():
@@ -277,9 +280,9 @@ class Saver:
                     raise outcome
             if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
                 raise CorruptionError(self._refusal(self.step, bad))
-            tables = contents, written, self.step, self._validation_loss, self._texts
-            attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
-            return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
+            with writing(partial, self._num_bytes):
+                write_tables(partial, contents, written, self.step, self._validation_loss, self._texts)
+                return commit(partial, self._keeping)
         except HpctrainError:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -27,8 +27,6 @@ from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import all_parameters, check_grid, whole_rows
 
-T = TypeVar("T")
-
 # What must be the same for a resumed run to have the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
 
@@ -38,10 +36,11 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def attempt(where: Path, work: Callable[[], T], num_bytes: int | None = None) -> T:
-    """Return what `work` does. Raises CheckpointError where the disk refuses; `num_bytes` are those it has to hold."""
+@contextmanager
+def writing(where: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Enclose what writes a checkpoint, of so many bytes. Raises CheckpointError where the disk refuses."""
     try:
-        return work()
+        yield
     except OSError as error:
         sizes = ""
         if num_bytes is not None:

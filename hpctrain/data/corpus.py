@@ -22,14 +22,14 @@ from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 RECORD_FILES = JSON_LINES + PARQUET
-MOST_LINE_BYTES = 100_000_000
+MAX_LINE_BYTES = 100_000_000
 
 
 class Texts(NamedTuple):
     """The texts of one record."""
 
     prompt: str
-    """What is given, and not learnt; empty where a file has none."""
+    """The context, which the loss leaves out; empty where a file has none."""
     text: str
 
 
@@ -39,22 +39,34 @@ class Fields(NamedTuple):
     text: str = "text"
     prompt: str | None = None
 
+    @property
+    def names(self) -> list[str]:
+        return [self.text, self.prompt] if self.prompt else [self.text]
+
 
 PLAIN = Fields()
 """Texts alone, which are called `text`."""
 
 
+class RecordPlace(NamedTuple):
+    """The place of a record in its file."""
+
+    group: int
+    """What is read together with it; groups are shuffled, and not the records of one."""
+    row: int = 0
+
+
 class Records(ABC):
-    """The texts of one file, one by one or each by its number. Close it, or use it in a `with`."""
+    """The texts of one file, one by one or each by its place. Close it, or use it in a `with`."""
 
     _file: Any
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
-        """Yield of each record its number, what is read together with it, and its texts."""
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
+        """Yield the place and the texts of each record."""
 
     @abstractmethod
-    def texts(self, number: int) -> Texts:
+    def texts(self, place: RecordPlace) -> Texts:
         """Return the texts of a record."""
 
     def close(self) -> None:
@@ -73,48 +85,50 @@ def open_records(path: Path, fields: Fields) -> Records:
         return (JsonLines if path.suffix in JSON_LINES else Parquet)(path, fields)
 
 
-def _text_of(value: Any, where: str, field: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{where}: '{field}' is {value!r:.60} and no text; name another with --field")
-    return value.encode(errors="replace").decode()  # JSON may name halves of characters, which no text has
+def _texts_of(record: Any, fields: Fields, where: str) -> Texts:
+    """Return the texts of a record. Raises DataError, with where it is, for one that has not all of them."""
+    there, texts = record if isinstance(record, dict) else {}, {}
+    for name in fields.names:
+        if name not in there:
+            names = ", ".join(there) if isinstance(record, dict) else type(record).__name__
+            raise DataError(f"{where}: has no field '{name}' (it has: {names:.80}); name one with --field")
+        if not isinstance(value := there[name], str):
+            raise DataError(f"{where}: '{name}' is {value!r:.60} and no text; name another with --field")
+        # JSON may name halves of characters, which no text has.
+        texts[name] = value.encode(errors="replace").decode()
+    return Texts(texts[fields.prompt] if fields.prompt else "", texts[fields.text])
 
 
 class JsonLines(Records):
-    """One JSON object a line. A record's number is where its line begins, in bytes."""
+    """One JSON object a line. A line is a group, whose number is where it begins, in bytes."""
 
     def __init__(self, path: Path, fields: Fields):
         self._path, self._fields = path, fields
         self._file = open_file(path)
 
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
         at = 0
-        for number, line in enumerate(iter(lambda: self._file.readline(MOST_LINE_BYTES), b""), 1):
-            if len(line) == MOST_LINE_BYTES:
-                raise DataError(f"{self._path}, line {number}: has {MOST_LINE_BYTES:,} bytes or more; divide it")
+        for number, line in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES), b""), 1):
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(f"{self._path}, line {number}: has {MAX_LINE_BYTES:,} bytes or more; divide it")
             if line.strip():
-                yield at, at, self._parse(line, f"{self._path}, line {number}")
+                yield RecordPlace(at), self._parse(line, f"{self._path}, line {number}")
             at += len(line)
 
-    def texts(self, number: int) -> Texts:
-        self._file.seek(number)
-        return self._parse(self._file.readline(), f"{self._path}, byte {number}")
+    def texts(self, place: RecordPlace) -> Texts:
+        self._file.seek(place.group)
+        return self._parse(self._file.readline(), f"{self._path}, byte {place.group}")
 
     def _parse(self, line: bytes, where: str) -> Texts:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON: {error}") from None
-        there = record if isinstance(record, dict) else {}
-        for name in self._fields:
-            if name is not None and name not in there:
-                names = ", ".join(there) if isinstance(record, dict) else type(record).__name__
-                raise DataError(f"{where}: has no field '{name}' (it has: {names:.80}); name one with --field")
-        prompt = _text_of(there[self._fields.prompt], where, self._fields.prompt) if self._fields.prompt else ""
-        return Texts(prompt, _text_of(there[self._fields.text], where, self._fields.text))
+        return _texts_of(record, self._fields, where)
 
 
 class Parquet(Records):
-    """A column of text. Row groups are read whole, so their rows stay together."""
+    """A record a row. Row groups are read whole, so their rows stay together."""
 
     def __init__(self, path: Path, fields: Fields):
         try:
@@ -130,34 +144,25 @@ class Parquet(Records):
         except ArrowException as error:
             raise DataError(f"{path}: is damaged or no Parquet file: {error}") from None
         names = self._file.schema_arrow.names
-        if lacking := [name for name in fields if name is not None and name not in names]:
+        if lacking := [name for name in fields.names if name not in names]:
             raise DataError(f"{path}: has no column '{lacking[0]}' (it has: {', '.join(names)}); name one with --field")
-        counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
-        self._starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
 
-    def __iter__(self) -> Iterator[tuple[int, int, Texts]]:
-        for group, start in enumerate(self._starts[:-1]):
-            for row, texts in enumerate(self._read(group), start):
-                yield row, group, texts
+    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
+        for group in range(self._file.num_row_groups):
+            for row, texts in enumerate(self._read(group)):
+                yield RecordPlace(group, row), texts
 
-    def texts(self, number: int) -> Texts:
-        group = next(i for i, stop in enumerate(self._starts[1:]) if number < stop)
-        return self._read(group)[number - self._starts[group]]
+    def texts(self, place: RecordPlace) -> Texts:
+        return self._read(place.group)[place.row]
 
     def _read(self, group: int) -> list[Texts]:
         if group != self._group:
             try:
-                names = [name for name in self._fields if name is not None]
-                table = self._file.read_row_group(group, columns=names)
-                columns = {name: table.column(name).to_pylist() for name in names}
+                rows = self._file.read_row_group(group, columns=self._fields.names).to_pylist()
             except (self._error, OSError) as error:
                 raise DataError(f"{self._path}: row group {group} is damaged: {error}") from None
             where = f"{self._path}, row group {group}"
-            checked = {name: [_text_of(value, where, name) for value in values] for name, values in columns.items()}
-            texts = checked[self._fields.text]
-            prompts = checked[self._fields.prompt] if self._fields.prompt else [""] * len(texts)
-            self._texts = [Texts(*pair) for pair in zip(prompts, texts, strict=True)]
-            self._group = group
+            self._group, self._texts = group, [_texts_of(row, self._fields, where) for row in rows]
         return self._texts
 
 
@@ -195,8 +200,8 @@ class Document:
     name: str
     """Path relative to the folder that was searched: the same on another machine."""
     num_bytes: int
-    record: int | None = None
-    """Where it is in a file of many documents; see `Records`."""
+    place: RecordPlace | None = None
+    """Where it is in a file of records; None where it is a file of text."""
 
 
 class NotTextError(Exception):
@@ -226,23 +231,23 @@ def prepare(
     """
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
-    result, skipped = list_files(paths, globs, stdlib)
-    documents = shuffled(_documents(result, skipped, fields, frozenset(map(Path, paths))))
+    files, skipped = list_files(paths, globs, stdlib)
+    documents = shuffled(_documents(files, skipped, fields, frozenset(map(Path, paths))))
     _refuse_to_overwrite(Path(out), {document.path for document in documents} | {Path(tokenizer)})
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"nothing to prepare: no text in the {len(result)} files seen ({reasons}); give UTF-8 text")
+        raise DataError(f"nothing to prepare: no text in the {len(files)} files seen ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
-        made = train_bpe(_sample(documents, fields), vocab_size)
+        encoder = train_bpe(_sample(documents, fields), vocab_size)
     else:
-        made = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
-    if made.separator is None:
+        encoder = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
+    if encoder.separator is None:
         raise DataError(
             f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
         )
-    with TokenWriter(out, made.vocab_size, made) as writer:
-        _encode(documents, fields, made, writer, on_progress)
+    with TokenWriter(out, encoder.vocab_size, encoder) as writer:
+        _encode(documents, fields, encoder, writer, on_progress)
     with open_tokens(out) as source:
         return Summary(
             path=Path(out),
@@ -330,18 +335,18 @@ def _walk(
 
 
 def _documents(
-    result: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields, named: frozenset[Path]
+    files: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields, named: frozenset[Path]
 ) -> Iterator[Document]:
     """Yield the files that are text, and the records of others; count what is left out by reason.
 
     Raises DataError for a file that is no text and was `named`, not found in a folder.
     """
-    for path, name in result:
+    for path, name in files:
         if path.suffix in RECORD_FILES:
             with open_records(path, fields) as records:
-                for number, group, texts in records:
+                for place, texts in records:
                     if texts.text:
-                        yield Document(path, f"{name}#{group}", len("".join(texts).encode()), number)
+                        yield Document(path, f"{name}#{place.group}", len("".join(texts).encode()), place)
                     else:
                         skipped["empty"] += 1
             continue
@@ -365,74 +370,67 @@ def _documents(
 def shuffled(documents: Iterable[Document]) -> list[Document]:
     """Return the documents in the order of digests of their names."""
 
-    def key(document: Document) -> tuple[bytes, str, str, int]:
+    def key(document: Document) -> tuple[bytes, str, str, RecordPlace]:
         name = os.fsencode(document.name)
         digest = hashlib.blake2b(name, digest_size=16).digest()
-        return digest, document.name, str(document.path), document.record or 0
+        return digest, document.name, str(document.path), document.place or RecordPlace(0)
 
     return sorted(documents, key=key)
 
 
 def texts_in(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, where lines are not longer than a part."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    rest, at = "", 0
+    at, rest, is_last = 0, b"", False
     with open_file(path) as file:
-        while data := file.read(PART_BYTES):
-            if 0 in data:
+        while not is_last:
+            more = file.read(PART_BYTES)
+            data, is_last = rest + more, len(more) < PART_BYTES
+            if 0 in more:
                 raise NotTextError(at + data.index(0))
-            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
-            try:
-                rest += decoder.decode(data)
+            cut = len(data) if is_last else data.rfind(b"\n") + 1 or len(data)
+            try:  # a character that the cut is in stays for the next part
+                text, num_bytes = codecs.utf_8_decode(data[:cut], "strict", is_last)
             except UnicodeDecodeError as error:
-                raise NotTextError(at - waiting + error.start) from None
-            at += len(data)
-            if len(data) == PART_BYTES:
-                cut = rest.rfind("\n") + 1 or len(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
-    if waiting := len(decoder.getstate()[0]):
-        raise NotTextError(at - waiting)
-    if rest:
-        yield rest
+                raise NotTextError(at + error.start) from None
+            if text:
+                yield text
+            at, rest = at + num_bytes, data[num_bytes:]
 
 
 class _Reader:
     """The texts of documents in any order; files of many records stay open, some at a time."""
 
-    MOST_OPEN = 16
+    MAX_OPEN = 16
 
     def __init__(self, fields: Fields):
-        self._fields, self._open = fields, {}
+        self._fields = fields
+        self._open: dict[Path, Records] = {}
 
-    def texts(self, document: Document) -> Texts:
-        assert document.record is not None, "asked for records"
-        records: Records | None = self._open.pop(document.path, None)
-        if records is None:
-            records = open_records(document.path, self._fields)
-            if len(self._open) >= self.MOST_OPEN:
+    def parts(self, document: Document) -> Iterator[str]:
+        """Yield the parts of a document that was text when it was checked; of a record with a prompt the prompt first.
+
+        Raises DataError where it changed meanwhile.
+        """
+        path = document.path
+        if document.place is not None:
+            records = self._open.pop(path, None) or open_records(path, self._fields)
+            if len(self._open) >= self.MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
-        self._open[document.path] = records  # the last one used is the last to be closed
-        return records.texts(document.record)
-
-
-def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
-    """Yield the parts of a document that was text when it was checked; of a record with a prompt the prompt first."""
-    if document.record is not None:
-        yield from reader.texts(document)
-        return
-    try:
-        yield from texts_in(document.path)
-    except (NotTextError, OSError) as error:
-        reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
-        raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None
+            self._open[path] = records  # the last one used is the last to be closed
+            yield from records.texts(document.place)
+            return
+        try:
+            yield from texts_in(path)
+        except (NotTextError, OSError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
+            raise DataError(f"{path}: changed while it was being read: {reason}; run it again") from None
 
 
 def _sample(documents: Iterable[Document], fields: Fields) -> Iterator[str]:
     """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
     num_bytes, reader = 0, _Reader(fields)
     for document in documents:
-        for text in _unchanged_texts(document, reader):
+        for text in reader.parts(document):
             if num_bytes >= TRAINING_BYTES:
                 return
             yield text
@@ -449,25 +447,34 @@ def _encode(
     """Write all documents, a separator between two, a batch of parts at a time."""
     total, done = sum(document.num_bytes for document in documents), 0
     for batch in _batches(documents, fields):
-        encoded = tokenizer.encode_batch([text for text, _ in batch])
-        for (text, number), ids in zip(batch, encoded, strict=True):
-            if number == 0:
+        encoded = tokenizer.encode_batch([part.text for part in batch])
+        for part, ids in zip(batch, encoded, strict=True):
+            if part.begins_document:
                 if writer.num_tokens:
                     writer.append(np.array([tokenizer.separator]))
                 writer.begin_document()
-            elif number == 1 and fields.prompt:
+            if part.begins_answer:
                 writer.begin_answer()
             writer.append(ids)
-            done += len(text.encode())
+            done += len(part.text.encode())
         on_progress(done, total)
 
 
-def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[tuple[str, int]]]:
-    """Yield lists of (part, its number in its document) that together have about BATCH_CHARACTERS."""
+class DocumentPart(NamedTuple):
+    """Text of a document that is encoded at once."""
+
+    text: str
+    begins_document: bool
+    begins_answer: bool
+
+
+def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[DocumentPart]]:
+    """Yield lists of parts that together have about BATCH_CHARACTERS."""
     batch, size, reader = [], 0, _Reader(fields)
     for document in documents:
-        for i, text in enumerate(_unchanged_texts(document, reader)):
-            batch.append((text, i))
+        has_prompt = document.place is not None and fields.prompt is not None
+        for number, text in enumerate(reader.parts(document)):
+            batch.append(DocumentPart(text, number == 0, number == 1 and has_prompt))
             size += len(text)
             if size >= BATCH_CHARACTERS:
                 yield batch

@@ -1,7 +1,7 @@
 """Places sequences in the global batch: a function of (seed, step) alone, the same for every layout."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenSource, open_tokens
 from hpctrain.sharding.intervals import Interval
 
-NO_TOKEN = -1  # the id in rows that are there to fill a batch; as a target it does not count
-MIXED_AT_ONCE = 1024  # positions in which sources have their shares
+NO_TOKEN = -1  # the id in rows that only fill up a batch; the loss leaves out such a target
+MIXED_AT_ONCE = 1024  # consecutive positions, of which each source has its share
 ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -88,11 +88,12 @@ class Sequences:
         self.seed = seed
         self.shuffle = shuffle
         self.masks_documents = mask_documents
-        begin, answers = source.documents + mask_documents, source.answers
-        self._counted_from = None if answers is None and not mask_documents else begin
+        self.has_loss_mask = mask_documents or source.answers is not None
+        """Whether the loss leaves some targets out."""
+        self._learnt_from = source.documents + mask_documents
         """For each document the first token that the loss is of."""
-        if answers is not None:
-            self._counted_from = np.maximum(begin, answers)
+        if source.answers is not None:
+            self._learnt_from = np.maximum(self._learnt_from, source.answers)
         self.num_sequences = max(0, interval.size - 1) // sequence_length
         if self.num_sequences == 0:
             largest = interval.size - 1
@@ -101,6 +102,10 @@ class Sequences:
                 f"{source.path}: data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens, and"
                 f" {part} has {interval.size}; {shorter}give more text"
             )
+
+    def by_source(self, positions: np.ndarray) -> Iterator[tuple["Sequences", slice, np.ndarray]]:
+        """Yield these sequences alone, as `Mixture.by_source` does."""
+        yield self, slice(len(positions)), positions
 
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions that count through all epochs, int64 [positions, length + 1]."""
@@ -125,27 +130,24 @@ class Sequences:
         tokens = first + np.arange(self.sequence_length)
         return np.maximum(self.source.documents[self._document_of(tokens)] - first, 0)
 
-    def counted(self, positions: np.ndarray) -> np.ndarray | None:
-        """Return for each target of sequences whether the loss is of it, bool [positions, length]; None: of all."""
-        if self._counted_from is None:
-            return None
+    def loss_mask(self, positions: np.ndarray) -> np.ndarray:
+        """Return for each target of sequences whether the loss is of it, bool [positions, length]."""
         targets = self.first_tokens(positions)[:, None] + np.arange(1, self.sequence_length + 1)
-        return targets >= self._counted_from[self._document_of(targets)]
+        return targets >= self._learnt_from[self._document_of(targets)]
 
     def count_targets(self, positions: np.ndarray) -> int:
         """Return how many targets of sequences the loss is of."""
-        if self._counted_from is None:
+        if not self.has_loss_mask:
             return len(positions) * self.sequence_length
         first = self.first_tokens(positions) + 1
-        return int((self._counted_before(first + self.sequence_length) - self._counted_before(first)).sum())
+        return int((self._learnt_before(first + self.sequence_length) - self._learnt_before(first)).sum())
 
-    def _counted_before(self, tokens: np.ndarray) -> np.ndarray:
+    def _learnt_before(self, tokens: np.ndarray) -> np.ndarray:
         """Return how many tokens before these, of the whole file, the loss is of."""
-        assert self._counted_from is not None, "asked for where some are left out"
         ends = np.append(self.source.documents[1:], self.source.num_tokens)
-        in_documents = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._counted_from))])
+        in_documents = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._learnt_from))])
         document = self._document_of(tokens - 1)
-        return in_documents[document] + np.maximum(0, tokens - self._counted_from[document])
+        return in_documents[document] + np.maximum(0, tokens - self._learnt_from[document])
 
     def _document_of(self, tokens: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.source.documents, tokens, side="right") - 1
@@ -163,75 +165,46 @@ class Mixture:
     permuted order. Each source goes through its own epochs.
     """
 
-    def __init__(self, parts: Sequence[Sequences], weights: Sequence[float], seed: int = 0):
-        self.parts = parts
-        self.sequence_length = parts[0].sequence_length
-        self.num_sequences = sum(part.num_sequences for part in parts)
+    def __init__(self, sources: Sequence[Sequences], weights: Sequence[float], seed: int = 0):
+        self.sources = sources
+        self.sequence_length = sources[0].sequence_length
+        self.num_sequences = sum(source.num_sequences for source in sources)
+        self.masks_documents = sources[0].masks_documents
+        self.has_loss_mask = any(source.has_loss_mask for source in sources)
         self._seed = seed
         total = sum(weights)
         self._shares = [weight / total for weight in weights]
-        self._rest = max(range(len(parts)), key=lambda i: weights[i])
+        self._remainder = max(range(len(sources)), key=lambda i: weights[i])
         """The source that takes what rounding leaves."""
 
     @property
     def identity(self) -> str:
-        return "; ".join(f"{share:g} of {p.identity}" for share, p in zip(self._shares, self.parts, strict=True))
+        return "; ".join(f"{share:g} of {s.identity}" for share, s in zip(self._shares, self.sources, strict=True))
 
-    def read(self, positions: np.ndarray) -> np.ndarray:
-        """Return the sequences at int64 positions, int64 [positions, length + 1]."""
-        return self._of_parts(positions, self.sequence_length + 1, lambda part, inner: part.read(inner))
-
-    @property
-    def masks_documents(self) -> bool:
-        return self.parts[0].masks_documents
-
-    def document_starts(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each input where its document starts, as `Sequences.document_starts` does."""
-        return self._of_parts(positions, self.sequence_length, lambda part, inner: part.document_starts(inner))
-
-    def counted(self, positions: np.ndarray) -> np.ndarray | None:
-        """Return for each target whether the loss is of it, as `Sequences.counted` does."""
-
-        def of_part(part: Sequences, inner: np.ndarray) -> np.ndarray | bool:
-            counted = part.counted(inner)
-            return True if counted is None else counted
-
-        counted = self._of_parts(positions, self.sequence_length, of_part).astype(bool)
-        return None if counted.all() else counted
-
-    def count_targets(self, positions: np.ndarray) -> int:
-        """Return how many targets the loss is of."""
-        sources, inner = self.place(positions)
-        return sum(part.count_targets(inner[sources == number]) for number, part in enumerate(self.parts))
-
-    def _of_parts(
-        self, positions: np.ndarray, length: int, get: Callable[[Sequences, np.ndarray], np.ndarray | bool]
-    ) -> np.ndarray:
-        sources, inner = self.place(positions)
-        result = np.empty((len(positions), length), np.int64)
-        for number, part in enumerate(self.parts):
-            own = sources == number
-            if own.any():
-                result[own] = get(part, inner[own])
-        return result
+    def by_source(self, positions: np.ndarray) -> Iterator[tuple[Sequences, np.ndarray, np.ndarray]]:
+        """Yield for each source which of the positions are its own, bool, and these in its own count."""
+        numbers, inner = self.place(positions)
+        for number, source in enumerate(self.sources):
+            own = numbers == number
+            yield source, own, inner[own]
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each position the source, and the position in that source's own count."""
+        """Return for each position the number of its source, and the position in that source's own count."""
         groups, slots = np.divmod(positions, MIXED_AT_ONCE)
         slots = permute(slots, MIXED_AT_ONCE, self._seed, groups)
-        before, after = self._taken(groups), self._taken(groups + 1)
+        before, after = self._num_before(groups), self._num_before(groups + 1)
         ends = np.cumsum(after - before, axis=0)
-        sources = (slots >= ends).sum(axis=0)
+        numbers = (slots >= ends).sum(axis=0)
         columns = np.arange(len(positions))
-        start_of = ends[sources, columns] - (after - before)[sources, columns]
-        return sources, before[sources, columns] + slots - start_of
+        start_of = ends[numbers, columns] - (after - before)[numbers, columns]
+        return numbers, before[numbers, columns] + slots - start_of
 
-    def _taken(self, groups: np.ndarray) -> np.ndarray:
+    def _num_before(self, groups: np.ndarray) -> np.ndarray:
         """Return how many sequences of each source come before a group of positions, int64 [sources, groups]."""
-        counted = np.array([np.floor(groups * (MIXED_AT_ONCE * share)) for share in self._shares], dtype=np.int64)
-        counted[self._rest] = 0
-        counted[self._rest] = groups * MIXED_AT_ONCE - counted.sum(axis=0)
-        return counted
+        counts = np.array([np.floor(groups * (MIXED_AT_ONCE * share)) for share in self._shares], dtype=np.int64)
+        counts[self._remainder] = 0
+        counts[self._remainder] = groups * MIXED_AT_ONCE - counts.sum(axis=0)
+        return counts
 
 
 def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, Interval]:
@@ -274,39 +247,39 @@ class Batch:
 
     def rows(self, rows: Interval) -> np.ndarray:
         """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
-        return self._filled(rows, self.sequences.read, self.sequences.sequence_length + 1, NO_TOKEN)
+        return self._filled(rows, Sequences.read, self.sequences.sequence_length + 1, NO_TOKEN)
 
     def document_starts(self, rows: Interval) -> np.ndarray | None:
-        """Return int64 [rows.size, positions]: where in its row each token's document starts, where attention is to
-        stay inside of it; else None."""
-        sequences = self.sequences
-        if not sequences.masks_documents:
-            return None
-        return self._filled(rows, sequences.document_starts, sequences.sequence_length, 0)
+        """Return int64 [rows.size, positions]: where in its row each token's document starts.
 
-    def counted(self, rows: Interval) -> np.ndarray | None:
-        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all that there are."""
-        positions = self._positions(rows)
-        counted = self.sequences.counted(positions) if len(positions) else None
-        if counted is None:
+        None unless attention is to stay inside of documents.
+        """
+        if not self.sequences.masks_documents:
             return None
-        return self._filled(rows, lambda _: counted, self.sequences.sequence_length, 0).astype(bool)
+        return self._filled(rows, Sequences.document_starts, self.sequences.sequence_length, 0)
+
+    def loss_mask(self, rows: Interval) -> np.ndarray | None:
+        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all that there are."""
+        if not self.sequences.has_loss_mask:
+            return None
+        return self._filled(rows, Sequences.loss_mask, self.sequences.sequence_length, 0).astype(bool)
 
     def num_targets(self) -> int:
         """Return how many tokens of the whole batch the loss is of."""
-        return max(1, self.sequences.count_targets(np.arange(self.first, self.stop)))
+        placed = self.sequences.by_source(np.arange(self.first, self.stop))
+        return max(1, sum(source.count_targets(inner) for source, _, inner in placed))
 
-    def _positions(self, rows: Interval) -> np.ndarray:
+    def _filled(
+        self, rows: Interval, get: Callable[[Sequences, np.ndarray], np.ndarray], length: int, filler: int
+    ) -> np.ndarray:
+        """Return int64 [rows.size, length] of all rows, of which those from `stop` on have the filler in all places."""
         if not 0 <= rows.start <= rows.stop:
             raise ValueError(f"rows {rows.start} to {rows.stop} of a batch")
-        return np.arange(*rows.shift(self.first).intersect(Interval(self.first, self.stop)), dtype=np.int64)
-
-    def _filled(self, rows: Interval, get: Callable[[np.ndarray], np.ndarray], length: int, filler: int) -> np.ndarray:
-        """Return an array of all rows, of which those from `stop` on have the filler in all places."""
-        positions = self._positions(rows)
+        positions = np.arange(*rows.shift(self.first).intersect(Interval(self.first, self.stop)), dtype=np.int64)
         result = np.full((rows.size, length), filler, dtype=np.int64)
-        if len(positions):
-            result[: len(positions)] = get(positions)
+        there = result[: len(positions)]
+        for source, own, inner in self.sequences.by_source(positions):
+            there[own] = get(source, inner)
         return result
 
 
@@ -316,42 +289,40 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, Any
     Validation is a file of its own if `data.validation` says so, else the end of each token file; None if that is to
     be nothing. The caller closes the sources. Raises DataError for files that cannot be used, alone or together.
     """
-    source, train, validation = _open_one(data, seed)
+    make = partial(Sequences, sequence_length=data.sequence_length, mask_documents=data.mask_documents)
+
+    def divide(source: TokenSource) -> tuple[Sequences, Sequences | None]:
+        train_part, validation_part = split(source, data.validation_fraction)
+        fraction = f"data.validation_fraction = {data.validation_fraction:g}"
+        train = make(source, train_part, seed=seed, part=f"its training part ({fraction})")
+        if data.validation_fraction == 0:
+            return train, None
+        part = f"its validation part ({fraction}; 0 for none)"
+        return train, make(source, validation_part, shuffle=False, part=part)
+
+    source = open_tokens(data.tokens)
+    if data.validation is None:
+        train, validation = divide(source)
+    else:
+        held_out = open_tokens(data.validation)
+        _check_vocabularies(source, held_out, "data.validation")
+        train = make(source, Interval(0, source.num_tokens), seed=seed)
+        validation = make(held_out, Interval(0, held_out.num_tokens), shuffle=False, part="data.validation")
     if not data.more:
         return source, train, validation
-    weights, trains, validations = [data.weight], [train], [validation]
+    weights, parts = [data.weight], [(train, validation)]
     for other in data.more:
-        alone = data.model_copy(update={"tokens": other.tokens, "validation": None, "more": ()})
-        their_source, theirs, held_out = _open_one(alone, seed)
+        their_source = open_tokens(other.tokens)
         _check_vocabularies(source, their_source, "data.more")
         weights.append(other.weight)
-        trains.append(theirs)
-        validations.append(held_out)
-    mixed = Mixture(trains, weights, seed)
-    if data.validation is not None or validation is None:
-        return source, mixed, validation
-    return source, mixed, Mixture([each for each in validations if each], weights, seed)
+        parts.append(divide(their_source))
+    mixed = Mixture([training for training, _ in parts], weights, seed)
+    if data.validation is None and validation is not None:
+        validation = Mixture([held_out for _, held_out in parts if held_out], weights, seed)
+    return source, mixed, validation
 
 
-def _open_one(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequences | None]:
-    make = partial(Sequences, sequence_length=data.sequence_length, mask_documents=data.mask_documents)
-    source = open_tokens(data.tokens)
-    if data.validation is not None:
-        held_out = open_tokens(data.validation)
-        _check_vocabularies(source, held_out)
-        train = make(source, Interval(0, source.num_tokens), seed=seed)
-        whole = Interval(0, held_out.num_tokens)
-        return source, train, make(held_out, whole, shuffle=False, part="data.validation")
-    train_part, validation_part = split(source, data.validation_fraction)
-    fraction = f"data.validation_fraction = {data.validation_fraction:g}"
-    train = make(source, train_part, seed=seed, part=f"its training part ({fraction})")
-    if data.validation_fraction == 0:
-        return source, train, None
-    part = f"its validation part ({fraction}; 0 for none)"
-    return source, train, make(source, validation_part, shuffle=False, part=part)
-
-
-def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str = "data.validation") -> None:
+def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str) -> None:
     """Raise DataError unless a token means the same in both files, as far as they say."""
     if source.declares_vocabulary and held_out.declares_vocabulary:
         agree = source.vocab_size == held_out.vocab_size
@@ -374,7 +345,7 @@ def check_tokenizer(source: TokenSource, tokenizer_json: str, checkpoint: Path) 
     if not tokenizer_json or not source.tokenizer_json or tokenizer_json == source.tokenizer_json:
         return
     own, theirs = source.tokenizer, Tokenizer.from_json(tokenizer_json, f"{checkpoint}: tokenizer")
-    if own and own.meaning() != theirs.meaning():
+    if own and own.encoding_rules() != theirs.encoding_rules():
         raise DataError(
             f"{source.path}: was made with another tokenizer ({own.vocab_size} ids) than the model of {checkpoint}"
             f" ({theirs.vocab_size} ids);{_REMEDY.format(checkpoint / 'tokenizer.json')}"

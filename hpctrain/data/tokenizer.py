@@ -16,11 +16,11 @@ from hpctrain.config.errors import DataError, describe_os_error
 from hpctrain.config.paths import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_BPE = 257  # 256 bytes and END_OF_TEXT
-# How well-known tokenizers call the end of a document: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
+MIN_BPE_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
+# Names for the end of a document in well-known tokenizers: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-DECIDING = ("normalizer", "pre_tokenizer", "model")
-"""Parts of a `tokenizer.json` that decide which ids a text becomes."""
+ENCODING_PARTS = ("normalizer", "pre_tokenizer", "model")
+"""The parts of a `tokenizer.json` that decide which ids a text becomes."""
 
 
 class Tokenizer(ABC):
@@ -64,7 +64,7 @@ class Tokenizer(ABC):
         """Return all of it as text, for `from_json`."""
 
     @abstractmethod
-    def meaning(self) -> object:
+    def encoding_rules(self) -> object:
         """Return what decides which ids a text becomes; equal for tokenizers whose ids mean the same."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> str:
         return json.dumps({"type": "byte"})
 
-    def meaning(self) -> object:
+    def encoding_rules(self) -> object:
         return "bytes"
 
 
@@ -155,9 +155,9 @@ class LibraryTokenizer(Tokenizer):
     def to_json(self) -> str:
         return self._library.to_str()
 
-    def meaning(self) -> object:
+    def encoding_rules(self) -> object:
         tree = json.loads(self.to_json())
-        return [tree.get(key) for key in DECIDING], self._library.get_vocab(with_added_tokens=True)
+        return [tree.get(key) for key in ENCODING_PARTS], self._library.get_vocab(with_added_tokens=True)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -166,10 +166,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     The vocabulary is smaller than asked for if the texts have no more pairs to merge. Raises DataError if
     `vocab_size` is too small for the bytes and the separator.
     """
-    if vocab_size < SMALLEST_BPE:
+    if vocab_size < MIN_BPE_VOCABULARY:
         raise DataError(
-            f"a BPE vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {SMALLEST_BPE};"
-            f" set --vocab-size to at least {SMALLEST_BPE}, or use --tokenizer byte"
+            f"a BPE vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_BPE_VOCABULARY};"
+            f" set --vocab-size to at least {MIN_BPE_VOCABULARY}, or use --tokenizer byte"
         )
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers

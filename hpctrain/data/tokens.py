@@ -48,13 +48,12 @@ class TokenSource:
     def __init__(
         self,
         path: Path,
-        tokens: np.ndarray | h5py.Dataset,
+        tokens: np.ndarray,
         documents: np.ndarray,
         vocab_size: int | None = None,
         tokenizer_json: str | None = None,
         counts: np.ndarray | None = None,
         checksums: np.ndarray | None = None,
-        file: h5py.File | None = None,
         answers: np.ndarray | None = None,
     ):
         self.path = path
@@ -65,9 +64,8 @@ class TokenSource:
         """int64: where in each document the answer starts, which alone is to be learnt; None: all is."""
         self.declares_vocabulary = vocab_size is not None
         self.tokenizer_json = tokenizer_json
-        self._tokens = tokens
+        self._tokens: np.ndarray | None = tokens
         self._checksums = checksums
-        self._file = file
         self._block_tokens = BLOCK_BYTES // tokens.dtype.itemsize
         self.num_blocks = -(-self.num_tokens // self._block_tokens)
         self._verified = np.full(self.num_blocks, checksums is None)
@@ -79,10 +77,8 @@ class TokenSource:
     @property
     def identity(self) -> str:
         """Identifies the tokens of a file: their number, and a CRC of the checksums (of a sample for `.bin`)."""
-        step = max(1, self.num_tokens // 65536)
-        tokens = self._tokens[::step] if self._checksums is None else self._checksums  # pyright: ignore[reportOptionalSubscript]
-        sample = np.asarray(tokens)
-        identity = f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
+        sample = self._fetch(step=max(1, self.num_tokens // 65536)) if self._checksums is None else self._checksums
+        identity = f"{self.num_tokens} tokens {zlib.crc32(sample.tobytes()):08x}"
         return identity if self.answers is None else f"{identity} answers {zlib.crc32(self.answers.tobytes()):08x}"
 
     @cached_property
@@ -143,8 +139,6 @@ class TokenSource:
     def close(self) -> None:
         """Let go of the file; reading afterwards raises ValueError."""
         self._tokens = None
-        if self._file is not None:
-            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,19 +146,13 @@ class TokenSource:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fetch(self, start: int, stop: int) -> np.ndarray:
+    def _fetch(self, start: int = 0, stop: int | None = None, step: int = 1) -> np.ndarray:
         if self._tokens is None:
             raise ValueError(f"{self.path} was closed")
-        try:
-            return self._tokens[start:stop]
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: tokens {start} to {stop} cannot be read: {describe_os_error(error)};"
-                " copy the file again, or prepare it again"
-            ) from None
+        return self._tokens[start:stop:step]
 
     def _block(self, i: int) -> np.ndarray:
-        return self._fetch(i * self._block_tokens, min((i + 1) * self._block_tokens, self.num_tokens))
+        return self._fetch(i * self._block_tokens, (i + 1) * self._block_tokens)
 
     def _verify_block(self, i: int) -> None:
         assert self._checksums is not None, "only files with checksums are verified"
@@ -237,30 +225,14 @@ def _open_bin(path: Path, size: int) -> TokenSource:
 
 def _open_hdf5(path: Path, size: int) -> TokenSource:
     try:
-        file = h5py.File(path, "r", locking=False)  # locks fail on some parallel file systems; readers need none
+        # Locks fail on some parallel file systems; readers need none.
+        with h5py.File(path, "r", locking=False) as file:
+            return _read_hdf5(path, file)
     except H5PY_ERRORS as error:
-        _refuse_hdf5(path, size, error)
-    try:
-        source = _read_hdf5(path, file)
-    except H5PY_ERRORS as error:
-        file.close()
-        _refuse_hdf5(path, size, error)
-    except DataError:
-        file.close()
-        raise
-    if source._file is None:
-        file.close()
-    return source
-
-
-def _refuse_hdf5(path: Path, size: int, error: Exception) -> NoReturn:
-    cut = re.search(r"stored_eof = (\d+)", str(error))
-    what = (
-        f"is cut short: it has {size} of {cut[1]} bytes"
-        if cut
-        else f"is damaged ({size} bytes): {error.args[0] if error.args else error}"
-    )
-    raise DataError(f"{path}: {what}; copy it again, or prepare it again") from None
+        cut = re.search(r"stored_eof = (\d+)", str(error))
+        damage = f"is damaged ({size} bytes): {error.args[0] if error.args else error}"
+        what = f"is cut short: it has {size} of {cut[1]} bytes" if cut else damage
+        raise DataError(f"{path}: {what}; copy it again, or prepare it again") from None
 
 
 def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
@@ -282,6 +254,7 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
     answers = np.asarray(_dataset(file, "answers")) if "answers" in file else None
     vocab_size, named = int(attributes["vocab_size"]), attributes.get("tokenizer")
     tokenizer = named.decode() if isinstance(named, bytes) else None
+    offset = tokens.id.get_offset()
     consistent = (
         tokens.ndim == 1
         and tokens.dtype == _dtype(vocab_size)
@@ -296,11 +269,10 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
     )
     if not consistent:
         raise ValueError("its parts contradict each other")
-    offset = tokens.id.get_offset()
-    if offset is None:  # somebody has chunked or compressed it, say with h5repack
-        return TokenSource(path, tokens, documents, vocab_size, tokenizer, counts, checksums, file, answers)
+    if offset is None:
+        raise ValueError("its tokens are in chunks, which somebody else has made")
     mapped = np.memmap(path, tokens.dtype, mode="r", offset=offset, shape=tokens.shape).view(np.ndarray)
-    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums, answers=answers)
+    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums, answers)
 
 
 def _are_within(answers: np.ndarray, documents: np.ndarray, num_tokens: int) -> bool:

@@ -184,7 +184,7 @@ class Leg:
         with world.all_or_none():
             writers = make_writers(self.job, run.path) if run.lock else []
         self._live = LiveMetrics(run.folder, prepared.plan, writers)
-        self._metrics = RunMetrics(self._observed, self._live.take)
+        self._metrics = RunMetrics(self._observed, self._live.write_step)
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
         if run.checkpoint:

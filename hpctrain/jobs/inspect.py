@@ -70,7 +70,7 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
     from hpctrain.observe.folder.run_folder import read_metrics
     from hpctrain.observe.folder.schema import DRIFT, read_saved
-    from hpctrain.observe.prediction_check import text
+    from hpctrain.observe.prediction_check import format_comparison
 
     metrics = read_metrics(path)
     ending = _ending(path)
@@ -84,7 +84,7 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
     try:
         if compared := read_saved(path, DRIFT):
-            summary["prediction"] = text(compared)
+            summary["prediction"] = format_comparison(compared)
     except JobError as error:  # the run itself can be shown all the same
         summary["prediction"] = f"cannot be shown: {error}"
     summary |= ending

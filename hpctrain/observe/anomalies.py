@@ -1,4 +1,4 @@
-"""Notices what no training does: a jump of the loss or of the gradient's norm, and a rank that becomes slow."""
+"""Notices what should not happen: a jump of the loss or of the gradient's norm, and a rank that becomes slow."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from hpctrain.plan.tiling import Plan
 
 WATCHED = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
 WINDOW_STEPS = 50
-FEWEST_STEPS = 5
-"""With fewer steps before it a figure is compared with nothing."""
+MIN_STEPS = 5
+"""A figure is compared with the median of the last steps as soon as there are so many."""
 
 
 class Jump(NamedTuple):
@@ -51,7 +51,7 @@ class JumpWatch:
         for figure, last in self._last.items():
             if not self._factor or (value := metrics[figure]) <= 0:
                 continue
-            usual = median(np.array(last)) if len(last) >= FEWEST_STEPS else value
+            usual = median(np.array(last)) if len(last) >= MIN_STEPS else value
             was_high, self._is_high[figure] = self._is_high[figure], value > self._factor * usual
             if self._is_high[figure] and not was_high:
                 jumps.append(Jump(figure, metrics["step"], value, usual))
@@ -60,10 +60,11 @@ class JumpWatch:
 
 
 SLOW_FACTOR = 1.3
-"""So many times as long as the reference is a straggler; the noise of shared cores stays below."""
-STEPS_IN_A_ROW = 5
-FEWEST_PEERS = 3
-"""With fewer equal ranks a median says little: a rank is compared with its own first steps."""
+"""A rank that computes so many times as long as its reference is a straggler; noise of shared cores stays below."""
+CONSECUTIVE_STEPS = 5
+"""A rank is slow, or no longer slow, after so many steps that say so."""
+MIN_PEERS = 3
+"""Fewer ranks with equal work have no median worth comparing with: each is compared with its own first steps."""
 
 
 class Straggler(NamedTuple):
@@ -84,8 +85,8 @@ class StragglerWatch:
 
     def __init__(self, plan: Plan):
         groups = [list(group.ranks) for group in tile_groups(plan)]
-        self._peers = [np.array(ranks) for ranks in groups if len(ranks) >= FEWEST_PEERS]
-        self._alone = np.array([r for ranks in groups if len(ranks) < FEWEST_PEERS for r in ranks], dtype=int)
+        self._peers = [np.array(ranks) for ranks in groups if len(ranks) >= MIN_PEERS]
+        self._alone = np.array([r for ranks in groups if len(ranks) < MIN_PEERS for r in ranks], dtype=int)
         self._first: list[np.ndarray] = []
         """The seconds of all ranks in the first steps."""
         size = max(plan.ranks) + 1
@@ -94,13 +95,13 @@ class StragglerWatch:
     def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
         """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
 
-        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
+        A rank changes when it was slow, or no longer, for `CONSECUTIVE_STEPS` steps.
         """
         seconds = np.array(compute_seconds)
         factor = np.ones(len(seconds))
         for ranks in self._peers:
             factor[ranks] = seconds[ranks] / (median(seconds[ranks]) or 1.0)
-        if len(self._first) < STEPS_IN_A_ROW:
+        if len(self._first) < CONSECUTIVE_STEPS:
             self._first.append(seconds)
         elif len(self._alone):
             usual = np.median([first[self._alone] for first in self._first], axis=0)
@@ -109,7 +110,7 @@ class StragglerWatch:
             return []
         differs = (factor > SLOW_FACTOR) != self._is_slow
         self._count = np.where(differs, self._count + 1, 0)
-        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
+        changed = np.flatnonzero(self._count >= CONSECUTIVE_STEPS)
         self._is_slow[changed] ^= True
         self._count[changed] = 0
         return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]

@@ -1,4 +1,4 @@
-"""Shows a person a run: its choices, its progress, and where everything is at the end."""
+"""Prints a run for people: its choices, its progress, and where everything is at the end."""
 
 import sys
 import time
@@ -34,12 +34,12 @@ SHOWN = {
 }
 """The choices whose reasons a start shows, and what it calls them; the others are in the run folder."""
 SMOOTHING = 0.9
-"""How much of a mean of seconds and speeds is of the steps before the last."""
+"""The weight of earlier steps in the moving averages of seconds and speeds."""
 GAP = "  "
 
 
-def trust(overrun: float) -> str:
-    """Say what a rehearsal's times are worth, of which ranks were late by a share."""
+def describe_overrun(overrun: float) -> str:
+    """Say what times of a rehearsal are worth, given the share of time by which its ranks were late."""
     if overrun > UNTRUSTED_OVERRUN:
         return "not to be trusted: this machine is too slow for it, or busy; raise --time-scale"
     return "good for ratios" if overrun <= QUOTED_OVERRUN else "too much for ratios to be quoted"
@@ -144,7 +144,7 @@ class Console:
         }
         if overrun is not None:
             summary["overrun"] = overrun
-            self.say(f"rehearsed: times are the pretended devices'; overrun {overrun:.1%}, {trust(overrun)}")
+            self.say(f"rehearsed: times are the pretended devices'; overrun {overrun:.1%}, {describe_overrun(overrun)}")
         if stopped_by:
             self.say(f"stopped by {stopped_by}; start the same command with --run {path} to continue")
         if last:

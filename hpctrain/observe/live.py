@@ -18,11 +18,11 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Prediction
 
 RANKS_SECONDS = 60.0
-"""How old it may become: of a run that fails it is the last that is known of every rank."""
+"""The most between two writes of ranks.json: where a run fails, it has the last figures of every rank."""
 
 
 class LiveMetrics:
-    """Takes what rank 0 knows of a run while it lasts."""
+    """Writes what rank 0 knows of a run while it lasts."""
 
     def __init__(self, files: RunFolder, plan: Plan, writers: Sequence[MetricsWriter] = ()):
         """`writers` get every line, in addition to the run folder."""
@@ -32,7 +32,7 @@ class LiveMetrics:
         self._step = self._count = 0
         self._written = time.monotonic()
 
-    def take(self, metrics: SavedMetrics, figures: np.ndarray) -> None:
+    def write_step(self, metrics: SavedMetrics, figures: np.ndarray) -> None:
         """Write one step's metrics, whose figures of all ranks [ranks, figures] have come."""
         self._files.append(METRICS, metrics)
         for writer in self._writers:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from hpctrain.comm.waiting import PendingNumbers
 
 OWN_WORK = ("compute", "optimizer")
-"""The parts of a step in which a rank waits for nobody."""
+"""The parts of a step in which a rank waits for no other one."""
 FIGURES = ("memory_peak_bytes", "memory_share", *(f"{part}_seconds" for part in EXPOSED))
-"""What each rank says of a step. The share is the peak over what the device has for the rank; a host's memory is shared
-evenly. Seconds are not a number where a device computes by itself."""
+"""The figures of each rank in a step. The share is the peak over what the device has for the rank; ranks of a host
+share its memory evenly. Seconds are NaN where a device computes asynchronously."""
 
 
 def median(values: np.ndarray) -> float:

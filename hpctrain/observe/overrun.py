@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 # Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
 QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
-STEPS_RUNNING = 2
-"""So many steps with more than `UNTRUSTED_OVERRUN` raise the time scale."""
-LEAST_TIMES, MARGIN = 1.5, 1.25
-"""By how much it is raised at the least, and of what the overrun says: ranks must be early, not just in time."""
-MOST_TIMES = 4.0
-"""By how much it is raised at the most, all together."""
+CONSECUTIVE_STEPS = 2
+"""The time scale is raised after so many steps with more than `UNTRUSTED_OVERRUN`."""
+MIN_RAISE, RAISE_MARGIN = 1.5, 1.25
+"""Factors: the smallest raise, and the raise over what the overrun asks for, since ranks must be early, not in time."""
+MAX_RAISE = 4.0
+"""The largest factor between the last time scale and the first."""
 
 
 class OverrunWatch(Observer):
@@ -41,20 +41,20 @@ class OverrunWatch(Observer):
     def step_is_done(self, seconds: float) -> str | None:
         """Raise the time scale where ranks were late, after `look`; return what is to be said of that.
 
-        Raises TrainingError where it would have to be raised by more than `MOST_TIMES`.
+        Raises TrainingError where it would have to be raised by more than `MAX_RAISE`.
         """
         is_late = self._num_steps > 1 and self._overrun > UNTRUSTED_OVERRUN and not self._is_last
         self._num_late = self._num_late + 1 if is_late else 0
-        return self._raise_scale(self._overrun) if self._num_late == STEPS_RUNNING else None
+        return self._raise_scale(self._overrun) if self._num_late == CONSECUTIVE_STEPS else None
 
     def _raise_scale(self, overrun: float) -> str:
-        device, most = self._device, MOST_TIMES * self._first_scale
-        before, wanted = device.time_scale, device.time_scale * max(LEAST_TIMES, MARGIN * (1 + overrun))
+        device, most = self._device, MAX_RAISE * self._first_scale
+        before, wanted = device.time_scale, device.time_scale * max(MIN_RAISE, RAISE_MARGIN * (1 + overrun))
         late = f"ranks were late by {overrun:.0%} in step {self._num_steps}, and in the step before it"
         with self._world.all_or_none():
             if before >= most:
                 raise TrainingError(
-                    f"{late}, with a time scale of {before:.3g} s for one of the cluster, {MOST_TIMES:g} times the"
+                    f"{late}, with a time scale of {before:.3g} s for one of the cluster, {MAX_RAISE:g} times the"
                     " first one: this machine is too slow for the rehearsal, or busy; set --time-scale"
                     f" {max(2 * before, wanted):.2g} or more, or rehearse fewer devices"
                 )

@@ -1,4 +1,4 @@
-"""Compares what a run's steps were predicted to take with what they took, part by part, and which part is to blame."""
+"""Compares the measured seconds and memory of a run's steps with their prediction, part by part."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -112,7 +112,7 @@ class PredictionTracker(Observer):
         is_delayed = bool(disturbance) and comparison["drift"] > 0
         comparison["cause"] = f"{disturbance} meanwhile" if is_delayed else self._doubt
         files.write(DRIFT, comparison, indent=1)
-        return text(comparison)
+        return format_comparison(comparison)
 
 
 def _difference(comparison: SavedComparison, part: str) -> float:
@@ -122,8 +122,8 @@ def _difference(comparison: SavedComparison, part: str) -> float:
     return by if comparison["drift"] >= 0 else -by
 
 
-def text(comparison: SavedComparison) -> str:
-    """Write a comparison for people."""
+def format_comparison(comparison: SavedComparison) -> str:
+    """Return the lines that a person reads."""
     lines = [
         f"predicted from {comparison['cluster']}, seconds of a step (mean of {comparison['steps']}, and over ranks)",
         f"  {'':10}{'predicted':>11}{'measured':>11}",
@@ -141,12 +141,12 @@ def text(comparison: SavedComparison) -> str:
             f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if comparison["is_large"]:
-        lines.append(blame(comparison) if comparison.get("cause") else f"warning: {blame(comparison)}")
+        lines.append(("" if comparison.get("cause") else "warning: ") + describe_drift(comparison))
     return "\n".join(lines)
 
 
-def blame(comparison: SavedComparison) -> str:
-    """Return in a sentence how large a drift is, and in which part."""
+def describe_drift(comparison: SavedComparison) -> str:
+    """Return in a sentence how large the drift is, and in which part of a step."""
     how = "longer" if comparison["drift"] > 0 else "shorter"
     result = f"steps took {abs(comparison['drift']):.0%} {how} than predicted"
     if drifted := comparison.get("drifted"):

@@ -1,6 +1,6 @@
 """Keeps one step of a run for its report: when each instruction ran, and what every group moved.
 
-timeline.json    the instructions of one step, for the first rank of each tensor grid (of many grids: of `MOST_GRIDS`)
+timeline.json    the instructions of one step, for the first rank of each tensor grid (of many grids: of `MAX_GRIDS`)
 traffic.json     what every group of ranks moved in the same step: tensors, not what an algorithm made of them
 
 The step is the third of a start, which pays for nothing that later ones have; of shorter starts it is the last.
@@ -18,8 +18,8 @@ from hpctrain.plan.tiling import Plan, Tile
 
 SAMPLED_STEP = 3
 """Of a start, counted from 1."""
-MOST_GRIDS = 64
-"""Whose instructions are kept; a picture of more has no space for a line each."""
+MAX_GRIDS = 64
+"""Tensor grids whose instructions are kept; a picture of more has no space for a line each."""
 
 
 class StepSample(Observer):
@@ -46,7 +46,7 @@ class StepSample(Observer):
         kept, self._kept = self._kept, None
         step = self._first_step() + self._num_steps - 1
         grids = world.gather_objects(self._grid(kept))
-        traffic = world.gather_objects(_entries(world.rank, kept))
+        traffic = world.gather_objects(_own_traffic(world.rank, kept))
         sums = world.gather_objects(sums_by_axis(kept, accelerator.time_scale))
         if grids:
             groups = [group for of_rank in traffic for group in of_rank]
@@ -68,14 +68,14 @@ class StepSample(Observer):
 def shown_tiles(plan: Plan) -> Sequence[Tile]:
     """Return the first tiles of the tensor grids whose instructions are kept and drawn.
 
-    Of more than `MOST_GRIDS` these are of equal ones the first.
+    Of more than `MAX_GRIDS` these are of equal ones the first.
     """
-    if len(plan.first_tiles) <= MOST_GRIDS:
+    if len(plan.first_tiles) <= MAX_GRIDS:
         return plan.first_tiles
-    return [group.tile for group in tile_groups(plan)[:MOST_GRIDS]]
+    return [group.tile for group in tile_groups(plan)[:MAX_GRIDS]]
 
 
-def _entries(rank: int, spans: Sequence[Span]) -> list[SavedSend | SavedCollective]:
+def _own_traffic(rank: int, spans: Sequence[Span]) -> list[SavedSend | SavedCollective]:
     """Return what a rank reports of its groups: what it sent, and of collectives those of which it is the first."""
     result, traffic, calls = [], Counter(), Counter()
     for span in spans:

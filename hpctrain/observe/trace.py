@@ -16,8 +16,8 @@ from hpctrain.observe.folder.spans import OVERLAPPED, WAITED, Observed, Observer
 TRACE = "trace.json"
 COMPUTE = "compute"
 """The thread of what a rank computes, and of what it waits for."""
-# Of all ranks together: some 300 MB, more than which viewers do not open.
-MOST_SPANS = 2_000_000
+MAX_SPANS = 2_000_000
+"""Of all ranks together: some 300 MB; viewers open no larger trace."""
 
 
 class RankTrace(NamedTuple):
@@ -48,7 +48,7 @@ class RunTrace(Observer):
         self._num_steps, self._steps_left = self._num_steps + 1, self._steps_left - 1
         if self._num_steps == 1:  # the others will have as many
             spans = int(world.largest(len(self._spans))) * world.size
-            self._steps_left = min(self._steps_left, MOST_SPANS // max(1, spans) - 1)
+            self._steps_left = min(self._steps_left, MAX_SPANS // max(1, spans) - 1)
         return self.finish() if self._steps_left <= 0 else None
 
     def finish(self) -> str | None:
@@ -62,7 +62,7 @@ class RunTrace(Observer):
         summary, path = summarise(traces, self._num_steps), files.path / TRACE
         files.write(TRACE_SUMMARY, summary, indent=1)
         is_written = files.attempt(path, lambda: _write(path, traces))
-        return table(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
+        return format_summary(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
@@ -126,7 +126,7 @@ def summarise(traces: Sequence[RankTrace], num_steps: int) -> SavedTraceSummary:
     return {"steps": num_steps, "axes": axes, "ranks": by_rank}
 
 
-def table(summary: SavedTraceSummary) -> str:
+def format_summary(summary: SavedTraceSummary) -> str:
     """Return the summary for people."""
     if not summary["axes"]:
         return "nothing is communicated"

@@ -40,7 +40,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
         add_shares(line, *full_speed)
         if step % 3 == 0:
             line["validation_loss"] = 6.2 + 1.0 / step
-        live.take(line | summarise_ranks(figures, used), figures)
+        live.write_step(line | summarise_ranks(figures, used), figures)
     groups = [
         {
             "group": "pipeline",

@@ -94,7 +94,7 @@ class AnyBatch:
     def document_starts(self, rows) -> None:
         return None
 
-    def counted(self, rows) -> None:
+    def loss_mask(self, rows) -> None:
         return None
 
 

@@ -296,8 +296,8 @@ class Pipeline:
             return None, None, starts
         tokens = self._on_device(batch.rows(rows))
         ids, targets = tokens[:, :-1], tokens[:, 1:]
-        if stage.is_last and (counted := batch.counted(rows)) is not None:
-            targets = targets.masked_fill(~self._on_device(counted), IGNORED)
+        if stage.is_last and (learnt := batch.loss_mask(rows)) is not None:
+            targets = targets.masked_fill(~self._on_device(learnt), IGNORED)
         return ids if stage.is_first else None, targets if stage.is_last else None, starts
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """One run at a time in a run folder.
 
-The file `lock` says who is in it. The one who is holds a POSIX lock on the file too, which the system releases when the
-process ends, however it ends. Some file systems know such locks within one host only, so a heartbeat moves the time of
-the file: what a process of another host left is taken over when that heartbeat stops.
+The file `lock` names the process that trains there. That process also holds a POSIX lock on the file, which the system
+releases when the process ends, however it ends. Some file systems keep such locks within one host. So a heartbeat
+updates the time of the file, and a lock of another host is taken over when its heartbeat stops.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> str | None:
-        """Return what is to be said of the lock since the last time.
+        """Return what happened to the lock since the last call, for people; None: nothing.
 
         Raises TrainingError where the folder is gone, or another run took it: two runs would write over each other.
         """
@@ -85,7 +85,7 @@ class RunLock:
         except (BlockingIOError, PermissionError):
             return False
         except OSError:
-            return True  # a file system without locks: the file's own words have to do
+            return True  # a file system without locks: what the file says has to do
         return True
 
     def _read(self) -> dict:
@@ -126,29 +126,25 @@ class RunLock:
             self._look()
 
     def _look(self) -> None:
-        """Say that this run is alive, and see whether the lock is still its own."""
-        try:
-            if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
-                os.utime(self.path)
-            else:
-                self._take_again(os.O_RDWR)
-        except FileNotFoundError:
-            self._restore()
-        except OSError:  # a folder that became read-only: the system's lock stays
-            return
-
-    def _restore(self) -> None:
-        """Make the lock again where somebody removed it."""
-        run = self.path.parent
-        if not run.is_dir():
-            self._ended_by = (
-                f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was moved, start"
-                " the same command with its new path as --run, which continues from the latest checkpoint there"
-            )
-            return
-        with contextlib.suppress(OSError):  # somebody else made it, or the folder went: the next beat sees it
-            self._take_again(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            self._news = f"{self.path}: was removed while the run trains, and is made again"
+        """Update the time of the lock; where it is no longer this run's own, take it again, or note why not."""
+        run, flags = self.path.parent, os.O_RDWR
+        with contextlib.suppress(OSError):  # a folder that became read-only, or is changing: the next beat looks again
+            try:
+                if os.stat(self.path).st_ino == os.fstat(self._handle).st_ino:
+                    os.utime(self.path)
+                    return
+            except FileNotFoundError:
+                if not run.is_dir():
+                    self._ended_by = (
+                        f"{run}: the run folder is gone: it was deleted or moved while the run trained; if it was"
+                        " moved, start the same command with its new path as --run, which continues from the latest"
+                        " checkpoint there"
+                    )
+                    return
+                flags |= os.O_CREAT | os.O_EXCL
+            self._take_again(flags)
+            if flags & os.O_CREAT:
+                self._news = f"{self.path}: was removed while the run trains, and is made again"
 
     def _take_again(self, flags: int) -> None:
         """Take the file that is there in place of the one that was held. Raises OSError."""

@@ -45,8 +45,8 @@ def default_run_folder(name: str) -> Path:
 class RunFolder:
     """The folder of one run, which is there; for one rank to write.
 
-    What a start needs raises an error where it cannot be written. Files that only people and reports read do not:
-    training continues without them; each is said once, and noted as an event.
+    A file that a start needs raises an error where it cannot be written. Training continues without the files that only
+    people and reports read: each is reported once, and noted as an event.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None):

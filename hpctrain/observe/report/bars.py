@@ -13,7 +13,7 @@ from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     LANE,
     LANES_LEFT,
-    MOST_LINES,
+    MAX_GROUPS,
     Panel,
     Svg,
     show_bytes,
@@ -38,7 +38,7 @@ MEMORY = {part: (f"p{number}", part) for number, part in enumerate(FILLED_BY)} |
 
 @dataclass(frozen=True)
 class StackedBar:
-    """A bar of parts, and what is written next to it."""
+    """A bar of parts, with its name at the left."""
 
     name: str
     parts: Mapping[str, float]
@@ -49,10 +49,10 @@ class StackedBar:
         return sum(self.parts.values())
 
 
-class Line(NamedTuple):
-    """The bars of equal ranks, and what these have at the most."""
+class BarGroup(NamedTuple):
+    """The bars of equal ranks, and the capacity of each of these."""
 
-    group: TileGroup
+    tiles: TileGroup
     bars: list[StackedBar]
     limit: float | None = None
 
@@ -73,12 +73,12 @@ def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def step_panel(run: RunRecord) -> Panel:
     """Return where a step goes, by stage, and the communication by axis."""
-    lines = [Line(group, step_stacks(run, group)) for group in run.groups]
-    shown = [(line.group, bar) for line in lines for bar in line.bars[-1:]]
+    groups = [BarGroup(tiles, step_stacks(run, tiles)) for tiles in run.groups]
+    shown = [(group.tiles, bar) for group in groups for bar in group.bars[-1:]]
     if not shown:
         return Panel("Where a step goes is not known", lambda width: None)
-    num_ranks = sum(len(group.ranks) for group, _ in shown)
-    mean = {part: sum(bar.parts[part] * len(group.ranks) for group, bar in shown) / num_ranks for part in EXPOSED}
+    num_ranks = sum(len(tiles.ranks) for tiles, _ in shown)
+    mean = {part: sum(bar.parts[part] * len(tiles.ranks) for tiles, bar in shown) / num_ranks for part in EXPOSED}
     total, compute = sum(mean.values()), mean.pop("compute")
     other = max(mean, key=mean.__getitem__)
     how = "compute" if shown[0][1].name == "measured" else "are predicted to compute"
@@ -90,7 +90,7 @@ def step_panel(run: RunRecord) -> Panel:
     ]
     return Panel(
         f"Ranks {how} {compute / total:.0%} of a step; next is '{other}' with {mean[other] / total:.1%}",
-        lambda width: _draw(lines, width, PARTS, show_seconds, "seconds of a rank in one step"),
+        lambda width: _draw(groups, width, PARTS, show_seconds, "seconds of a rank in one step"),
         "Measured are the means of one logged step. Waiting belongs to what is waited for.",
         rows,
     )
@@ -111,18 +111,18 @@ def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def memory_panel(run: RunRecord) -> Panel:
     """Return predicted memory by part above the measured peak, against the device's capacity."""
-    lines = [
-        Line(group, memory_stacks(run, group), run.value(CLUSTER, "families", group.tile.family, "memory_bytes"))
-        for group in run.groups
+    groups = [
+        BarGroup(tiles, memory_stacks(run, tiles), run.value(CLUSTER, "families", tiles.tile.family, "memory_bytes"))
+        for tiles in run.groups
     ]
-    bars = [(line, bar, line.limit) for line in lines for bar in line.bars]
-    filled = [(bar.name == "measured", bar.total / limit, line) for line, bar, limit in bars if limit]
+    bars = [(group, bar, group.limit) for group in groups for bar in group.bars]
+    filled = [(bar.name == "measured", bar.total / limit, group) for group, bar, limit in bars if limit]
     if not filled:
         return Panel("Memory is not known", lambda width: None)
     is_measured, share, fullest = max(filled, key=lambda each: each[:2])
-    family = fullest.group.tile.family
+    family = fullest.tiles.tile.family
     title = Markup("The fullest ranks ({}) {} {} of {}").format(
-        fullest.group.describe(),
+        fullest.tiles.describe(),
         "use" if is_measured else "are predicted to use",
         show_percent(share),
         run.figure(show_bytes, CLUSTER, "families", family, "memory_bytes"),
@@ -130,38 +130,38 @@ def memory_panel(run: RunRecord) -> Panel:
     is_cpu = run.cluster.families[family].kind == "cpu"
     note = "A CPU rank's peak is its whole process: Python, torch and buffers of MPI are in it, and no part above."
     title_of_axis = "memory of the fullest rank"
-    return Panel(title, lambda width: _draw(lines, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else "")
+    return Panel(title, lambda width: _draw(groups, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else "")
 
 
 def _draw(
-    lines: Sequence[Line],
+    groups: Sequence[BarGroup],
     width: int,
     parts: Mapping[str, tuple[str, str]],
     show: Callable[[float], str],
     title: str,
 ) -> Svg | None:
-    """Draw the bars of each line; `parts` are the class and the name of each part."""
-    lines = [line for line in lines[:MOST_LINES] if line.bars]
-    if not lines:
+    """Draw the bars of each group; `parts` are the class and the name of each part."""
+    groups = [group for group in groups[:MAX_GROUPS] if group.bars]
+    if not groups:
         return None
-    bars = [bar for line in lines for bar in line.bars]
+    bars = [bar for group in groups for bar in group.bars]
     most = max(bar.total for bar in bars)
     # A capacity that is many times what is used would leave nothing to see: it is said in words alone.
-    near = [line.limit for line in lines if line.limit and line.limit <= 4 * most]
+    near = [group.limit for group in groups if group.limit and group.limit <= 4 * most]
     legend = [parts[part] for part in parts if any(bar.parts.get(part, 0) > 0 for bar in bars)]
     legend += [("limitkey", "capacity of a device")] if near else []
-    heights = [len(line.bars) * LANE + 30 for line in lines]
+    heights = [len(group.bars) * LANE + 30 for group in groups]
     svg = Svg(width, title, legend)
     high = max([most, *near]) * 1.02
     base = 2 if show is show_bytes else 10
     x = svg.axis_x((0, high), LANES_LEFT, sum(heights), show, title, right=76, base=base)
     top = svg.top
-    for line, height in zip(lines, heights, strict=True):
-        heading, limit = line.group.describe(), line.limit
+    for group, height in zip(groups, heights, strict=True):
+        heading, limit = group.tiles.describe(), group.limit
         full = f"{heading} · capacity {show(limit)}" if limit else heading
         fits = text_width(full) < width - LANES_LEFT - 10
-        tops = svg.lanes(top, full if fits else heading, [bar.name for bar in line.bars])
-        for bar, at in zip(line.bars, tops, strict=True):
+        tops = svg.lanes(top, full if fits else heading, [bar.name for bar in group.bars])
+        for bar, at in zip(group.bars, tops, strict=True):
             so_far = 0.0
             for part, value in bar.parts.items():
                 if value > 0:
@@ -174,6 +174,6 @@ def _draw(
                 label_at = x(limit) + 5  # the line of the capacity must not cross it
             svg.text(label_at, at + 11, text, "tick")
         if limit in near:
-            svg.line(x(limit), top + 14, x(limit), top + 18 + len(line.bars) * LANE, "limit")
+            svg.line(x(limit), top + 14, x(limit), top + 18 + len(group.bars) * LANE, "limit")
         top += height
     return svg

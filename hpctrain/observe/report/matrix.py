@@ -14,9 +14,9 @@ from hpctrain.observe.folder.schema import TRAFFIC
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import Panel, Svg, show_traffic
 
-MOST_CELLS = 40
-TIMES = {"all_reduce": 2, "barrier": 0}
-"""How often a collective moves each rank's share of its tensor to every other one; others do once."""
+MAX_CELLS = 40
+TRANSFERS = {"all_reduce": 2, "barrier": 0}
+"""How often a collective moves each rank's share of its tensor to every other rank; those not listed do it once."""
 IN_NODE = "inside a node"
 
 
@@ -44,13 +44,13 @@ def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> C
             result[cell_of(group["from"]), cell_of(group["to"])] += group["tensor_bytes"]
             continue
         ranks = parse_ranks(group["ranks"])
-        each = group["tensor_bytes"] * TIMES.get(group["operation"], 1) / len(ranks)
+        pair_bytes = group["tensor_bytes"] * TRANSFERS.get(group["operation"], 1) / len(ranks)
         sizes = Counter(map(cell_of, ranks))
-        for one, here in sizes.items() if each else ():
+        for one, here in sizes.items() if pair_bytes else ():
             for other, there in sizes.items():
                 pairs = here * (there - (one == other))
                 if pairs:
-                    result[one, other] += each * pairs  # pyright: ignore[reportArgumentType] - a share of bytes
+                    result[one, other] += pair_bytes * pairs  # pyright: ignore[reportArgumentType] - a share of bytes
     return result
 
 
@@ -76,13 +76,12 @@ def matrix_of(run: RunRecord) -> Matrix | None:
     if not run.traffic:
         return None
     cluster, size = run.cluster, len(run.plan.ranks)
-    each = math.ceil(size / MOST_CELLS)
-    if each > 1:  # whole nodes, where these are small enough
+    cell_size = math.ceil(size / MAX_CELLS)
+    if cell_size > 1:  # whole nodes
         on_node = max(nodes.num_devices for nodes in cluster.nodes)
-        each = on_node * math.ceil(each / on_node)
-    count = math.ceil(size / each)
-    cells = [range(number * each, min(size, (number + 1) * each)) for number in range(count)]
-    return Matrix(cells, bytes_between(run.traffic["groups"], lambda rank: rank // each))
+        cell_size = on_node * math.ceil(cell_size / on_node)
+    cells = [range(first, min(size, first + cell_size)) for first in range(0, size, cell_size)]
+    return Matrix(cells, bytes_between(run.traffic["groups"], lambda rank: rank // cell_size))
 
 
 def traffic_panel(run: RunRecord) -> Panel:
@@ -112,10 +111,10 @@ def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None
     svg.height = head + cell * len(names) + 12
     svg.text(left, head - 20, "to rank", "label")
     svg.text(4, head - 6, "from", "label")
-    every = max(1, math.ceil(7.0 * max(map(len, names)) / cell))
+    label_interval = max(1, math.ceil(7.0 * max(map(len, names)) / cell))
     for number, name in enumerate(names):
         middle = (number + 0.5) * cell
-        if number % every == 0:
+        if number % label_interval == 0:
             svg.text(left + middle, head - 6, name, "tick", "middle")
         if number % max(1, math.ceil(12 / cell)) == 0:
             svg.text(left - 6, head + middle + 4, name, "tick", "end")
@@ -127,7 +126,7 @@ def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None
         where = fabric_between(run.cluster, matrix.cells[a][0], matrix.cells[b][-1])  # as most of their bytes
         title = f"rank {names[a]} to {names[b]}: {show_traffic(size)} {'' if where == IN_NODE else 'over '}{where}"
         svg.rect(
-            *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=float(strength),
+            *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=strength,
             data_from=f"{run.name}/traffic.json:{a},{b}", data_value=repr(float(size)),
         )  # fmt: skip
         if cell >= 40:

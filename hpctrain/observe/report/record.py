@@ -18,7 +18,7 @@ from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import is_file, is_folder
 from hpctrain.observe.folder import schema
 from hpctrain.observe.folder.run_folder import CLUSTER, END, PLAN, RESOLVED, SAVE, START
-from hpctrain.observe.report.svg import number
+from hpctrain.observe.report.svg import sourced
 from hpctrain.plan.equal_tiles import TileGroup, tile_groups
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
@@ -106,7 +106,7 @@ class RunRecord:
     def figure(self, show: Callable[[float], str], file: str, *keys: object) -> Markup | str:
         """Return the number that a file has under some keys, as people read it and with its source; "" without one."""
         value = self.value(file, *keys)
-        return "" if value is None else number(value, show(value), f"{self.name}/{file}:{'.'.join(map(str, keys))}")
+        return "" if value is None else sourced(value, show(value), f"{self.name}/{file}:{'.'.join(map(str, keys))}")
 
 
 def _look_up(table: Any, keys: Sequence[Any]) -> Any:

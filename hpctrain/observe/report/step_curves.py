@@ -13,25 +13,25 @@ from hpctrain.observe.report.svg import (
     PixelScale,
     Svg,
     clip,
-    number,
     show_count,
     show_seconds,
     show_whole,
+    sourced,
     text_width,
 )
 
 LEFT, HEIGHT = 58, 176
-MOST_POINTS = 600
-"""Of one curve: more than there are pixels."""
-MOST_MARKS = 60
-"""Validations of one run; of more every second one is shown, or every third, and so on."""
+MAX_POINTS = 600
+"""Points of one curve, about one for each pixel."""
+MAX_MARKS = 60
+"""Marks for the validations of one run; of more every second one is shown, or every third, and so on."""
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `MOST_POINTS` of the points: of each stretch of steps the lowest and the highest, in order."""
-    if len(points) <= MOST_POINTS:
+    """Return at most `MAX_POINTS` of the points: of each stretch of steps the lowest and the highest, in order."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = -(-len(points) // (MOST_POINTS // 2 - 1))
+    size = -(-len(points) // (MAX_POINTS // 2 - 1))
     kept = [points[0]]
     for first in range(1, len(points) - 1, size):
         part = points[first : min(first + size, len(points) - 1)]
@@ -45,7 +45,7 @@ def loss_panel(runs: Sequence[RunRecord]) -> Panel:
     run, title = runs[0], "Losses of the runs, by step"
     if len(runs) == 1 and run.metrics:
         first, last = run.metrics[0]["loss"], run.metrics[-1]["loss"]
-        shown = [number(loss, f"{loss:.3f}", f"{run.name}/{METRICS.name}:loss") for loss in (first, last)]
+        shown = [sourced(loss, f"{loss:.3f}", f"{run.name}/{METRICS.name}:loss") for loss in (first, last)]
         fell = "fell" if last < first else "did not fall: it went"
         title = Markup("The loss {} from {} to {} nats").format(fell, *shown)
     elif not any(run.metrics for run in runs):
@@ -64,8 +64,8 @@ def speed_panel(runs: Sequence[RunRecord]) -> Panel:
     return Panel(title, lambda width: _draw(runs, width, "tokens_per_second", "tokens/s", "measured"), note)
 
 
-def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, only: str) -> Svg | None:
-    """Draw one key of the metrics; `only` is what a single curve is called. Return None where no step was logged."""
+def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, single_name: str) -> Svg | None:
+    """Draw one key of the metrics; `single_name` is that of a single curve. Return None where no step was logged."""
     is_loss = key == "loss"
     curves = [_points(run, key) for run in runs]
     values = [value for curve in curves for _, value in curve]
@@ -75,7 +75,7 @@ def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, only: str
     predicted = [[] if is_loss else _predictions(run) for run in runs]
     values += [value for of_run in marks for _, value in of_run] + [v for each in predicted for _, _, v in each]
     steps = [step for curve in curves for step, _ in curve]
-    names = [run.name for run in runs] if len(runs) > 1 else [only]
+    names = [run.name for run in runs] if len(runs) > 1 else [single_name]
     entries = [(f"f{number % 8}", clip(name, width - 40)) for number, name in enumerate(names)]
     entries += [("dot", "validation")] if any(marks) else []
     entries += [("dashkey", "predicted by its start")] if any(predicted) else []
@@ -96,7 +96,7 @@ def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, only: str
         svg.polyline(points, f"{wide} s{colour % 8}", data_from=f"{source}:{key}")
         if len(points) == 1:
             svg.circle(*points[0], 3, f"f{colour % 8}")
-        for step, value in marks[colour][:: -(-len(marks[colour]) // MOST_MARKS) or 1]:
+        for step, value in marks[colour][:: -(-len(marks[colour]) // MAX_MARKS) or 1]:
             text, source = f"step {step}: {value:.4f}", f"{run.name}/{METRICS.name}:validation_loss"
             svg.circle(x(step), y(value), 3.5, f"dot s{colour % 8}", text, data_from=source)
     return svg

@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from hpctrain.observe.console import describe_model, describe_slowest, trust
+from hpctrain.observe.console import describe_model, describe_overrun, describe_slowest
 from hpctrain.observe.folder.run_folder import CORRUPTION, FAILURE, JUMP, LOST, RESOLVED, SAVE, STRAGGLER, VALIDATE
 from hpctrain.observe.folder.schema import DRIFT, EVENTS, METRICS
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
 
-MOST_EVENTS = 60
-"""Of one run; the first and the last are shown."""
-MOST_STAGES = 8
-"""Whose memory is in the table; of more stages these are the fullest."""
+MAX_EVENTS = 60
+"""Events of one run; of more the first and the last are shown."""
+MAX_STAGES = 8
+"""Stages whose memory is in the table; of more the fullest."""
 YARDSTICK = {
     "fraction_of_sum": "fraction of the families' sum",
     "speedup_over_best_family": "speed-up over the best family alone",
@@ -50,7 +50,7 @@ def verdict(run: RunRecord) -> Markup:
     return text + Markup("; a step takes {}, {} {} than predicted").format(seconds, drift, longer)
 
 
-def trained(run: RunRecord) -> list[Fact]:
+def training_facts(run: RunRecord) -> list[Fact]:
     """Return what was trained, on what, and when."""
     job = run.job
     batch = run.figure("{:,}".format, RESOLVED, "train", "global_batch")
@@ -72,7 +72,7 @@ def trained(run: RunRecord) -> list[Fact]:
     return facts
 
 
-def facts(run: RunRecord) -> list[Fact]:
+def headline_figures(run: RunRecord) -> list[Fact]:
     """Return the figures at the top: those that the run has."""
     shown = (
         ("loss", "loss", "{:.4f}".format, "nats, last step"),
@@ -91,7 +91,7 @@ def facts(run: RunRecord) -> list[Fact]:
         figures.append(Fact("slowest", rank, describe_slowest(slowest)))
     if "overrun" in run.end:
         overrun = run.figure(show_percent, EVENTS.name, "overrun")
-        figures.append(Fact("rehearsal's overrun", overrun, trust(run.end["overrun"])))
+        figures.append(Fact("rehearsal's overrun", overrun, describe_overrun(run.end["overrun"])))
     return [fact for fact in figures if fact.value]
 
 
@@ -113,7 +113,7 @@ def prediction_rows(run: RunRecord) -> list[tuple[Markup | str, ...]]:
     for part in run.drift.get("parts", ()):
         compare(part, "seconds", "parts", part)
     stages = list(enumerate(run.drift.get("memory", ())))
-    for place, each in sorted(sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MOST_STAGES]):
+    for place, each in sorted(sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MAX_STAGES]):
         rows_of_stage = f", {each['rows']} rows" if "rows" in each else ""
         name = f"memory, items {each['items'][0]}-{each['items'][1] - 1}, {each['family']}{rows_of_stage}"
         compare(name, "bytes", "memory", place)
@@ -152,7 +152,7 @@ def event_rows(run: RunRecord) -> list[dict]:
     if run.diagnosis:
         kind = "in progress" if run.is_live else FAILURE
         rows.append({"kind": kind, "text": "; ".join(run.diagnosis.sentences), "is_bad": not run.is_live})
-    if len(rows) > MOST_EVENTS:
-        half = MOST_EVENTS // 2
-        rows = [*rows[:half], {"text": f"{len(rows) - MOST_EVENTS:,} more events"}, *rows[-half:]]
+    if len(rows) > MAX_EVENTS:
+        half = MAX_EVENTS // 2
+        rows = [*rows[:half], {"text": f"{len(rows) - MAX_EVENTS:,} more events"}, *rows[-half:]]
     return rows

@@ -1,4 +1,4 @@
-"""Writes SVG, and numbers with where they are from: a few functions, so that charts are lists of shapes.
+"""Writes SVG, and numbers with their sources. The pictures are lists of calls to what is here.
 
 Coordinates are pixels. Colours are classes of the page's style sheet: `f0` fills with colour 0, `s0` draws with it.
 """
@@ -10,29 +10,26 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 CHARACTER = 0.56
-"""The width of a character, of the font's size; sans-serif letters and digits in the mean."""
+"""The mean width of letters and digits of a sans-serif font, as a share of its size."""
 FONT = 12
 LEGEND_LEFT, LANES_LEFT, RIGHT = 8.0, 83.2, 14.0
-"""Pixels left of a legend, left of lanes, where their names are, and right of a plot."""
-LANE, MOST_LINES = 15, 24
-"""Pixels from one lane to the next; equal ranks that a picture has lines for, of more the first are shown."""
+"""Pixels left of a legend, left of lanes (for their names), and right of a plot."""
+LANE, MAX_GROUPS = 15, 24
+"""Pixels from one lane to the next; groups of lanes in a picture, which of more shows the first."""
 
 
 def attributes(**values: object) -> str:
     """Return attributes; `class_` is class, `data_from` is data-from; None is left out."""
-    return "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value))}"'
-        for key, value in values.items()
-        if value is not None
-    )
+    texts = []
+    for key, value in values.items():
+        if value is not None:
+            short = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, (int, float)) else str(value)
+            texts.append(f' {key.rstrip("_").replace("_", "-")}="{escape(short)}"')
+    return "".join(texts)
 
 
-def _short(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def number(value: float, shown: str, source: str) -> Markup:
-    """Return a number as people read it, that is `value` in `source`, such as `a/drift.json:steps`."""
+def sourced(value: float, shown: str, source: str) -> Markup:
+    """Return a number as `shown` to people, with the `value` that `source`, such as `a/drift.json:steps`, has."""
     return Markup('<data value="{}" data-from="{}">{}</data>').format(repr(value), source, shown)
 
 
@@ -65,11 +62,11 @@ class PixelScale:
 
 
 class Svg:
-    """A picture in the making: a legend, below it a plot, and below that an axis where it has one."""
+    """A picture: a legend, below it a plot, and below that an axis where it has one."""
 
     def __init__(self, width: float, label: str, legend: Sequence[tuple[str, str]], gap: float = 10):
-        """`label` says to those who cannot see it what is there; `legend` has a class and a name for each entry; `gap`
-        is what is free between legend and plot."""
+        """`label` is what screen readers say; `legend` has a class and a name for each entry; `gap` are the pixels
+        between legend and plot."""
         self.width, self.height = float(width), 0.0
         self._attributes: dict[str, object] = {"role": "img", "aria_label": label}
         self._parts: list[str] = []
@@ -137,33 +134,28 @@ class Svg:
         return tops
 
     def rect(self, x: float, y: float, width: float, height: float, class_: str, title: str = "", **more) -> None:
-        inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
-        shape = attributes(
-            x=float(x), y=float(y), width=float(max(0, width)), height=float(height), class_=class_, **more
-        )
-        self._parts.append(f"<rect{shape}{inner}")
+        self._add("rect", title=title, x=x, y=y, width=max(0, width), height=height, class_=class_, **more)
 
     def text(self, x: float, y: float, text: object, class_: str = "", anchor: str | None = None, **more) -> None:
-        shape = attributes(x=float(x), y=float(y), class_=class_ or None, text_anchor=anchor, **more)
-        self._parts.append(f"<text{shape}>{escape(text)}</text>")
+        self._add("text", text, x=x, y=y, class_=class_ or None, text_anchor=anchor, **more)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, class_: str = "grid") -> None:
-        shape = attributes(x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
-        self._parts.append(f"<line{shape}/>")
+        self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
     def polyline(self, points: Iterable[tuple[float, float]], class_: str, **more) -> None:
-        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        self._parts.append(f'<polyline points="{text}"{attributes(class_=class_, **more)}/>')
+        self._add("polyline", points=" ".join(f"{x:.2f},{y:.2f}" for x, y in points), class_=class_, **more)
 
     def circle(self, x: float, y: float, radius: float, class_: str, title: str = "", **more) -> None:
-        shape = attributes(cx=float(x), cy=float(y), r=float(radius), class_=class_, **more)
-        self._parts.append(f"<circle{shape}><title>{escape(title)}</title></circle>")
+        self._add("circle", title=title, cx=x, cy=y, r=radius, class_=class_, **more)
 
     def boxes(self, boxes: Iterable[tuple[float, float]], y: float, height: float, class_: str, **more) -> None:
         """Draw boxes from one x to another, all at one height, as one shape."""
-        path = "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in boxes)
-        if path:
-            self._parts.append(f'<path d="{path}"{attributes(class_=class_, **more)}/>')
+        if path := "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in boxes):
+            self._add("path", d=path, class_=class_, **more)
+
+    def _add(self, tag: str, text: object = "", title: str = "", **shape: object) -> None:
+        shown_on_hover = f"<title>{escape(title)}</title>" if title else ""
+        self._parts.append(f"<{tag}{attributes(**shape)}>{shown_on_hover}{escape(text)}</{tag}>")
 
     def __str__(self) -> str:
         size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}"'
@@ -175,7 +167,7 @@ class Svg:
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of one run, or of all, with what it says."""
+    """A picture of one run, or of all, with its title and notes."""
 
     title: Markup | str
     draw: Callable[[int], Svg | None]

@@ -10,11 +10,11 @@ from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
 
 LEFT = 46
-MOST_BOXES = 60
-"""Of more tiles, equal ones that lie one below the other share a box."""
+MAX_BOXES = 60
+"""Equal tiles of a plan with more tiles share a box where they lie one below the other."""
 LINE = 15
 SLIM = 60
-"""Pixels: a narrower box has its text from top to bottom."""
+"""A box with fewer pixels across has its text from top to bottom."""
 
 
 class Box(NamedTuple):
@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
 def boxes_of(plan: Plan) -> list[Box]:
     """Return a box for each tile, or for equal tiles with consecutive rows."""
-    if len(plan.tiles) <= MOST_BOXES:
+    if len(plan.tiles) <= MAX_BOXES:
         return [Box((tile,), tile.rows) for tile in plan.tiles]
     boxes: list[Box] = []
     for tile in sorted(plan.tiles, key=lambda t: (t.items, t.rows)):

@@ -1,13 +1,13 @@
 """The timeline of one step: for each tensor grid what was predicted above what was measured, on one axis."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from hpctrain.observe.folder.schema import TIMELINE
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import LANE, LANES_LEFT, MOST_LINES, Panel, PixelScale, Svg, number, show_seconds
+from hpctrain.observe.report.svg import LANE, LANES_LEFT, MAX_GROUPS, Panel, PixelScale, Svg, show_seconds, sourced
 from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Tile
 
@@ -27,10 +27,8 @@ NAMES = {
     "update": "agree and update",
     "idle": "waiting",
 }
-MOST_EDGED = 40
-"""Boxes of one kind in a lane; more would be all edges."""
-THIN = 2.0
-"""Pixels; thinner boxes of one kind next to each other become one."""
+MAX_EDGED = 40
+"""Boxes of one kind in a lane that have edges; of more nothing but edges would be seen."""
 
 
 class Bar(NamedTuple):
@@ -46,7 +44,7 @@ def timeline_panel(run: RunRecord) -> Panel:
     predicted = run.figure(show_seconds, "forecast", "step_seconds")
     if run.timeline:
         end = max(span[4] for grid in run.timeline["grids"] for span in grid["spans"])
-        shown = number(end, show_seconds(end), f"{run.name}/{TIMELINE.name}:end")
+        shown = sourced(end, show_seconds(end), f"{run.name}/{TIMELINE.name}:end")
         step = run.figure("{:,}".format, TIMELINE.name, "step")
         title = Markup("Predicted {}, measured {} in step {}").format(predicted or "nothing", shown, step)
     else:
@@ -68,8 +66,8 @@ def _measured(run: RunRecord, tile: Tile) -> list[Bar]:
 
 def _draw(run: RunRecord, width: int) -> Svg | None:
     """Draw a line for each tensor grid, of many for each group of equal ones; None where nothing is known."""
-    if len(run.plan.first_tiles) > MOST_LINES:
-        grids = [(group.tile, group.describe()) for group in run.groups[:MOST_LINES]]
+    if len(run.plan.first_tiles) > MAX_GROUPS:
+        grids = [(group.tile, group.describe()) for group in run.groups[:MAX_GROUPS]]
     else:
         grids = [(tile, group.describe(tile.ranks)) for group in run.groups for tile in group.tiles]
     lanes = {"predicted": [_predicted(run, tile) for tile, _ in grids]}
@@ -96,25 +94,10 @@ def _draw(run: RunRecord, width: int) -> Svg | None:
 
 def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) -> None:
     svg.rect(x.start, at, x(max(bar.end for bar in bars)) - x.start, LANE - 2, "box k-idle")
-    drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
-    for kind, boxes in drawn:
-        svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MOST_EDGED else 'fine'} k-{kind}", data_from=source)
+    for kind in NAMES:
+        boxes = [(x(bar.begin), x(bar.end)) for bar in bars if bar.kind == kind]
+        svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MAX_EDGED else 'fine'} k-{kind}", data_from=source)
     for bar in bars:
         middle, wide = (x(bar.begin) + x(bar.end)) / 2, x(bar.end) - x(bar.begin)
         if bar.microbatch >= 0 and wide > 8 * len(str(bar.microbatch + 1)) + 4:
             svg.text(middle, at + 10.5, bar.microbatch + 1, f"on k-{bar.kind}-text", "middle")
-
-
-def _merged(x: PixelScale, bars: Iterable[Bar]) -> Iterable[tuple[float, float]]:
-    """Return boxes in pixels, thin neighbours as one."""
-    last: tuple[float, float] | None = None
-    for bar in bars:
-        begin, end = x(bar.begin), x(bar.end)
-        if last and begin - last[1] < THIN / 2 and end - begin < THIN:
-            last = last[0], end
-            continue
-        if last:
-            yield last
-        last = begin, end
-    if last:
-        yield last

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.resume import choose_checkpoint, verify_checkpoint
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
-from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint
+from tests.checkpoints import FORGED, forge, write_checkpoint
 from tests.ranks.small_runs import Alone
 
 
@@ -128,14 +128,6 @@ def test_a_forged_manifest_is_refused(run, name):
         verify_checkpoint(path)
 
 
-def test_an_index_that_shows_something_else_is_refused(run):
-    """With right checksums: a program that reads it with h5py would see other weights."""
-    write_checkpoint(run)
-    path = latest_checkpoint(run)
-    forge_index(path, "model/embedding.weight")
-    assert "index.h5: " in damaged_by(path)
-
-
 def test_a_slice_reads_its_blocks_alone(run):
     tensors = write_checkpoint(run)
     with Index(latest_checkpoint(run)) as index:
@@ -182,7 +174,7 @@ def test_what_a_run_continues_from(run):
     keep = Checkpoint(keep=5)
     for step in (1, 2, 3):
         write_checkpoint(run, step, keep=keep)
-    names = lambda resume: [path.name for path in candidates(run, resume)]  # noqa: E731
+    names = lambda resume: [path.name for path in candidates(run, resume)[0]]  # noqa: E731
     assert names("auto") == ["step-00000003", "step-00000002", "step-00000001"]
     assert names("latest") == ["step-00000003"]
     assert names("step-00000001") == ["step-00000001"]
@@ -227,7 +219,7 @@ def test_own_checkpoints_come_before_those_that_latest_disowns(run, tmp_path):
         write_checkpoint(tmp_path / "other", step, keep=keep, seed=7)
         shutil.rmtree(run / f"checkpoints/step-{step:08d}", ignore_errors=True)
         shutil.copytree(tmp_path / f"other/checkpoints/step-{step:08d}", run / f"checkpoints/step-{step:08d}")
-    assert [step_of(path) for path in candidates(run, "auto")] == [2, 1, 4, 3]
+    assert [step_of(path) for path in candidates(run, "auto")[0]] == [2, 1, 4, 3]
     choice = choose_checkpoint(Alone(), run, "auto")
     assert choice.checkpoint == run / "checkpoints/step-00000002"
     assert "names step-00000003 with another manifest than that has" in choice.lines[0]

@@ -23,7 +23,7 @@ from hpctrain.config.tables import MOST_BYTES, Table, parse_toml
 from hpctrain.jobs.arguments import FiniteRange
 from hpctrain.observe.folder.run_folder import RunFolder, read_metrics
 from hpctrain.observe.folder.schema import DRIFT, METRICS, read_saved
-from hpctrain.observe.prediction_check import text
+from hpctrain.observe.prediction_check import format_comparison
 from hpctrain.plan.checks import check_plan, check_tiling
 from hpctrain.plan.file import load_plan, parse_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
@@ -329,7 +329,7 @@ def test_a_damaged_comparison_is_said(tmp_path, change):
     path = tmp_path / DRIFT.name
     path.write_text(json.dumps(good))
     summary = read_saved(tmp_path, DRIFT)
-    assert summary and "most of it in 'compute'" in text(summary)
+    assert summary and "most of it in 'compute'" in format_comparison(summary)
     path.write_text(json.dumps(good | change))
     with pytest.raises(JobError, match=r"drift.json: is damaged: .*; remove it"):
         read_saved(tmp_path, DRIFT)

@@ -49,7 +49,7 @@ def test_starts_are_those_of_the_file(tokens):
     with source:
         positions = np.arange(2 * sequences.num_sequences)
         starts, first = sequences.document_starts(positions), sequences.first_tokens(positions)
-        counted = sequences.counted(positions)
+        counted = sequences.loss_mask(positions)
         begins = np.concatenate([[0], np.cumsum(SIZES)])
         for row, valid, at in zip(starts, counted, first, strict=True):
             expected = [max(0, int(begins[begins <= at + i].max()) - int(at)) for i in range(LENGTH)]
@@ -66,7 +66,9 @@ def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recom
     source, sequences = opened(tokens)
     with source:
         rows = torch.from_numpy(sequences.read(np.arange(4)))
-        starts, counted = (torch.from_numpy(of(np.arange(4))) for of in (sequences.document_starts, sequences.counted))
+        starts, counted = (
+            torch.from_numpy(of(np.arange(4))) for of in (sequences.document_starts, sequences.loss_mask)
+        )
     targets = rows[:, 1:].masked_fill(~counted, IGNORED)
     one = torch.tensor(1.0, dtype=torch.float64)
     loss, saved = packed.forward(rows[:, :-1], targets, True, starts)
@@ -139,7 +141,7 @@ def test_prompts_are_read_and_not_learnt(tmp_path, masks):
         end = ByteTokenizer().separator
         sequences = Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3, mask_documents=masks)
         positions = np.arange(2 * sequences.num_sequences)
-        targets, counted = sequences.read(positions)[:, 1:], sequences.counted(positions)
+        targets, counted = sequences.read(positions)[:, 1:], sequences.loss_mask(positions)
         assert (counted == (np.isin(targets, np.frombuffer(b"abc", np.uint8)) | (targets == end))).all()
         assert sequences.count_targets(positions) == counted.sum() < counted.size
 

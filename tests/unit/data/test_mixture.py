@@ -52,6 +52,7 @@ def test_every_group_has_the_shares_and_each_source_counts_on(weights, seed, fir
 
 class _Counted:
     sequence_length, num_sequences = LENGTH, 1
+    masks_documents = has_loss_mask = False
 
 
 def test_rows_are_the_same_however_they_are_asked_for(files):
@@ -78,8 +79,8 @@ def test_an_epoch_of_a_source_has_each_of_its_sequences_once(files):
 
 def test_validation_is_the_end_of_each(files):
     _, training, validation = open_datasets(data_of(files, 1.0, 1.0, validation_fraction=0.2), seed=1)
-    assert isinstance(validation, Mixture) and len(validation.parts) == 2
-    assert [part.num_sequences for part in training.parts] == [48, 28]
+    assert isinstance(validation, Mixture) and len(validation.sources) == 2
+    assert [part.num_sequences for part in training.sources] == [48, 28]
     assert Batch.of_step(validation, 0, 4).rows(Interval(0, 4)).shape == (4, LENGTH + 1)
 
 

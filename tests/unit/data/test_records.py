@@ -6,6 +6,7 @@ import json
 import pytest
 
 from hpctrain.config.errors import DataError
+from hpctrain.data import corpus
 from hpctrain.data.corpus import Fields, prepare
 from hpctrain.data.tokens import open_tokens
 from hpctrain.observe.folder.run_folder import START, note_event, note_failure, read_events
@@ -88,6 +89,15 @@ def test_prompts_come_before_what_is_learnt(tmp_path, suffix):
             assert prompt.startswith("ask ") and prompt.endswith("? ")
     with pytest.raises(DataError, match="has no (field|column) 'question'"):
         prepare([path], tmp_path / "other.h5", fields=Fields(prompt="question"))
+
+
+def test_a_file_of_text_has_no_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PART_BYTES", 8)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ask": "1 + 1 = ", "text": "2"}))
+    (tmp_path / "long.txt").write_text("a line\n" * 5)
+    prepare([tmp_path], tmp_path / "out.h5", fields=Fields(prompt="ask"))
+    with open_tokens(tmp_path / "out.h5") as source:
+        assert sorted(source.answers - source.documents) == [0, len("1 + 1 = ")]
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"3", b"true", b'{"event": 3}', b"[" * 100_000, b'{"event": "end"'])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
 from hpctrain.engine.step.replicas import COLUMNS, digest, odd_ranks
-from hpctrain.observe.anomalies import FEWEST_STEPS, WINDOW_STEPS, JumpWatch
+from hpctrain.observe.anomalies import MIN_STEPS, WINDOW_STEPS, JumpWatch
 
 
 def look(watch: JumpWatch, step: int, loss: float, norm: float) -> list[tuple]:
@@ -29,7 +29,7 @@ def test_a_jump_is_found_once_and_again_after_it_was_over():
 
 def test_few_steps_skipped_ones_and_a_watch_that_is_off_find_nothing():
     watch = JumpWatch(10.0)
-    for step in range(FEWEST_STEPS):
+    for step in range(MIN_STEPS):
         assert not look(watch, step, 1.0, 100.0**step)
     watch = JumpWatch(10.0)
     for step in range(20):

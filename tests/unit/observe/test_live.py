@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import load_job
-from hpctrain.observe.anomalies import SLOW_FACTOR, STEPS_IN_A_ROW, StragglerWatch
+from hpctrain.observe.anomalies import CONSECUTIVE_STEPS, SLOW_FACTOR, StragglerWatch
 from hpctrain.observe.console import Console, describe_slowest, format_duration, wrap
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
 from hpctrain.observe.folder.run_folder import RunFolder, read_events, read_metrics
@@ -100,21 +100,21 @@ def test_where_devices_compute_by_themselves_only_memory_is_known():
 def test_a_straggler_among_equal_ranks_is_noticed_and_its_recovery():
     watch = StragglerWatch(EQUAL)
     slow, usual = [1.0, 1.0, 1.0, 1.1 * SLOW_FACTOR], [1.0] * 4
-    assert [watch.look(slow) for _ in range(STEPS_IN_A_ROW - 1)] == [[]] * (STEPS_IN_A_ROW - 1)
+    assert [watch.look(slow) for _ in range(CONSECUTIVE_STEPS - 1)] == [[]] * (CONSECUTIVE_STEPS - 1)
     (noticed,) = watch.look(slow)
     assert noticed[:3] == (3, pytest.approx(1.1 * SLOW_FACTOR), True)
     assert noticed.reference == "the median of 4 ranks with equal work"
     watch.look(usual)
     watch.look(slow)  # slow again: the count of good steps begins anew
-    changes = [watch.look(usual) for _ in range(STEPS_IN_A_ROW)]
+    changes = [watch.look(usual) for _ in range(CONSECUTIVE_STEPS)]
     assert not any(changes[:-1]) and changes[-1][0][:3] == (3, 1.0, False)
 
 
 def test_a_rank_without_equals_is_compared_with_its_first_steps():
     watch = StragglerWatch(plan_of(pipeline=2, data=2))
-    for _ in range(STEPS_IN_A_ROW):
+    for _ in range(CONSECUTIVE_STEPS):
         assert not watch.look([1.0, 1.0, 4.0, 4.0])
-    changes = [watch.look([1.0, 1.0, 4.0, 6.0]) for _ in range(STEPS_IN_A_ROW)]
+    changes = [watch.look([1.0, 1.0, 4.0, 6.0]) for _ in range(CONSECUTIVE_STEPS)]
     assert changes[-1][0][:3] == (3, 1.5, True) and changes[-1][0].reference == "its first steps"
     assert not StragglerWatch(plan_of()).look([float("nan")] * 4), "unknown seconds say nothing"
 
@@ -122,12 +122,12 @@ def test_a_rank_without_equals_is_compared_with_its_first_steps():
 def test_a_straggler_becomes_an_event(tmp_path):
     folder = tmp_path
     live = LiveMetrics(RunFolder(folder), EQUAL)
-    for step in range(1, STEPS_IN_A_ROW + 1):
-        live.take({"step": step, "loss": 6.0}, figures_of(1.0, 2.0, 1.0, 1.0))
+    for step in range(1, CONSECUTIVE_STEPS + 1):
+        live.write_step({"step": step, "loss": 6.0}, figures_of(1.0, 2.0, 1.0, 1.0))
     (event,) = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    assert event["event"] == "straggler" and event["rank"] == 1 and event["step"] == STEPS_IN_A_ROW
+    assert event["event"] == "straggler" and event["rank"] == 1 and event["step"] == CONSECUTIVE_STEPS
     assert event["text"] == "rank 1 computes 2.00 times as long as the median of 4 ranks with equal work"
-    assert [line["step"] for line in read_metrics(folder)] == list(range(1, STEPS_IN_A_ROW + 1))
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, CONSECUTIVE_STEPS + 1))
     assert json.loads((folder / "ranks.json").read_text())["compute_seconds"] == [1.0, 2.0, 1.0, 1.0]
 
 
@@ -139,7 +139,7 @@ def test_files_that_cannot_be_written_are_said_once_and_do_not_end_a_run(tmp_pat
     writer = PrometheusWriter(folder / "run.prom", "job")
     live = LiveMetrics(RunFolder(folder, said.append), EQUAL, [writer])
     for step in range(1, 5):
-        live.take({"step": step, "loss": 6.0, "validation_loss": 5.0}, figures_of(1.0, 2.0, 1.0, 1.0))
+        live.write_step({"step": step, "loss": 6.0, "validation_loss": 5.0}, figures_of(1.0, 2.0, 1.0, 1.0))
     live.note_end(4, 4, {})
     refused = "training continues without it"
     files = [f"{folder}/{name}: cannot be written: " for name in ("metrics.jsonl", "run.prom", "ranks.json")]

@@ -10,7 +10,7 @@ from hpctrain.engine.start.facts import Described
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import DRIFT, read_saved
 from hpctrain.observe.folder.spans import StepRecorder
-from hpctrain.observe.prediction_check import MeasuredStep, blame, compare, text
+from hpctrain.observe.prediction_check import MeasuredStep, compare, describe_drift, format_comparison
 from hpctrain.plan.schedule import Instruction, Op
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import predict
@@ -74,7 +74,7 @@ def measured(**times) -> list[MeasuredStep]:
 def test_a_step_as_predicted_is_no_drift(tmp_path):
     summary = compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
-    assert "warning" not in text(summary)
+    assert "warning" not in format_comparison(summary)
     RunFolder(tmp_path).write(DRIFT, summary)
     assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
     assert read_saved(tmp_path / "nowhere", DRIFT) is None
@@ -88,14 +88,16 @@ def test_a_part_that_drifts_is_named(part, times):
     assert summary["drift"] == pytest.approx(share * (times - 1))
     assert summary["drifted"] == part
     assert summary["is_large"] == (abs(summary["drift"]) > 0.1)
-    assert f"in '{part}'" in blame(summary) and ("longer" if times > 1 else "shorter") in blame(summary)
-    assert ("warning: " in text(summary)) == summary["is_large"]
+    assert f"in '{part}'" in describe_drift(summary) and ("longer" if times > 1 else "shorter") in describe_drift(
+        summary
+    )
+    assert ("warning: " in format_comparison(summary)) == summary["is_large"]
 
 
 def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_reported():
     summary = compare(PREDICTED, PLAN, "c.toml", measured(compute=2.0), 4, knows_parts=False)
     assert "parts" not in summary and summary["is_large"]
-    assert "steps took" in text(summary)
+    assert "steps took" in format_comparison(summary)
     assert set(EXPOSED) == set(PREDICTED.exposed_seconds)
 
 
@@ -114,7 +116,7 @@ def test_memory_is_compared_with_the_ranks_that_have_as_many_rows(tmp_path):
         (1, 1.0),
         (7, 1.0),
     ]
-    lines = [line for line in text(summary).splitlines() if "memory of items" in line]
+    lines = [line for line in format_comparison(summary).splitlines() if "memory of items" in line]
     assert [line.split(":")[0].split(", ")[-1] for line in lines] == ["1 row", "7 rows"]
     assert all("(+0.0%)" in line for line in lines)
     RunFolder(tmp_path).write(DRIFT, summary)
@@ -127,15 +129,17 @@ def test_a_comparison_of_an_earlier_version_can_be_read(tmp_path):
         del each["rows"]
     RunFolder(tmp_path).write(DRIFT, summary)
     assert read_saved(tmp_path, DRIFT) == json.loads(json.dumps(summary))
-    assert "memory of items [0, 5], fast: " in text(summary)
+    assert "memory of items [0, 5], fast: " in format_comparison(summary)
 
 
 def test_where_the_cause_is_known_nobody_is_asked_to_measure_again(tmp_path):
     summary = compare(PREDICTED, PLAN, "c.toml", measured(compute=3.0), 4, knows_parts=True)
-    assert "warning: steps took" in text(summary) and "measure the machine again" in text(summary)
+    assert "warning: steps took" in format_comparison(summary) and "measure the machine again" in format_comparison(
+        summary
+    )
     summary["cause"] = "other programs took 1.5 of the 2 processors of host a meanwhile"
     (tmp_path / DRIFT.name).write_text(json.dumps(summary))
-    said = text(read_saved(tmp_path, DRIFT))
+    said = format_comparison(read_saved(tmp_path, DRIFT))
     assert "longer than predicted, most of it in 'compute'" in said and said.endswith(summary["cause"])
     assert "warning" not in said and "measure the machine again" not in said
     quiet = Described(CLUSTER, "a name")

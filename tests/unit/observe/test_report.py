@@ -22,7 +22,7 @@ from hpctrain.observe.report.bars import StackedBar, step_stacks
 from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
 from hpctrain.observe.report.page import render_report
 from hpctrain.observe.report.record import read_run, read_runs
-from hpctrain.observe.report.step_curves import MOST_POINTS, thinned
+from hpctrain.observe.report.step_curves import MAX_POINTS, thinned
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
@@ -277,7 +277,7 @@ def test_a_long_curve_keeps_its_extremes():
     points = [(float(step), float(step % 97)) for step in range(20_000)]
     points[777] = (777.0, 1e6)
     kept = thinned(points)
-    assert len(kept) <= MOST_POINTS and (777.0, 1e6) in kept and kept == sorted(kept)
+    assert len(kept) <= MAX_POINTS and (777.0, 1e6) in kept and kept == sorted(kept)
     assert kept[0] == points[0] and kept[-1] == points[-1]
 
 

@@ -14,7 +14,7 @@ from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
 from hpctrain.observe.folder.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
-from hpctrain.observe.trace import RankTrace, RunTrace, summarise, table, write_chrome
+from hpctrain.observe.trace import RankTrace, RunTrace, format_summary, summarise, write_chrome
 from tests.unit.planner.test_predict import plan_of
 
 PLAN = plan_of()
@@ -72,8 +72,8 @@ def test_what_is_hidden_is_what_was_not_waited_for():
         "z": {"communication_seconds": 1.5, "hidden_seconds": 1.25, "exposed_seconds": 0.25, "tensor_bytes": 40},
     }
     assert summary["ranks"]["z"] == {0: summary["axes"]["z"]}
-    assert ["z", "1500.00", "1250.00", "250.00"] in [line.split() for line in table(summary).splitlines()]
-    assert "nothing is communicated" in table(summarise([RankTrace("", SPANS[:2])], 1))
+    assert ["z", "1500.00", "1250.00", "250.00"] in [line.split() for line in format_summary(summary).splitlines()]
+    assert "nothing is communicated" in format_summary(summarise([RankTrace("", SPANS[:2])], 1))
 
 
 def test_a_recorder_keeps_what_happens_since_a_step_began():
@@ -167,7 +167,7 @@ class Lonely:
 
 @pytest.mark.parametrize(("most", "expected"), [(1000, 5), (30, 3), (1, 1)])
 def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, most, expected):
-    monkeypatch.setattr("hpctrain.observe.trace.MOST_SPANS", most)
+    monkeypatch.setattr("hpctrain.observe.trace.MAX_SPANS", most)
     recorder = StepRecorder(CpuAccelerator())
     trace = RunTrace(Observed(Lonely(), CpuAccelerator(), recorder, PLAN, RunFolder(tmp_path)), num_steps=5)
     assert trace.finish() is None and not list(tmp_path.iterdir())
