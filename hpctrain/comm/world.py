@@ -19,7 +19,7 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
 from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
-from hpctrain.comm.start.litter import remove_dead_segments
+from hpctrain.comm.start.process import remove_dead_segments
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
 from hpctrain.comm.transports.members import MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, wait_until

@@ -15,7 +15,7 @@ from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Ex
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
 from hpctrain.comm.start.launcher import asked_threads
-from hpctrain.comm.watchdog.flight import this_machine
+from hpctrain.comm.start.process import this_machine
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
