@@ -83,7 +83,6 @@ class Accelerator(ABC):
     | cuda      | NVIDIA        | TorchAccelerator | yes     | fp32, bf16, fp16              |
     | rocm      | AMD           | TorchAccelerator | yes     | fp32, bf16, fp16              |
     | xpu, npu  | Intel, Huawei | TorchAccelerator | yes     | fp32, bf16, fp16              |
-    | mps       | Apple         | TorchAccelerator | no      | fp32, bf16, fp16              |
     """
 
     shares_memory = False

@@ -19,7 +19,6 @@ from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.kinds import (
     CUDA,
     KINDS,
-    MPS,
     ROCM,
     Ability,
     DetectedDevice,
@@ -60,7 +59,7 @@ def device(kind=CUDA, index=1, sharers=1, **module) -> tuple[TorchAccelerator, F
 
 
 def test_every_kind_is_an_entry_with_what_differs():
-    assert set(KINDS) == {"cuda", "rocm", "xpu", "npu", "mps"}
+    assert set(KINDS) == {"cuda", "rocm", "xpu", "npu"}
     assert (ROCM.torch_type, ROCM.library, CUDA.library) == ("cuda", "RCCL", "NCCL")
     for kind in KINDS.values():
         if kind.plugin:  # which gives torch the name
@@ -70,7 +69,7 @@ def test_every_kind_is_an_entry_with_what_differs():
         made.use()
         assert module.current_device() == 1
         assert made.queued().query() and not made.is_on_device(torch.zeros(1))
-    assert not may_be_there(MPS._replace(driver_files=("/dev/null",), build="+none"))
+    assert not may_be_there(KINDS["xpu"]._replace(driver_files=("/dev/null",), build="+none"))
 
 
 def test_memory_is_what_the_allocator_has_reserved_and_a_share_where_ranks_share():
@@ -374,8 +373,6 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
     assert native_ability(made, 2) == (False, "2 ranks share a device, which NCCL refuses")
     made, _ = device(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert "is a part of a device (MIG)" in native_ability(made, 1).reason
-    made, _ = device(MPS)
-    assert native_ability(made, 1) == (False, "no library of collectives is used on mps")
     made, _ = device(KINDS["xpu"], sharers=2)
     assert native_ability(made, 2) == (False, "2 ranks share a device, which oneCCL refuses")
 
