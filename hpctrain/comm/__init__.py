@@ -8,7 +8,7 @@ Read it in this order; a file imports only from its own line and those above it.
     reduction      sums in the order of ranks
     watchdog/      the flight record, and who watches the ranks
     progress/      what records each operation, and what moves them while a rank computes
-    accelerators/  what a rank computes on
+    accelerators/  what a rank computes on, and the order in which it does what a maker's library is asked for
     network        how long messages and collectives take
     transports/    bytes between two ranks, and makers' libraries
     collectives/   collectives over any transport

@@ -17,7 +17,7 @@ import torch
 
 from hpctrain.comm.accelerators.compiling import try_compile
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.progress.launches import Event, LaunchOrder, Stream
+from hpctrain.comm.accelerators.launches import Event, LaunchOrder, Stream
 from hpctrain.config.errors import HpctrainError
 
 OVERFLOWS = (

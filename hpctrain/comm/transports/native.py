@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
-from hpctrain.comm.progress.launches import LaunchOrder
+from hpctrain.comm.accelerators.launches import LaunchOrder
 from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.waiting import Steps
@@ -170,7 +170,7 @@ class NativeCollectives:
 
     Sums are the library's in the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. Others,
     such as half precision, which it would round at every addition, are exchanged and summed here, in order of rank and
-    at least in fp32. Of several groups a device does one operation at a time (see `hpctrain.comm.progress.launches`).
+    at least in fp32. Of several groups a device does one operation at a time (`hpctrain.comm.accelerators.launches`).
 
     Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
     its own, it begins after that one, and `wait` orders that one after it. The host waits for neither.

@@ -106,12 +106,12 @@ def test_steps_note_when_they_begin_and_end():
     def waits():
         yield Pending(lambda: bool(ready), "a test")
 
-    followed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
-    steps = followed.steps(waits())
-    assert followed.begun == 0.0
+    observed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
+    steps = observed.steps(waits())
+    assert observed.begun == 0.0
     next(steps)
-    assert followed.begun > 0.0 and followed.ended == 0.0
-    assert next(steps, None) is None and followed.begun <= followed.ended
+    assert observed.begun > 0.0 and observed.ended == 0.0
+    assert next(steps, None) is None and observed.begun <= observed.ended
 
 
 class PretendedRanks:
