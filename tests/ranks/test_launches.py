@@ -97,7 +97,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
         return waits
 
     def wait_on_host(launch) -> None:
-        waiting.complete(iter([waiting.Pending(lambda: launch.ended, "the device")]), "a test", world.patience)
+        waiting.complete(iter([waiting.Condition(lambda: launch.ended, "the device")]), "a test", world.patience)
 
     assert waits_of_a_step() == ["the device"]
     with patch.object(launches.DeviceLaunch, "wait", wait_on_host):

@@ -87,6 +87,11 @@ class Pretended:
         self._made.append(made)
         return made
 
+    def pair(self, ranks) -> Communicator:
+        made = Communicator(ranks, self.routes.message_backend(ranks), self.patience)
+        self._made.append(made)
+        return made
+
     def close(self) -> None:
         """Close all groups, and end all threads. All ranks must call."""
         for made in reversed(self._made):

@@ -8,9 +8,9 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.launches import CompositeOperation, DeviceOperation, Procedure
 from hpctrain.comm.collectives.flat import Collectives
-from hpctrain.comm.transports.native import NativeCollectives
+from hpctrain.comm.collectives.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
-from hpctrain.comm.waiting import Pending, Ready, Steps
+from hpctrain.comm.waiting import Condition, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
 
@@ -76,14 +76,14 @@ class StreamedCollectives:
             self.stream.wait_event(queued)
         while True:
             with self._accelerator.on(self.stream):
-                pending = next(steps, None)
-            if pending is None:
+                condition = next(steps, None)
+            if condition is None:
                 break
-            yield Pending(partial(self._look, pending.ready), pending.awaited)
+            yield Condition(partial(self._look, condition.ready), condition.awaited)
         if queued is not None:
             done = self.stream.record_event()
             if not done.query():
-                yield Pending(partial(self._look, done.query), "the device")
+                yield Condition(partial(self._look, done.query), "the device")
         del kept
 
     def _look(self, ready: Ready) -> bool:

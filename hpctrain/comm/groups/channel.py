@@ -9,8 +9,8 @@ from hpctrain.comm.groups.communicator import Lane, WorkHandle
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine
-from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.members import Members
+from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.config.errors import CommError

@@ -21,16 +21,15 @@ from hpctrain.comm.collectives.flat import Collectives, SilentCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ENDED, Ended, ProgressEngine, Work
-from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.transports.transport import Transport
+from hpctrain.comm.transports.transport import Transport, as_bytes
 from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, complete, until_all, wait_until
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Event
+    from hpctrain.comm.collectives.native import NativeCollectives
     from hpctrain.comm.collectives.streamed import StreamedCollectives
-    from hpctrain.comm.transports.native import NativeCollectives
 
 WorkHandle = Work | DeviceLaunch | Ended
 """What a started operation returns: `done` says whether it has ended, `wait` waits for that."""

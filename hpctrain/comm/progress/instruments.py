@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import Protocol
 
-from hpctrain.comm.waiting import Pending, Steps
+from hpctrain.comm.waiting import Condition, Steps
 from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.comm.watchdog.recorder import Recorder
 
@@ -50,7 +50,7 @@ class PacedSteps(Protocol):
 
     def __iter__(self) -> Steps: ...
 
-    def __next__(self) -> Pending: ...
+    def __next__(self) -> Condition: ...
 
     def meet(self) -> None:
         """Let the device wait for the operation. The rank that has waited for it calls."""

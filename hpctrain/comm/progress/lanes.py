@@ -17,8 +17,8 @@ from hpctrain.comm.waiting import (
     LONGEST_KNOWN_SLEEP_SECONDS,
     LONGEST_SLEEP_SECONDS,
     WAKE_SECONDS,
+    Condition,
     Patience,
-    Pending,
     Steps,
     wait_until,
 )
@@ -27,12 +27,12 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation in flight on a lane."""
 
-    __slots__ = ("_engine", "_error", "_observed", "_patience", "ended", "pending", "steps")
+    __slots__ = ("_engine", "_error", "_observed", "_patience", "ended", "condition", "steps")
 
     def __init__(self, engine: "ProgressEngine", steps: Steps, patience: Patience, observed: ObservedOperation):
         """`observed` learns of the last step from who takes it, and of the end of the wait from who has waited."""
         self.steps, self._observed = steps, observed
-        self.pending: Pending | None = None
+        self.condition: Condition | None = None
         self._engine, self._patience = engine, patience
         self.ended = False
         self._error: Exception | None = None
@@ -54,20 +54,20 @@ class Work:
 
     def not_before(self) -> float:
         """Return a time of `time.monotonic` before which polling does not move it; 0 where there is none."""
-        hint = self.pending and self.pending.not_before
+        hint = self.condition and self.condition.not_before
         return hint() if hint else 0.0
 
     def _awaited(self) -> str:
-        return f"{self.pending.awaited if self.pending else 'its turn'} in {self._observed.operation}"
+        return f"{self.condition.awaited if self.condition else 'its turn'} in {self._observed.operation}"
 
     def advance(self) -> bool:
         """Take steps until it waits or ends; return whether it has ended. For `ProgressEngine`."""
         try:
-            if self.pending is not None and not self.pending.ready():
+            if self.condition is not None and not self.condition.ready():
                 return False
-            for pending in self.steps:
-                self.pending = pending
-                if not pending.ready():
+            for condition in self.steps:
+                self.condition = condition
+                if not condition.ready():
                     return False
         except Exception as error:
             self._error = error

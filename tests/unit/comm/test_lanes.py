@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine, Work
-from hpctrain.comm.waiting import Patience, Pending, Phase
+from hpctrain.comm.waiting import Condition, Patience, Phase
 
 
 def work(progress: ProgressEngine, looks) -> Work:
@@ -12,7 +12,7 @@ def work(progress: ProgressEngine, looks) -> Work:
     looks = iter(looks)
 
     def steps():
-        yield Pending(lambda: next(looks)(), "a look")
+        yield Condition(lambda: next(looks)(), "a look")
 
     return Work(progress, steps(), Patience(Phase("a test", 5, "a key")), Instruments().start("test", 0))
 

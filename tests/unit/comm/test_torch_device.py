@@ -35,6 +35,7 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
+from hpctrain.comm.collectives.native import Connection, connect_native
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.progress.instruments import Instruments, ObservedOperation
@@ -43,8 +44,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.transports.native import Connection, connect_native
-from hpctrain.comm.waiting import Patience, Pending, Phase
+from hpctrain.comm.waiting import Condition, Patience, Phase
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
@@ -111,7 +111,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
                 passed.append(module.current_device())
             return bool(passed)
 
-        yield Pending(looked, "the other thread")
+        yield Condition(looked, "the other thread")
         seen.extend(passed)
 
     work = Work(progress, steps(), SOON, Instruments().start("test", 0))
@@ -314,7 +314,7 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
 
 
 def test_who_leaves_in_an_error_aborts_and_never_shuts_down(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.transports.native.ABORT_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.comm.collectives.native.ABORT_SECONDS", 0.2)
     group = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(group)
     start = time.monotonic()
@@ -346,7 +346,7 @@ def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypa
         raise ConnectionError("no network")
 
     if not has_store:
-        monkeypatch.setattr("hpctrain.comm.transports.native.dist.TCPStore", without_network)
+        monkeypatch.setattr("hpctrain.comm.collectives.native.dist.TCPStore", without_network)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
         connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
@@ -673,7 +673,7 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
     device = Looking()
 
     def steps():
-        yield Pending(lambda: True, "a message")
+        yield Condition(lambda: True, "a message")
 
     operation = DeviceOperation(device.launches, steps(), device.queued(), [])
     with pytest.raises(AssertionError, match="waits for a message is no launch"):

@@ -13,8 +13,8 @@ from hpctrain.comm.accelerators.kinds import CUDA, KINDS
 from hpctrain.comm.accelerators.launches import DeviceOperation
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
+from hpctrain.comm.collectives.native import NativeCollectives, library_ability
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.transports.native import NativeCollectives, library_ability
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.unit.comm.test_torch_device import SOON, Looking, device
 

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments, Tracer
 from hpctrain.comm.topology import Place
-from hpctrain.comm.waiting import Pending
+from hpctrain.comm.waiting import Condition
 from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
@@ -104,7 +104,7 @@ def test_steps_note_when_they_begin_and_end():
     ready = []
 
     def waits():
-        yield Pending(lambda: bool(ready), "a test")
+        yield Condition(lambda: bool(ready), "a test")
 
     observed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
     steps = observed.steps(waits())

@@ -24,8 +24,9 @@ from torch.distributed import ReduceOp, distributed_c10d
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
 from hpctrain.comm.accelerators.launches import LaunchOrder
-from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
+from hpctrain.comm.collectives.flat import reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
+from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.waiting import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -279,11 +280,11 @@ class NativeCollectives:
         for start in range(0, max(cut.size for cut in cuts), step):
             parts = [section_of(cut, start, step) for cut in cuts]
             own = parts[self.rank]
-            seen = [part[: own.size] for part in buffer]
-            seen[self.rank] = flat[slice(*own)]
-            self._swap([flat[slice(*section)] for section in parts], seen)
+            of_ranks = [part[: own.size] for part in buffer]
+            of_ranks[self.rank] = flat[slice(*own)]
+            self._swap([flat[slice(*section)] for section in parts], of_ranks)
             if own.size:
-                reduce_in_order(seen, out[start : start + own.size], op)
+                reduce_in_order(of_ranks, out[start : start + own.size], op)
 
     def check(self) -> None:
         """Raise CommError where the library has noticed that a peer or a network is gone."""
