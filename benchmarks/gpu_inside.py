@@ -23,7 +23,7 @@ from benchmarks.plain_llama import PlainBlock, PlainLlama
 from hpctrain.cli import main
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.transports.native import Connection, NativeCollectives, library_ability, make_group
+from hpctrain.comm.collectives.native import Connection, NativeCollectives, library_ability, make_group
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, load_job

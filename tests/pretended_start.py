@@ -16,10 +16,10 @@ from mpi4py import MPI
 from hpctrain.comm import bind
 from hpctrain.comm.accelerators import kinds, torch_device
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.collectives import native
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.probe import device_timing
-from hpctrain.comm.transports import native
 from hpctrain.comm.transports.abilities import UNPLANNED
 from hpctrain.engine import routes
 from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN

@@ -5,13 +5,12 @@ Read it in this order; a file imports only from its own line and those above it.
     start/         a rank before MPI is there: its launcher, its process, what dead ranks left behind
     topology       which rank is where
     waiting        how a rank waits without using a core, and operations as steps
-    reduction      sums in the order of ranks
     watchdog/      the flight record, and who watches the ranks
     progress/      what records each operation, and what moves them while a rank computes
-    accelerators/  what a rank computes on
+    accelerators/  what a rank computes on, and the order in which it does what a maker's library is asked for
     network        how long messages and collectives take
-    transports/    bytes between two ranks, and makers' libraries
-    collectives/   collectives over any transport
+    transports/    bytes between two ranks
+    collectives/   collectives over any transport, and by makers' libraries
     groups/        communicators, lanes and channels, and the route that each takes
     world          all ranks of this start
     bind           the devices of all ranks, and what each can do

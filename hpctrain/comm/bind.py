@@ -22,11 +22,11 @@ from hpctrain.comm.accelerators.kinds import (
     driver_files,
     family_of,
 )
+from hpctrain.comm.collectives.native import NATIVE_VARIABLE, library_ability
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.transports.members import GroupMessages
-from hpctrain.comm.transports.native import NATIVE_VARIABLE, library_ability
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 

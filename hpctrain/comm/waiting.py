@@ -104,7 +104,7 @@ class PendingNumbers:
 Ready = Callable[[], bool]
 
 
-class Pending(NamedTuple):
+class Condition(NamedTuple):
     """A condition that an operation waits for before it can take its next step."""
 
     ready: Ready
@@ -118,13 +118,13 @@ class Pending(NamedTuple):
     infinite: some are, and the end is not known."""
 
 
-Steps = Iterator[Pending]
+Steps = Iterator[Condition]
 
 
 def complete(steps: Steps, operation: str, patience: Patience) -> None:
     """Drive steps to their end. Raises CommError where something does not come within the patience."""
-    for pending in steps:
-        wait_until(pending.ready, lambda p=pending: f"{p.awaited} in {operation}", patience, pending.not_before)
+    for condition in steps:
+        wait_until(condition.ready, lambda c=condition: f"{c.awaited} in {operation}", patience, condition.not_before)
 
 
 def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
@@ -147,4 +147,4 @@ def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
         return max(known, default=0.0) if all(known) or not any(known) else math.inf
 
     if open_ones:
-        yield Pending(all_ready, awaited, not_before, moving_until)
+        yield Condition(all_ready, awaited, not_before, moving_until)

@@ -19,7 +19,7 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
 from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
-from hpctrain.comm.start.litter import remove_dead_segments
+from hpctrain.comm.start.process import remove_dead_segments
 from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
 from hpctrain.comm.transports.members import MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, wait_until
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.groups.channel import Channel
     from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
-    from hpctrain.comm.progress.lanes import Progress
+    from hpctrain.comm.progress.lanes import ProgressEngine
     from hpctrain.comm.waiting import PendingNumbers
 
 
@@ -63,7 +63,7 @@ class World:
         self.watchdog = Watchdog(mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
         self._lane = self.watchdog.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
-        self._progress: Progress | None = None
+        self._engine: ProgressEngine | None = None
         self._made: list[Communicator | Lane | Channel] = []
         self._lanes: list[Lane] = []
 
@@ -112,7 +112,7 @@ class World:
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
         bound = changes.get("accelerator", self.accelerator)
-        assert self._progress is None or bound is self.accelerator, "the lanes' thread is bound to one device"
+        assert self._engine is None or bound is self.accelerator, "the lanes' thread is bound to one device"
         self.settings = replace(self.settings, **changes)
 
     @property
@@ -172,11 +172,11 @@ class World:
         self._lanes.append(made)
         return self._keep(made)
 
-    def pair(self, ranks: tuple[int, int], name: str = "pair") -> "Communicator":
+    def pair(self, ranks: tuple[int, int]) -> "Communicator":
         """Return a communicator of two ranks by the route of messages between stages. Both must call."""
         from hpctrain.comm.groups.communicator import Communicator
 
-        instruments = self._instruments(name, ranks)
+        instruments = self._instruments("pair", ranks)
         with instruments.recorded("connect"):
             backend = self._routes().message_backend(ranks, instruments.pace)
         return self._keep(Communicator(ranks, backend, self.patience, instruments))
@@ -203,7 +203,7 @@ class World:
     def _free(self, count: int) -> None:
         """Free all that was made but the first `count`. All ranks must call."""
         for lane in self._lanes:  # first of all: what a lane moves may be in memory of another group
-            lane.settle()
+            lane.drain()
         for made in reversed(self._made[count:]):
             made.close()
         del self._made[count:]
@@ -248,16 +248,16 @@ class World:
 
         return RouteMaker(self.space, self.settings)
 
-    def _moving(self) -> "Progress":
+    def _moving(self) -> "ProgressEngine":
         """Return what moves this rank's lanes; it starts with the first."""
-        from hpctrain.comm.progress.lanes import Progress
+        from hpctrain.comm.progress.lanes import ProgressEngine
 
-        if self._progress is None:
+        if self._engine is None:
             device = self.accelerator
-            self._progress = Progress(self.has_threads, device.use if device else None)
+            self._engine = ProgressEngine(self.has_threads, device.use if device else None)
             if device:
-                device.launches.meanwhile = self._progress.poll
-        return self._progress
+                device.launches.meanwhile = self._engine.poll
+        return self._engine
 
     def _keep(self, made):
         self._made.append(made)
@@ -351,8 +351,8 @@ class World:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
         self.agree(None)  # nobody takes leave while another one may still be killed, or hang
         self._free(0)
-        if self._progress is not None:
-            self._progress.close()
+        if self._engine is not None:
+            self._engine.close()
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
         self.watchdog.close()

@@ -22,8 +22,8 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
-from hpctrain.comm.groups.solo import Solo
-from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.groups.solo import OfflineWorld
+from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
@@ -258,7 +258,7 @@ def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> 
     _, training, _ = open_datasets(job.data, job.train.seed)
     rows = 1 if job.train.global_batch > 8 else job.train.global_batch
     plan = even_plan(job.model.num_items, TensorGrid(), 1, 1, job.train.global_batch // rows, rows)
-    trainer = Trainer(Solo(0, 1), accelerator, job, plan)  # pyright: ignore[reportArgumentType] - a world of one
+    trainer = Trainer(OfflineWorld(0, 1), accelerator, job, plan)  # pyright: ignore[reportArgumentType] - a world of one
     trainer.initialise()
     return [trainer.step(training)[0]["loss"] for _ in range(steps)]
 

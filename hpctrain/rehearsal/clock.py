@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hpctrain.comm.waiting import WAKE_SECONDS, Pending, Steps
+from hpctrain.comm.waiting import WAKE_SECONDS, Condition, Steps
 
 # A rank does not lead its device by more than this: what it sees of others would be of an earlier time.
 LONGEST_LEAD_SECONDS = 2e-3
@@ -154,13 +154,13 @@ class Paced:
         self.begun = self.ended = clock.now
         """When the group could begin, and when it had done it."""
         self._late = clock.compute.late
-        self._pending: Pending | None = None
+        self._condition: Condition | None = None
         self._steps = self._paced(steps)
 
     def __iter__(self) -> Steps:
         return self
 
-    def __next__(self) -> Pending:
+    def __next__(self) -> Condition:
         return next(self._steps)
 
     def _paced(self, steps: Steps) -> Steps:
@@ -168,17 +168,17 @@ class Paced:
         stream.reach(self.begun, self._late)
         self.begun = stream.done_at
         if time.monotonic() < stream.done_at:
-            yield Pending(lambda: time.monotonic() >= stream.done_at, "the pretended device", lambda: stream.done_at)
+            yield Condition(lambda: time.monotonic() >= stream.done_at, "the pretended device", lambda: stream.done_at)
         clock.in_flight.add(self)
         try:
             while True:
                 clock.is_communicating = True
-                pending = next(steps, None)
+                condition = next(steps, None)
                 clock.is_communicating = False
-                if pending is None:
+                if condition is None:
                     return
-                self._pending = pending
-                yield pending
+                self._condition = condition
+                yield condition
         finally:
             clock.is_communicating = False
             clock.in_flight.discard(self)
@@ -186,9 +186,9 @@ class Paced:
 
     @property
     def moving_until(self) -> float:
-        """See `Pending`. Any thread may ask."""
-        pending = self._pending
-        return 0.0 if pending is None or pending.moving_until is None else pending.moving_until()
+        """See `Condition`. Any thread may ask."""
+        condition = self._condition
+        return 0.0 if condition is None or condition.moving_until is None else condition.moving_until()
 
     def meet(self) -> None:
         """Let the device wait for what the group has done: called by who has waited for it."""

@@ -15,10 +15,9 @@ from contextlib import suppress
 
 import torch
 
-from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.comm.transports.members import GroupMessages, Members
-from hpctrain.comm.transports.transport import HostTransport
+from hpctrain.comm.transports.transport import HostTransport, as_bytes
 from hpctrain.comm.transports.window import SharedWindow, share_files
 from hpctrain.comm.waiting import Ready
 from hpctrain.comm.world import World

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.start.litter import PREFIXES, SHARED_MEMORY
+from hpctrain.comm.start.process import PREFIXES, SHARED_MEMORY
 from hpctrain.observe.folder.run_folder import read_metrics
 from tests.started import BIN, processes, ranks_of
 

@@ -139,12 +139,13 @@ def test_collectives_agree_with_a_reference(world, case):
             comm.barrier()
             assert common.tolist() == list(range(comm.size))
 
-        token = torch.tensor([me])
-        if me:
-            comm.receive(token, me - 1)
-            assert token == me - 1
-        if me + 1 < comm.size:
-            comm.send(torch.tensor([me]), me + 1)
+        if comm.size == 2:
+            token = torch.tensor([me])
+            if me:
+                comm.receive(token)
+                assert token == 0
+            else:
+                comm.send(token)
         comm.barrier()
     finally:
         comm.close()
@@ -285,6 +286,7 @@ def test_what_does_not_fit_is_refused_before_anybody_waits(world):
         comm.all_reduce(torch.ones(4, 4).t())
     with pytest.raises(CommError, match=f"1 elements of output, where rank {world.rank} gets 2"):
         comm.reduce_scatter(torch.ones(2 * world.size), torch.ones(1))
-    with pytest.raises(CommError, match="no peer at position 99"):
-        comm.send(torch.ones(1), 99)
+    if comm.size > 2:
+        with pytest.raises(CommError, match=f"a message in a group of {comm.size} ranks; groups of two have messages"):
+            comm.send(torch.ones(1))
     comm.close()

@@ -10,8 +10,8 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import KINDS, family_of
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.bind import DTYPES
+from hpctrain.comm.collectives.native import library_ability
 from hpctrain.comm.transports.cuda_aware import probe_direct
-from hpctrain.comm.transports.native import library_ability
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpctrain.comm import waiting
+from hpctrain.comm.accelerators import launches
 from hpctrain.comm.groups import communicator
-from hpctrain.comm.progress import launches
 from hpctrain.data.order import open_datasets
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job, make_trainer
 from tests.ranks.test_staged import Pretended
@@ -97,7 +97,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
         return waits
 
     def wait_on_host(launch) -> None:
-        waiting.complete(iter([waiting.Pending(lambda: launch.ended, "the device")]), "a test", world.patience)
+        waiting.complete(iter([waiting.Condition(lambda: launch.ended, "the device")]), "a test", world.patience)
 
     assert waits_of_a_step() == ["the device"]
     with patch.object(launches.DeviceLaunch, "wait", wait_on_host):
@@ -111,9 +111,9 @@ def test_in_the_first_step_each_operation_has_ended_before_the_next(world, token
     """Kernels are loaded then, which may wait for what is in flight. The bits are those of a step with all overlaps."""
     in_flight: list[list[int]] = []
 
-    def launch(order, *rest) -> None:
+    def launch(order, *rest):
         in_flight[-1].append(len(order._in_flight))
-        LAUNCH(order, *rest)
+        return LAUNCH(order, *rest)
 
     def trained() -> list[dict]:
         pretended = Pretended(world, families, native=True)

@@ -121,10 +121,9 @@ class Probed(Pretended):
         self.routes_of_pairs: list[str] = []
 
     def pair(self, ranks) -> Communicator:
-        backend = self.routes.message_backend(ranks)
-        self.routes_of_pairs.append(backend.collectives.name)
-        self._made.append(Communicator(ranks, backend, self.patience))
-        return self._made[-1]
+        made = super().pair(ranks)
+        self.routes_of_pairs.append(made.route_name)
+        return made
 
 
 @pytest.mark.ranks(2, 4)

@@ -10,13 +10,13 @@ from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.accelerators.launches import DeviceLaunch, LaunchOrder
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups import maker
 from hpctrain.comm.groups.channel import make_channel
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
-from hpctrain.comm.progress.lanes import Progress
-from hpctrain.comm.progress.launches import DeviceLaunch
+from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.comm.transports.peer_memory import PeerMemory
 from hpctrain.comm.transports.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
@@ -169,7 +169,7 @@ def test_the_second_message_of_a_channel_waits_for_no_later_work(world, route):
     with watched() as device:
         pretended = Pretended(world, "aa", device=PretendedDevice(), library=WatchedLibrary(world.raw_mpi), **route)
         pretended.device.exports = route.get("exports", True)
-        progress = Progress(threaded=False)  # nothing moves before somebody waits
+        progress = ProgressEngine(threaded=False)  # nothing moves before somebody waits
         channel = make_channel(pretended.routes, progress, 1 - world.rank, 4000, 2, world.patience)
         places = []
 
@@ -223,10 +223,10 @@ def test_an_overflow_of_a_library_is_reported_like_torchs_own(tokens):
             trainer.step(training)
 
 
-def run_without_wait(launch, stream, accelerator) -> None:
-    with accelerator.on(stream):
-        next(launch._steps, None)
-    launch._place = stream.record_event()
+def queue_without_wait(order, operation):
+    with order.accelerator.on(order.stream):
+        next(operation.steps, None)
+    return order.stream.record_event()
 
 
 def run_and_forget(collectives, steps, queued, kept):
@@ -257,7 +257,7 @@ RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
 NCCL, STAGED, DIRECT = ROUTES
 BESIDE = {"native": True, "direct": "a", "exports": False}
 MISTAKES = {
-    "a launch does not wait for its operands": (DeviceLaunch, "run_on", run_without_wait, NCCL, "does not wait for"),
+    "a launch does not wait for its operands": (LaunchOrder, "queue", queue_without_wait, NCCL, "does not wait for"),
     "nobody waits for a launch": (DeviceLaunch, "wait", lambda launch: None, NCCL, "does not wait for NCCL's"),
     "operands are not kept": (StreamedCollectives, "_run", run_and_forget, STAGED, "memory is freed"),
     "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),

@@ -16,7 +16,7 @@ from hpctrain.comm.groups.channel import make_channel
 from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.groups.settings import Settings
-from hpctrain.comm.progress.lanes import Progress
+from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import messages
 from hpctrain.comm.transports.abilities import Devices, FamilyAbilities
@@ -71,7 +71,7 @@ class Pretended:
         mpi = world.raw_mpi
         self.library = library or (None if device else FakeLibrary(mpi, lambda: self.device._stream))
         self.patience, self.rank = world.patience, world.rank
-        self.progress, self._world = Progress(world.has_threads, self.device.use), world
+        self.progress, self._world = ProgressEngine(world.has_threads, self.device.use), world
         self.device.launches.meanwhile = self.progress.poll
         self._made: list[Communicator] = []
         devices = Devices(self.device, known, bridge)
@@ -84,6 +84,11 @@ class Pretended:
         if backend and overlapped:
             lane = Lane(ranks, backend if backend.is_launched else self.backend(ranks), self.progress, self.patience)
         made = Communicator(ranks, backend, self.patience, lane=lane)
+        self._made.append(made)
+        return made
+
+    def pair(self, ranks) -> Communicator:
+        made = Communicator(ranks, self.routes.message_backend(ranks), self.patience)
         self._made.append(made)
         return made
 
@@ -158,13 +163,12 @@ def check_collectives(comm: Communicator, case: dict, put):
         expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
         assert torch.equal(gathered.cpu(), expected)
 
-    before, after = (me - 1) % comm.size, (me + 1) % comm.size
-    if me:
+    if comm.size == 2 and me:
         received = put(torch.zeros(size, dtype=tensor.dtype))
-        comm.receive(received, before)
-        assert torch.equal(received.cpu(), contribution(case, before, size))
-    if me + 1 < comm.size:
-        comm.send(put(contribution(case, me, size)), after)
+        comm.receive(received)
+        assert torch.equal(received.cpu(), contribution(case, 0, size))
+    elif comm.size == 2:
+        comm.send(put(contribution(case, me, size)))
     comm.barrier()
 
 

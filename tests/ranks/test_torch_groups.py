@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
-from hpctrain.comm.transports import native
-from hpctrain.comm.transports.native import Connection, NativeCollectives
+from hpctrain.comm.collectives import native
+from hpctrain.comm.collectives.native import Connection, NativeCollectives
 from hpctrain.config.errors import CommError
 from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator

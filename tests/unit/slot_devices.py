@@ -10,8 +10,8 @@ import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
-from hpctrain.comm.groups.solo import SilentCollectives, Solo
-from hpctrain.comm.progress.lanes import Progress
+from hpctrain.comm.groups.solo import OfflineWorld, SilentCollectives
+from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.config.job import Job
 from hpctrain.engine.step.layout import make_layout
 from hpctrain.engine.step.optimizer import Optimizer
@@ -64,7 +64,7 @@ class NotedChannel:
         self._log.append(Entry("receive", self._in))
 
 
-class NotingWorld(Solo):
+class NotingWorld(OfflineWorld):
     """One rank of many, alone: what it would exchange is noted."""
 
     def __init__(self, rank: int, size: int):
@@ -80,7 +80,7 @@ class NotingWorld(Solo):
             noted = Noted(self.log, Entry("collective", group, is_started), place, len(ranks))
             return Backend(noted, None, "noted")
 
-        lane = Lane(ranks, backend(True), Progress(threaded=False), ENDLESS) if overlapped else None
+        lane = Lane(ranks, backend(True), ProgressEngine(threaded=False), ENDLESS) if overlapped else None
         return Communicator(ranks, backend(False), lane=lane)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):

@@ -17,7 +17,7 @@ import torch
 
 from hpctrain.comm.accelerators.compiling import try_compile
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.progress.launches import Event, LaunchOrder, Stream
+from hpctrain.comm.accelerators.launches import Event, LaunchOrder, Stream
 from hpctrain.config.errors import HpctrainError
 
 OVERFLOWS = (
@@ -83,7 +83,6 @@ class Accelerator(ABC):
     | cuda      | NVIDIA        | TorchAccelerator | yes     | fp32, bf16, fp16              |
     | rocm      | AMD           | TorchAccelerator | yes     | fp32, bf16, fp16              |
     | xpu, npu  | Intel, Huawei | TorchAccelerator | yes     | fp32, bf16, fp16              |
-    | mps       | Apple         | TorchAccelerator | no      | fp32, bf16, fp16              |
     """
 
     shares_memory = False

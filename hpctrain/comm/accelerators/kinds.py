@@ -6,7 +6,6 @@
 import importlib
 import os
 import re
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
@@ -70,9 +69,8 @@ class DeviceKind(NamedTuple):
     """What the version of a torch that is built for it ends in; empty where it does not say."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that are set where they are not, before the device is used."""
-    has_streams: bool = True
     pins_memory: bool = True
-    """Whether host buffers can be pinned."""
+    """Whether host buffers can be pinned: not for a device that tests pretend."""
 
 
 CUDA = DeviceKind(
@@ -137,21 +135,13 @@ NPU = DeviceKind(
     plugin="torch_npu",
     environment=(("HCCL_DETERMINISTIC", "true"),),  # the same order in every sum
 )
-MPS = DeviceKind(
-    "mps",
-    "Apple",
-    "mps",
-    ("/System/Library/Frameworks/Metal.framework",),
-    has_streams=False,
-    pins_memory=False,
-)
-KINDS = {kind.name: kind for kind in (CUDA, ROCM, XPU, NPU, MPS)}
+KINDS = {kind.name: kind for kind in (CUDA, ROCM, XPU, NPU)}
 """By the name that jobs, cluster files and HPCTRAIN_DEVICE have for it."""
 
 
 def may_be_there(kind: DeviceKind) -> bool:
     """Say whether a driver and a torch for a kind may be there, without loading torch."""
-    if not any(map(os.path.exists, kind.driver_files)) or (kind is MPS and sys.platform != "darwin"):
+    if not any(map(os.path.exists, kind.driver_files)):
         return False
     try:
         return version("torch").endswith(kind.build) and bool(not kind.plugin or version(kind.plugin))

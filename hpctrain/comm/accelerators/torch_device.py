@@ -4,9 +4,8 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Ex
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
 from hpctrain.comm.start.launcher import asked_threads
-from hpctrain.comm.watchdog.flight import this_machine
+from hpctrain.comm.start.process import this_machine
 from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
@@ -102,9 +101,6 @@ class TorchAccelerator(Accelerator):
         """`total` is this rank's even share of the device. `used` and `peak` are what torch's allocator has reserved,
         with what it cannot use: other programs cannot have it either."""
         module, index = self._module, self._index
-        if hasattr(module, "recommended_max_memory"):
-            used = module.driver_allocated_memory()
-            return DeviceMemory(module.recommended_max_memory() // self._sharers, used, used)
         if hasattr(module, "mem_get_info"):
             total = module.mem_get_info(index)[1]
         else:
@@ -135,8 +131,6 @@ class TorchAccelerator(Accelerator):
             self._module.empty_cache()
 
     def _pooled_stream(self, priority: int = 0) -> Any:
-        if not self._kind.has_streams:
-            return SingleStream(self._module)
         return self._module.Stream(self.device, priority=priority)
 
     def new_stream(self) -> Stream:
@@ -144,7 +138,7 @@ class TorchAccelerator(Accelerator):
 
         Without CuPy it is one of a few: where two routes share one, one waits for the other's copies, and for no rank.
         """
-        if self.cupy is not None and self._kind.has_streams:
+        if self.cupy is not None:
             with self.cupy.cuda.Device(self._index):
                 made = self.cupy.cuda.Stream(non_blocking=True)
             stream = self._module.ExternalStream(made.ptr, device=self.device)
@@ -161,7 +155,7 @@ class TorchAccelerator(Accelerator):
         return self._pooled_stream(priority=-1)
 
     def on(self, stream: Stream) -> AbstractContextManager:
-        return self._module.stream(stream) if self._kind.has_streams else nullcontext()
+        return self._module.stream(stream)
 
     def queued(self) -> Event:
         return self._current().record_event()
@@ -171,7 +165,7 @@ class TorchAccelerator(Accelerator):
             self._current().wait_event(event)
 
     def _current(self) -> Any:
-        return self._module.current_stream(self.device) if self._kind.has_streams else SingleStream(self._module)
+        return self._module.current_stream(self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         stream = self._copy_streams[self.is_on_device(target)]
@@ -252,24 +246,6 @@ class TorchAccelerator(Accelerator):
             torch.matmul(a, b)
         self.synchronize()
         return MEASURED_PRODUCTS * 2 * MEASURED_SIZE**3 / (time.perf_counter() - start)
-
-
-class SingleStream:
-    """The one queue of a device without streams, with the interface of a stream."""
-
-    def __init__(self, module: ModuleType):
-        self._module = module
-
-    def wait_event(self, event: Event) -> None:
-        """Do nothing: what is queued comes after what was."""
-
-    def record_event(self) -> Event:
-        if not hasattr(self._module, "Event"):
-            self._module.synchronize()
-            return DONE
-        event = self._module.Event()
-        event.record()
-        return event
 
 
 def import_cupy() -> Any:

@@ -1,16 +1,17 @@
 """Collectives over any transport, as steps. Every route offers the same; `groups/maker.py` chooses one for a group:
 
-| class                     | for                                                                      |
-|---------------------------|--------------------------------------------------------------------------|
-| `SharedCollectives`       | ranks of one host, through its memory                                    |
-| `FlatCollectives`         | ranks that are all equally far from each other, by messages              |
-| `HierarchicalCollectives` | several domains: one of the others inside each, and messages across      |
-| `NativeCollectives`       | devices of one family, by their maker's library (`transports/native.py`) |
-| `ByMemory`                | such devices: the library for their memory, messages for the host's      |
+| class                     | for                                                                 |
+|---------------------------|---------------------------------------------------------------------|
+| `SharedCollectives`       | ranks of one host, through its memory                               |
+| `FlatCollectives`         | ranks that are all equally far from each other, by messages         |
+| `HierarchicalCollectives` | several domains: one of the others inside each, and messages across |
+| `NativeCollectives`       | devices of one family, by their maker's library                     |
+| `ByMemory`                | such devices: the library for their memory, messages for the host's |
 
 Read it in this order; a file imports only from its own line and those above it.
 
     flat, shared          between hosts, by messages; inside one host, through its memory
     hierarchical          inside domains by the one, across them by the other
+    native                by makers' libraries, which torch's process groups call
     streamed              on tensors of devices: around one of them, on a stream of its own
 """

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
-from hpctrain.comm.reduction import partial_dtype, reduce_in_order
+from hpctrain.comm.collectives.flat import Collectives, FlatCollectives, partial_dtype, reduce_in_order
 from hpctrain.comm.waiting import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -35,7 +34,7 @@ class HierarchicalCollectives:
         self._domains = domains
         self._order = tuple(itertools.chain(*domains))
         self._mine = next(i for i, domain in enumerate(domains) if self.rank in domain)
-        self._place = domains[self._mine].index(self.rank)
+        self._position = domains[self._mine].index(self.rank)
         self._others = [(self._mine + i) % len(domains) for i in range(1, len(domains))]
         """The other domains, each starting after itself, so that not all send to the same one first."""
 
@@ -68,7 +67,7 @@ class HierarchicalCollectives:
             yield from self._across.all_reduce(flat, op)
             return
         owned = self._owned(cut.size for cut in cut_evenly(flat.numel(), self.size))
-        yield from self._reduce_packed(flat, owned, flat[slice(*owned[self._mine][self._place])], op)
+        yield from self._reduce_packed(flat, owned, flat[slice(*owned[self._mine][self._position])], op)
         yield from self._gather_packed(flat, owned)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
@@ -79,7 +78,7 @@ class HierarchicalCollectives:
 
     def _reduce_packed(self, flat: torch.Tensor, owned: list[list[Interval]], out: torch.Tensor, op: str) -> Steps:
         mine = owned[self._mine]
-        region, own, partial = _region(mine), mine[self._place], partial_dtype(flat.dtype, op)
+        region, own, partial = _region(mine), mine[self._position], partial_dtype(flat.dtype, op)
         parts = [torch.empty(own.size, dtype=partial, device=flat.device) for _ in owned]
         arriving = [
             self._transport.receive(rank, parts[d][slice(*met.shift(-own.start))])
@@ -90,8 +89,8 @@ class HierarchicalCollectives:
         for d in self._others:  # theirs is in flight while ours is summed
             shares = self._shares(_region(owned[d]), self._mine)
             summed = yield from self._reduce_inside(flat, shares, partial, op)
-            for rank, met in self._meetings(d, owned[d], shares[self._place]):
-                leaving.append(self._transport.send(rank, summed[slice(*met.shift(-shares[self._place].start))]))
+            for rank, met in self._meetings(d, owned[d], shares[self._position]):
+                leaving.append(self._transport.send(rank, summed[slice(*met.shift(-shares[self._position].start))]))
         parts[self._mine] = yield from self._reduce_inside(flat, mine, partial, op)
         yield from until_all(arriving, f"the shards of the other {len(self._others)} domains")
         if own.size:
@@ -100,7 +99,7 @@ class HierarchicalCollectives:
 
     def _reduce_inside(self, flat: torch.Tensor, cuts: Sequence[Interval], dtype: torch.dtype, op: str):
         """Sum a region over this domain, which is cut among its ranks; return this rank's part, of a `dtype`."""
-        own, region = cuts[self._place], _region(cuts)
+        own, region = cuts[self._position], _region(cuts)
         summed = torch.empty(own.size, dtype=dtype, device=flat.device)
         if self._inner is None:
             summed.copy_(flat[slice(*own)])
@@ -115,7 +114,7 @@ class HierarchicalCollectives:
             yield from self._gather_packed(flat, owned)
             return
         packed = torch.empty_like(flat[: sum(cut.size for cut in cuts)])
-        packed[slice(*owned[self._mine][self._place])] = flat[slice(*cuts[self.rank])]
+        packed[slice(*owned[self._mine][self._position])] = flat[slice(*cuts[self.rank])]
         yield from self._gather_packed(packed, owned)
         for member, at in zip(self._order, itertools.chain(*owned), strict=True):
             flat[slice(*cuts[member])] = packed[slice(*at)]
@@ -125,9 +124,9 @@ class HierarchicalCollectives:
         shares = {d: self._shares(_region(owned[d]), self._mine) for d in self._others}
         arriving, leaving = [], []
         for d in self._others:
-            for rank, met in self._meetings(d, owned[d], shares[d][self._place]):
+            for rank, met in self._meetings(d, owned[d], shares[d][self._position]):
                 arriving.append(self._transport.receive(rank, flat[slice(*met)]))
-            for rank, met in self._meetings(d, self._shares(_region(mine), d), mine[self._place]):
+            for rank, met in self._meetings(d, self._shares(_region(mine), d), mine[self._position]):
                 leaving.append(self._transport.send(rank, flat[slice(*met)]))
         yield from self._gather_inside(flat, mine)
         if getattr(self._transport, "is_direct", False):  # while a library waits, messages may: all have left before

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import torch
 
-from hpctrain.comm.reduction import reduce_in_order, section_of
+from hpctrain.comm.collectives.flat import reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import SharedWindow
-from hpctrain.comm.waiting import Pending, Steps
+from hpctrain.comm.waiting import Condition, Steps
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # Of each of a rank's two slots (`_next_slot`). Small enough for the slots of a few ranks to stay in the cache. Large
@@ -65,8 +65,8 @@ class SharedCollectives:
             self._mapped.append(region)
         return region.bytes[0 if is_common else self.rank]
 
-    def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""
+    def _views_of_all(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return this tensor of each rank, as this rank sees them; None if it is not in memory of `allocate`."""
         for region in self._mapped:
             start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
             stop = start + flat.numel() * flat.element_size()
@@ -81,7 +81,7 @@ class SharedCollectives:
         window.publish(ANNOUNCED, value)
         for other, counter in enumerate(window.counters):
             if counter[ANNOUNCED] < value:
-                yield Pending(lambda c=counter: c[ANNOUNCED] >= value, f"rank {other} of {self.size}")
+                yield Condition(lambda c=counter: c[ANNOUNCED] >= value, f"rank {other} of {self.size}")
         window.fence()
 
     def _next_slot(self) -> int:
@@ -102,12 +102,12 @@ class SharedCollectives:
         yield from self._announce()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        if (seen := self._everywhere(flat)) is not None:
+        if (views := self._views_of_all(flat)) is not None:
             cuts = cut_evenly(flat.numel(), self.size)
             own = flat[slice(*cuts[self.rank])]
             yield from self._announce()
-            reduce_in_order([tensor[slice(*cuts[self.rank])] for tensor in seen], own, op)
-            yield from self._gather_seen(seen, cuts)
+            reduce_in_order([view[slice(*cuts[self.rank])] for view in views], own, op)
+            yield from self._gather_views(views, cuts)
             return
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
@@ -132,19 +132,19 @@ class SharedCollectives:
             if other != self.rank:
                 chunk[slice(*cut)].copy_(copies[other][slice(*cut)])
 
-    def _gather_seen(self, seen: list[torch.Tensor], cuts: Sequence[Interval]) -> Steps:
+    def _gather_views(self, views: list[torch.Tensor], cuts: Sequence[Interval]) -> Steps:
         yield from self._announce()
         for other, cut in enumerate(cuts):
             if other != self.rank:
-                seen[self.rank][slice(*cut)].copy_(seen[other][slice(*cut)])
+                views[self.rank][slice(*cut)].copy_(views[other][slice(*cut)])
         yield from self._announce()  # nobody reads this rank's memory any longer
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
         own = cuts[self.rank]
-        if (seen := self._everywhere(flat)) is not None:
+        if (views := self._views_of_all(flat)) is not None:
             yield from self._announce()
             if own.size:
-                reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
+                reduce_in_order([view[slice(*own)] for view in views], out, op)
             yield from self._announce()
             return
         step = SLOT_BYTES // flat.element_size() // self.size
@@ -164,8 +164,8 @@ class SharedCollectives:
                 reduce_in_order(parts, out[start : start + section.size], op)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        if (seen := self._everywhere(flat)) is not None:
-            yield from self._gather_seen(seen, cuts)
+        if (views := self._views_of_all(flat)) is not None:
+            yield from self._gather_views(views, cuts)
             return
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):

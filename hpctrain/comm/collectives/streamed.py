@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
+from hpctrain.comm.accelerators.launches import CompositeOperation, DeviceOperation, Procedure
 from hpctrain.comm.collectives.flat import Collectives
-from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.transports.native import NativeCollectives
+from hpctrain.comm.collectives.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
-from hpctrain.comm.waiting import Pending, Ready, Steps
+from hpctrain.comm.waiting import Condition, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
 
@@ -21,12 +21,12 @@ class StreamedCollectives:
 
     | the library does        | what is returned        | stream             | it has ended when                |
     |-------------------------|-------------------------|--------------------|----------------------------------|
-    | all of it               | a `DeviceLaunch`        | that of `launches` | the caller's stream waits for it |
-    | parts, between messages | steps, in a `Composite` | that of `launches` | the device has done it           |
+    | all of it               | a `DeviceOperation`     | that of `launches` | the caller's stream waits for it |
+    | parts, between messages | a `CompositeOperation`  | that of `launches` | the device has done it           |
     | nothing of it           | steps                   | one of its own     | the device has done it           |
 
-    Where messages are of device memory, and other groups have a library, steps are a `Composite` too: none of its
-    operations begins before they have arrived.
+    Where messages are of device memory, and other groups have a library, steps are a `CompositeOperation` too: none of
+    the library's operations begins before they have arrived.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class StreamedCollectives:
             return self._run(steps, None, tensors)
         queued, order = self._accelerator.queued(), self._accelerator.launches
         if self.is_launched:
-            return DeviceLaunch(order, steps, queued, tensors)
+            return DeviceOperation(order, steps, queued, tensors)
         steps = self._run(steps, queued, tensors)
         is_alone = self._natives or (self._transport.is_direct and order.has_library)
-        return Composite(order, steps) if is_alone else steps
+        return CompositeOperation(order, steps) if is_alone else steps
 
     def _run(self, steps: Steps, queued: Event | None, kept: Sequence[torch.Tensor]) -> Steps:
         """Keep the tensors until the device is done with them: the stream that they are of would get their memory."""
@@ -76,14 +76,14 @@ class StreamedCollectives:
             self.stream.wait_event(queued)
         while True:
             with self._accelerator.on(self.stream):
-                pending = next(steps, None)
-            if pending is None:
+                condition = next(steps, None)
+            if condition is None:
                 break
-            yield Pending(partial(self._look, pending.ready), pending.awaited)
+            yield Condition(partial(self._look, condition.ready), condition.awaited)
         if queued is not None:
             done = self.stream.record_event()
             if not done.query():
-                yield Pending(partial(self._look, done.query), "the device")
+                yield Condition(partial(self._look, done.query), "the device")
         del kept
 
     def _look(self, ready: Ready) -> bool:

@@ -5,12 +5,12 @@ from collections import deque
 
 import torch
 
-from hpctrain.comm.groups.communicator import Lane, Started
+from hpctrain.comm.groups.communicator import Lane, WorkHandle
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.progress.lanes import Progress
-from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.comm.transports.members import Members
+from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.config.errors import CommError
@@ -27,18 +27,18 @@ class Channel(ABC):
 
     def send(self, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor and return; waits only if as many messages are in flight as the channel is deep."""
-        followed = self._instruments.start("send", tensor.nbytes)
+        observed = self._instruments.start("send", tensor.nbytes)
         self._send(tensor)
-        followed.end()
-        followed.end_wait()
+        observed.end()
+        observed.end_wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with the next message, which must have its size."""
         # Overlapped for the trace: what the sender did until it sent is no communication.
-        followed = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
+        observed = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
         self._receive(tensor)
-        followed.end()
-        followed.end_wait()
+        observed.end()
+        observed.end_wait()
 
     def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
@@ -114,23 +114,22 @@ class LaneChannel(Channel):
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = outgoing.transport.polls_freely
         """Whether receives are posted when they are expected."""
-        self._peer = 1 - outgoing.rank
-        self._in_flight: deque[Started] = deque()
-        self._expected: deque[tuple[torch.Tensor, Started]] = deque()
+        self._in_flight: deque[WorkHandle] = deque()
+        self._expected: deque[tuple[torch.Tensor, WorkHandle]] = deque()
 
     def _send(self, tensor: torch.Tensor) -> None:
         if len(self._in_flight) >= self._depth:
             self._in_flight.popleft().wait()
-        self._in_flight.append(self._outgoing.send(tensor.clone(), self._peer))
+        self._in_flight.append(self._outgoing.send(tensor.clone()))
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Let a message move when those that were expected before it are there, where receives are posted early."""
         if self._posts_early:
-            self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
+            self._expected.append((tensor, self._incoming.receive(tensor)))
 
     def _receive(self, tensor: torch.Tensor) -> None:
         if not self._expected:
-            self._incoming.receive(tensor, self._peer).wait()
+            self._incoming.receive(tensor).wait()
             return
         expected, work = self._expected.popleft()
         assert expected is tensor, "messages are received in the order in which they were expected"
@@ -147,7 +146,7 @@ class LaneChannel(Channel):
 
 def make_channel(
     routes: RouteMaker,
-    progress: Progress,
+    engine: ProgressEngine,
     peer: int,
     num_bytes: int,
     depth: int,
@@ -160,6 +159,6 @@ def make_channel(
         return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
-    outgoing = Lane(ranks, backend, progress, patience, instruments.unrecorded())
-    incoming = Lane(ranks, backend, progress, patience, Instruments(pace=instruments.pace))
+    outgoing = Lane(ranks, backend, engine, patience, instruments.unrecorded())
+    incoming = Lane(ranks, backend, engine, patience, Instruments(pace=instruments.pace))
     return LaneChannel(outgoing, incoming, depth, instruments)

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
+from hpctrain.comm.accelerators.launches import CompositeOperation, DeviceLaunch, DeviceOperation, Procedure
 from hpctrain.comm.collectives.flat import Collectives, SilentCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.progress.lanes import ENDED, Ended, Progress, Work
-from hpctrain.comm.progress.launches import Composite, DeviceLaunch, Procedure
-from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.transports.transport import Transport
+from hpctrain.comm.progress.lanes import ENDED, Ended, ProgressEngine, Work
+from hpctrain.comm.transports.transport import Transport, as_bytes
 from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, complete, until_all, wait_until
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Event
+    from hpctrain.comm.collectives.native import NativeCollectives
     from hpctrain.comm.collectives.streamed import StreamedCollectives
-    from hpctrain.comm.transports.native import NativeCollectives
 
-Started = Work | DeviceLaunch | Ended
+WorkHandle = Work | DeviceLaunch | Ended
+"""What a started operation returns: `done` says whether it has ended, `wait` waits for that."""
 
 
 REDUCTIONS = ("sum", "max", "min")
@@ -103,9 +103,7 @@ class Operations(ABC, Generic[Result]):
         self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
 
     @abstractmethod
-    def _execute(
-        self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None
-    ) -> Result: ...
+    def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure) -> Result: ...
 
     @property
     def bytes_sent(self) -> Sequence[int]:
@@ -155,19 +153,14 @@ class Operations(ABC, Generic[Result]):
     def barrier(self) -> Result:
         return self._execute("barrier", torch.empty(0), self._collectives.barrier())
 
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
+    def send(self, tensor: torch.Tensor) -> Result:
+        """Send to the other rank of a group of two, which receives as many bytes; ends when the tensor may be
+        changed."""
+        return self._execute("send", tensor, self._message(self.transport.send, tensor))
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Result:
-        """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
-        self._check_peer(peer)
-        return self._execute("send", tensor, self._message(self.transport.send, tensor, peer), peer)
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> Result:
-        """Fill the tensor with the next message of the rank at position `peer`."""
-        self._check_peer(peer)
-        return self._execute("receive", tensor, self._message(self.transport.receive, tensor, peer), peer)
+    def receive(self, tensor: torch.Tensor) -> Result:
+        """Fill the tensor with the next message of the other rank of a group of two."""
+        return self._execute("receive", tensor, self._message(self.transport.receive, tensor))
 
     @property
     def transport(self) -> Transport:
@@ -175,13 +168,16 @@ class Operations(ABC, Generic[Result]):
         assert self._backend.transport is not None, "a group of one has no peer"
         return self._backend.transport
 
-    def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
+    def _message(self, move, tensor: torch.Tensor) -> Steps:
         """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
+        if self.size != 2:
+            raise CommError(f"a message in a group of {self.size} ranks; groups of two have messages")
         data = as_bytes(self._flat(tensor))
-        return self._moved(move, data, peer, self.transport.queued(data))
+        return self._moved(move, data, self.transport.queued(data))
 
-    def _moved(self, move, data: torch.Tensor, peer: int, after: "Event | None") -> Steps:
-        yield from until_all([move(peer, data, after)], f"rank {peer} of {self.size}")
+    def _moved(self, move, data: torch.Tensor, after: "Event | None") -> Steps:
+        peer = 1 - self.rank
+        yield from until_all([move(peer, data, after)], f"rank {peer} of 2")
 
     @property
     def is_open(self) -> bool:
@@ -216,19 +212,16 @@ class Communicator(Operations[torch.Tensor]):
         super().__init__(ranks, backend, instruments)
         self._patience, self._lane = patience, lane
 
-    def _execute(
-        self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None
-    ) -> torch.Tensor:
-        followed = self._instruments.start(operation, tensor.nbytes, peer)
-        if isinstance(procedure, DeviceLaunch):
-            procedure.start(self._patience, followed)
-            procedure.wait()
+    def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure) -> torch.Tensor:
+        observed = self._instruments.start(operation, tensor.nbytes)
+        if isinstance(procedure, DeviceOperation):
+            procedure.order.launch(procedure, self._patience, observed).wait()
         else:
             # The steps are taken as they are, but on devices and in rehearsals. An operation that raises is not ended:
             # the flight record shows what hung.
-            complete(followed.steps(_settled(procedure)), operation, self._patience)
-            followed.end()
-            followed.end_wait()
+            complete(observed.steps(_steps_of(procedure)), operation, self._patience)
+            observed.end()
+            observed.end_wait()
         return tensor
 
     @property
@@ -248,7 +241,7 @@ class Communicator(Operations[torch.Tensor]):
         """Wait with this group's patience for something of this rank's own, such as its device. Raises CommError."""
         wait_until(ready, lambda: awaited, self._patience)
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Started:
+    def start_all_reduce(self, tensor: torch.Tensor) -> WorkHandle:
         """Sum in place over all ranks; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_reduce(tensor)
@@ -257,14 +250,14 @@ class Communicator(Operations[torch.Tensor]):
 
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
-    ) -> Started:
+    ) -> WorkHandle:
         """Start a `reduce_scatter` of sums; leave both tensors alone until the work is done."""
         if self._lane is not None:
             return self._lane.reduce_scatter(tensor, out, cuts)
         self.reduce_scatter(tensor, out, cuts)
         return ENDED
 
-    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Started:
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> WorkHandle:
         """Start an `all_gather`; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_gather(tensor, cuts)
@@ -294,7 +287,7 @@ class Communicator(Operations[torch.Tensor]):
         return None if memory is None else memory.view(dtype)
 
 
-class Lane(Operations[Started]):
+class Lane(Operations[WorkHandle]):
     """Operations that continue while the rank computes, one after the other; each returns a `Work` at once.
 
     Tensors must be left alone until their work is done.
@@ -304,36 +297,35 @@ class Lane(Operations[Started]):
         self,
         ranks: Sequence[int],
         backend: Backend | None,
-        progress: Progress,
+        engine: ProgressEngine,
         patience: Patience,
         instruments: Instruments | None = None,
     ):
         super().__init__(ranks, backend, instruments)
-        self._progress, self._patience = progress, patience
-        self._queue: deque[Work] = progress.add_lane()
+        self._engine, self._patience = engine, patience
+        self._queue: deque[Work] = engine.add_lane()
 
-    def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure, peer: int | None = None) -> Started:
-        followed = self._instruments.start(operation, tensor.nbytes, peer, is_overlapped=True)
-        if isinstance(procedure, DeviceLaunch):
-            procedure.start(self._patience, followed)
-            return procedure
-        work = Work(self._progress, followed.steps(_settled(procedure)), self._patience, followed)
-        self._progress.submit(self._queue, work)
-        if isinstance(procedure, Composite):
+    def _execute(self, operation: str, tensor: torch.Tensor, procedure: Procedure) -> WorkHandle:
+        observed = self._instruments.start(operation, tensor.nbytes, is_overlapped=True)
+        if isinstance(procedure, DeviceOperation):
+            return procedure.order.launch(procedure, self._patience, observed)
+        work = Work(self._engine, observed.steps(_steps_of(procedure)), self._patience, observed)
+        self._engine.submit(self._queue, work)
+        if isinstance(procedure, CompositeOperation):
             procedure.order.start_composite(work)
             if procedure.order.blocks:
                 work.wait()
         return work
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what is in flight, unless it was abandoned. All ranks must call."""
         for work in tuple(self._queue) if self.is_open else ():
             work.wait()
 
 
-def _settled(procedure: Steps | Composite) -> Steps:
-    """Return the steps of what was asked, of which parts may be launched now."""
-    if isinstance(procedure, Composite):
-        procedure.order.settle()
+def _steps_of(procedure: Steps | CompositeOperation) -> Steps:
+    """Return the steps of an operation; of a composite one when its parts may be launched."""
+    if isinstance(procedure, CompositeOperation):
+        procedure.order.finish_composite()
         return procedure.steps
     return procedure

@@ -7,6 +7,7 @@ from typing import Any
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
+from hpctrain.comm.collectives.native import NativeCollectives, connect_native
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.communicator import Backend, BackendPart
@@ -14,7 +15,6 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import Pace
 from hpctrain.comm.transports.abilities import UNPLANNED_SUMS, Devices, device_route, message_route
 from hpctrain.comm.transports.members import GroupMessages, MessageSpace
-from hpctrain.comm.transports.native import NativeCollectives, connect_native
 from hpctrain.comm.transports.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.transports.transport import DeviceTransport, HostTransport, Transport
 

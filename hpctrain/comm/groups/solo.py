@@ -10,11 +10,11 @@ from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
 from hpctrain.comm.groups.settings import Rehearsal
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments
-from hpctrain.comm.progress.lanes import Progress
+from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.config.errors import CommError
 
 
-class Solo:
+class OfflineWorld:
     """Replaces the world where a layout is built (`hpctrain.engine.step.layout`). Nothing in it involves other
     ranks."""
 
@@ -41,7 +41,7 @@ class Solo:
         backend = Backend(silent, None, "alone")
         lane = None
         if overlapped:
-            lane = Lane(ranks, backend, Progress(threaded=False), ENDLESS, self._instruments(name))
+            lane = Lane(ranks, backend, ProgressEngine(threaded=False), ENDLESS, self._instruments(name))
         return Communicator(ranks, backend, instruments=self._instruments(name), lane=lane)
 
     def _instruments(self, name: str) -> Instruments:

@@ -140,20 +140,17 @@ class _Meter:
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
         self._pair: Communicator | None = None
-        """Of this rank and the other one of its pair, where they have a route of their own."""
+        """Of this rank and the other one of its pair, if it is in one."""
 
     def connect(self, pair_class: PairClass) -> str | None:
-        """Have devices send as the stages of a pipeline do: they may copy from each other's memory, or MPI may move it.
-
-        Returns how, on rank 0, where they are on one host. All ranks must call.
+        """Connect the ranks of each pair. Devices send as stages of a pipeline do: they may copy from each other's
+        memory, or MPI may move it. Returns how devices do, on rank 0. All ranks must call.
         """
-        self._pair = None
+        pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
+        self._pair = self._world.pair(pair) if pair else None
         places = self._world.topology.places
         if any(places[rank].kind == "cpu" for rank in pair_class.pairs[0]):
             return None
-        pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
-        if pair:
-            self._pair = self._world.pair(pair)
         routes = self._world.gather_objects(f"{self._pair.route_name} ({self._pair.reason})" if self._pair else None)
         return next((route for route in routes if route is not None), None)
 
@@ -173,22 +170,21 @@ class _Meter:
         """
         pair = next((pair for pair in pairs if self._comm.rank in pair), None)
         share = self._schedule.next_share() / CALLS
-        once = self._round(pair, num_bytes, 1)
+        once = self._round(pair is not None, num_bytes, 1)
         self._comm.barrier()  # here the others wait, and leave the cores to those who measure
         repeats = int(self._world.smallest(share / once if pair else MOST_REPEATS))
         repeats = max(1, min(repeats, MOST_REPEATS))
-        rounds = [self._round(pair, num_bytes, repeats) for _ in range(ROUNDS)]
+        rounds = [self._round(pair is not None, num_bytes, repeats) for _ in range(ROUNDS)]
         self._comm.barrier()
         gathered = self._world.gather_objects(rounds) or [rounds]
         return min(max(of_ranks) for of_ranks in zip(*gathered, strict=True))
 
-    def _round(self, pair: tuple[int, int] | None, num_bytes: int, repeats: int) -> float:
-        """Return the mean seconds of a message of this rank's pair; 0 if it has none."""
+    def _round(self, takes_part: bool, num_bytes: int, repeats: int) -> float:
+        """Return the mean seconds of a message of this rank's pair; 0 if it takes no part."""
         self._comm.barrier()
-        if pair is None:
+        if not takes_part or self._pair is None:
             return 0.0
-        comm, ends = (self._comm, pair) if self._pair is None else (self._pair, (0, 1))
-        seconds = round_trip(comm, *ends, self._memory[:num_bytes], self._answer, repeats)
+        seconds = round_trip(self._pair, self._memory[:num_bytes], self._answer, repeats)
         self._accelerator.synchronize()
         return seconds
 
@@ -201,19 +197,17 @@ def bandwidth(num_bytes: int, seconds: float, latency_seconds: float) -> float:
     return num_bytes / max(seconds - latency_seconds, seconds / 2)
 
 
-def round_trip(
-    comm: Communicator, source: int, target: int, message: torch.Tensor, answer: torch.Tensor, repeats: int = 1
-) -> float:
-    """Return the mean seconds of a message and the answer to it. Both positions of the group must call, nobody else.
+def round_trip(pair: Communicator, message: torch.Tensor, answer: torch.Tensor, repeats: int) -> float:
+    """Return the mean seconds of a message of the first rank and the answer to it. Both ranks must call.
 
     An answer of one byte comes back after a latency: what is left is the time of the message, in one direction.
     """
     start = time.perf_counter()
     for _ in range(repeats):
-        if comm.rank == source:
-            comm.send(message, target)
-            comm.receive(answer, target)
+        if pair.rank == 0:
+            pair.send(message)
+            pair.receive(answer)
         else:
-            comm.receive(message, source)
-            comm.send(answer, source)
+            pair.receive(message)
+            pair.send(answer)
     return (time.perf_counter() - start) / repeats

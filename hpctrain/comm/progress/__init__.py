@@ -1,1 +1,1 @@
-"""Lanes and the order of launches move operations, and instruments record each of them."""
+"""Instruments observe each operation, and lanes move it while the rank computes."""

@@ -1,4 +1,4 @@
-"""Instruments follow every operation of a group: flight record, trace of the run, and pace of a pretended device.
+"""Instruments observe every operation of a group: flight record, trace of the run, and pace of a pretended device.
 
 Times are seconds of `time.monotonic`; a rehearsal's are pretended ones.
 """
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import Protocol
 
-from hpctrain.comm.waiting import Pending, Steps
+from hpctrain.comm.waiting import Condition, Steps
 from hpctrain.comm.watchdog.flight import write_ranks
 from hpctrain.comm.watchdog.recorder import Recorder
 
@@ -50,7 +50,7 @@ class PacedSteps(Protocol):
 
     def __iter__(self) -> Steps: ...
 
-    def __next__(self) -> Pending: ...
+    def __next__(self) -> Condition: ...
 
     def meet(self) -> None:
         """Let the device wait for the operation. The rank that has waited for it calls."""
@@ -78,7 +78,7 @@ class Instruments:
         which: str = "",
     ):
         """`pace` is for groups of pretended devices. `which` distinguishes lanes of the same name and ranks."""
-        self.recorder, self.name, self.ranks = recorder, name, tuple(ranks)
+        self.recorder, self.name = recorder, name
         self.group = recorder.add_group(name, ranks) if recorder else 0
         self.tracer, self.is_traced, self.pace = tracer, tracer is not UNTRACED, pace
         self.lane = f"{name} {write_ranks(ranks)}{which and f' {which}'}" if self.is_traced else ""
@@ -94,15 +94,12 @@ class Instruments:
         assert self.recorder is not None, "groups of several ranks are recorded"
         return self.recorder.recorded(self.group, operation)
 
-    def start(self, operation: str, num_bytes: int, peer: int | None = None, is_overlapped: bool = False) -> "Followed":
-        """Begin to follow an operation; `peer` is a position in the group.
-
-        An overlapped operation continues while the rank computes, until it waits for it.
-        """
-        return Followed(self, operation, num_bytes, peer, is_overlapped)
+    def start(self, operation: str, num_bytes: int, is_overlapped: bool = False) -> "ObservedOperation":
+        """Begin to observe an operation; an overlapped one continues while the rank computes, until it waits for it."""
+        return ObservedOperation(self, operation, num_bytes, is_overlapped)
 
 
-class Followed:
+class ObservedOperation:
     """One operation, as the instruments of its group see it: from its start to who has waited for it."""
 
     __slots__ = (
@@ -118,7 +115,7 @@ class Followed:
         "operation",
     )
 
-    def __init__(self, instruments: Instruments, operation: str, num_bytes: int, peer: int | None, is_overlapped: bool):
+    def __init__(self, instruments: Instruments, operation: str, num_bytes: int, is_overlapped: bool):
         self._instruments, self.operation, self._num_bytes = instruments, operation, num_bytes
         self._is_overlapped, self._was_awaited = is_overlapped, False
         self._paced: PacedSteps | None = None
@@ -126,8 +123,7 @@ class Followed:
         """When the first of its steps was taken and when the last had been; 0 where nobody takes note of that."""
         self._since = instruments.tracer.now()
         if recorder := instruments.recorder:
-            rank = -1 if peer is None else instruments.ranks[peer]
-            self._handle = recorder.start(instruments.group, operation, num_bytes, rank)
+            self._handle = recorder.start(instruments.group, operation, num_bytes)
 
     def steps(self, steps: Steps) -> Steps:
         """Return the steps so that it is known when they are taken, and on a pretended device as late as there."""

@@ -1,7 +1,7 @@
 """Lanes: communication that continues while the rank computes.
 
-A lane is an ordered stream of operations with communicators of its own; several lanes move independently. All of a
-rank's lanes are moved by one `Progress`: each operation is a generator of steps, and whoever polls takes every lane's
+A lane is an ordered stream of operations with connections of its own; several lanes move independently. One
+`ProgressEngine` moves all lanes of a rank: each operation is a generator of steps, and whoever polls takes every lane's
 first operation as far as it goes. A thread polls while there is work, so that progress never depends on what the main
 thread does; a main thread that waits polls too, which spares it the thread's wake-up.
 """
@@ -11,14 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.comm.progress.instruments import Followed
+from hpctrain.comm.progress.instruments import ObservedOperation
 from hpctrain.comm.waiting import (
     FIRST_SLEEP_SECONDS,
     LONGEST_KNOWN_SLEEP_SECONDS,
     LONGEST_SLEEP_SECONDS,
     WAKE_SECONDS,
+    Condition,
     Patience,
-    Pending,
     Steps,
     wait_until,
 )
@@ -27,51 +27,51 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation in flight on a lane."""
 
-    __slots__ = ("_error", "_followed", "_patience", "_progress", "ended", "pending", "steps")
+    __slots__ = ("_engine", "_error", "_observed", "_patience", "ended", "condition", "steps")
 
-    def __init__(self, progress: "Progress", steps: Steps, patience: Patience, followed: Followed):
-        """`followed` learns of the last step from who takes it, and of the end of the wait from who has waited."""
-        self.steps, self._followed = steps, followed
-        self.pending: Pending | None = None
-        self._progress, self._patience = progress, patience
+    def __init__(self, engine: "ProgressEngine", steps: Steps, patience: Patience, observed: ObservedOperation):
+        """`observed` learns of the last step from who takes it, and of the end of the wait from who has waited."""
+        self.steps, self._observed = steps, observed
+        self.condition: Condition | None = None
+        self._engine, self._patience = engine, patience
         self.ended = False
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Say whether it has ended, well or not; polls."""
         if not self.ended:
-            self._progress.poll()
+            self._engine.poll()
         return self.ended
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
-        self._followed.begin_wait()
+        self._observed.begin_wait()
         if not self.done():
             wait_until(self.done, self._awaited, self._patience, self.not_before)
-        self._followed.end_wait()
+        self._observed.end_wait()
         if self._error is not None:
             raise self._error
 
     def not_before(self) -> float:
         """Return a time of `time.monotonic` before which polling does not move it; 0 where there is none."""
-        hint = self.pending and self.pending.not_before
+        hint = self.condition and self.condition.not_before
         return hint() if hint else 0.0
 
     def _awaited(self) -> str:
-        return f"{self.pending.awaited if self.pending else 'its turn'} in {self._followed.operation}"
+        return f"{self.condition.awaited if self.condition else 'its turn'} in {self._observed.operation}"
 
     def advance(self) -> bool:
-        """Take steps until it waits or ends; return whether it has ended. For `Progress`."""
+        """Take steps until it waits or ends; return whether it has ended. For `ProgressEngine`."""
         try:
-            if self.pending is not None and not self.pending.ready():
+            if self.condition is not None and not self.condition.ready():
                 return False
-            for pending in self.steps:
-                self.pending = pending
-                if not pending.ready():
+            for condition in self.steps:
+                self.condition = condition
+                if not condition.ready():
                     return False
         except Exception as error:
             self._error = error
-        self._followed.end()
+        self._observed.end()
         self.ended = True
         return True
 
@@ -91,7 +91,7 @@ class Ended:
 ENDED = Ended()
 
 
-class Progress:
+class ProgressEngine:
     """Moves all lanes of one rank."""
 
     def __init__(self, threaded: bool, enter: Callable[[], None] | None = None):

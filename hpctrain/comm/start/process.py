@@ -1,12 +1,19 @@
 """A rank as a process: signals ask it to end in order, and it does not end where nobody takes what it says.
 
+Also other processes of its machine: which are alive, and the shared memory that dead ones left behind.
+
 Light: a command listens to signals before it imports anything heavy.
 """
 
+import functools
 import os
 import signal
 import sys
-from typing import TextIO
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from hpctrain.config.errors import describe_os_error
 
@@ -112,3 +119,92 @@ def take_losses() -> list[str]:
             taken += stream.losses
             stream.losses.clear()
     return taken
+
+
+class ProcessStatus(NamedTuple):
+    """What the kernel says of a process."""
+
+    parent: int
+    start_ticks: int
+    """When it began, in clock ticks since the machine did."""
+
+
+def process_status(process: int) -> ProcessStatus:
+    """Return the status of a process of this machine; zeros if there is none, or only a zombie."""
+    try:
+        state, parent, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ProcessStatus(0, 0)
+    return ProcessStatus(0, 0) if state in "ZX" else ProcessStatus(int(parent), int(others[17]))
+
+
+@functools.cache
+def this_machine() -> str:
+    """Name what process ids are unique on: a boot of a machine, and a namespace of processes in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{os.uname().nodename}"
+
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where POSIX shared memory lives on Linux."""
+PREFIX = "hpctrain-"
+"""Of the names of our own memory (`hpctrain.comm.transports.window`), which has one only until all ranks have opened
+it."""
+PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posix_")
+"""The others are of the names that MPICH and its relatives, Open MPI and UCX give."""
+
+
+def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:
+    """Remove segments of shared memory that MPI libraries, or hpctrain, left when their processes were killed: those
+    that are this user's, older than this process, and open in no process. Return their names.
+
+    They take memory of the host until it is started again. What is worse, MPICH names them by the job step: a job that
+    goes back into Slurm's queue gets the same names again, opens what its dead ranks left, and fails while MPI starts.
+
+    Each rank calls it before it starts MPI: a segment of this start is younger, or open. Never raises: a
+    segment that cannot be removed stays.
+    """
+    begun = process_start()
+    candidates: dict[tuple[int, int], Path] = {}
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                facts = path.stat()
+                if path.name.startswith(PREFIXES) and facts.st_uid == os.geteuid() and facts.st_mtime < begun:
+                    candidates[facts.st_dev, facts.st_ino] = path
+    removed = []
+    for key in _open_files() if candidates else ():
+        candidates.pop(key, None)
+    for path in candidates.values():
+        with suppress(OSError):
+            path.unlink()
+            removed.append(path.name)
+    return sorted(removed)
+
+
+def process_start() -> float:
+    """Return when this process began, in seconds since 1970; now where the system does not say it."""
+    with suppress(OSError, ValueError):
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - (uptime - process_status(os.getpid()).start_ticks / os.sysconf("SC_CLK_TCK"))
+    return time.time()
+
+
+def _open_files() -> Iterator[tuple[int, int]]:
+    """Yield device and inode of what processes of this user have open or mapped."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.stat().st_uid != os.geteuid():
+                continue
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    facts = link.stat()
+                    yield facts.st_dev, facts.st_ino
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                fields = line.split()
+                if len(fields) > 5 and fields[4] != "0":
+                    major, minor = (int(number, 16) for number in fields[3].split(":"))
+                    yield os.makedev(major, minor), int(fields[4])

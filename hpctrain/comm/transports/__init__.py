@@ -1,1 +1,1 @@
-"""Bytes between ranks: MPI on host memory, shared memory, staged, direct, and makers' libraries."""
+"""Bytes between ranks: MPI on host memory, shared memory, staged, direct."""

@@ -3,7 +3,7 @@
 The sender copies a part of a message into a slot on its own device, and counts it in memory of the host that both ranks
 see. The receiver copies the slot to where it belongs, over NVLink, xGMI or PCIe, and counts that. A copy waits for no
 other rank on a device. A send of NCCL does; a copy takes no place in the order of launches
-(`hpctrain.comm.progress.launches`).
+(`hpctrain.comm.accelerators.launches`).
 """
 
 import os

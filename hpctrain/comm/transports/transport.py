@@ -9,12 +9,18 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.cpu import DONE
-from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.transports.cuda_aware import mpi_buffer
 from hpctrain.comm.transports.members import GroupMessages
 from hpctrain.comm.transports.messages import Message, Request, chunk_bytes, plain_message, staged_message
 from hpctrain.comm.transports.peer_memory import PeerMemory
 from hpctrain.comm.waiting import Ready
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as its bytes, without copying."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class Transport(Protocol):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.comm.start.litter import PREFIX, SHARED_MEMORY
+from hpctrain.comm.start.process import PREFIX, SHARED_MEMORY
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.config.errors import CommError
 
@@ -29,7 +29,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
     """Return what `open_file` makes of the new files of all ranks, by rank, each given its path and its bytes.
 
     All members must call, each with the size of its own file. Files lose their names as soon as all have opened
-    them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.litter`). Where one rank
+    them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.process`). Where one rank
     cannot make or open a file, all raise CommError.
     """
     with ExitStack() as names:

@@ -10,8 +10,7 @@ from hpctrain.comm.watchdog.flight import (
     ENDED,
     FAILED,
     MATCHING,
-    RECEIVES,
-    SENDS,
+    OPERATION_KINDS,
     Flight,
     Operation,
     RecordedLane,
@@ -23,7 +22,6 @@ from hpctrain.comm.watchdog.flight import (
 # Operations for which every rank of the lane gives the same number of bytes.
 SAME_BYTES = frozenset({"all_reduce", "broadcast", "barrier"})
 Key = tuple[str, int, int]
-Lanes = Mapping[tuple[int, Key], RecordedLane]
 
 
 @dataclass(frozen=True)
@@ -41,45 +39,35 @@ class Wait:
 def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
     """Return what is in flight anywhere; the longest first."""
     lanes = {(rank, lane.key): lane for rank, flight in flights.items() for lane in flight.lanes}
-    collectives: dict[tuple[Key, int], dict[int, Operation]] = {}
+    members: dict[Key, set[int]] = {}
+    for (rank, key), lane in lanes.items():
+        members.setdefault(key, set(lane.members)).add(rank)  # a long list of ranks may have been cut short
     waits = []
+    collectives: dict[tuple[Key, int], dict[int, Operation]] = {}
     for rank, flight in flights.items():
         heads: dict[Key, Operation] = {}  # what is queued behind another operation of its lane waits for that alone
         for operation in flight.in_flight:
             heads.setdefault(operation.lane.key, operation)
         for key, operation in heads.items():
-            if operation.name in MATCHING:
-                is_there = _matching_entered(flights.get(operation.peer), lanes, rank, operation) >= operation.sequence
-                waits.append(Wait(operation, (rank,), () if is_there else (operation.peer,)))
-            else:
+            if operation.kind == COLLECTIVES:
                 collectives.setdefault((key, operation.sequence), {})[rank] = operation
-    members: dict[Key, set[int]] = {}
-    for (rank, key), lane in lanes.items():
-        members.setdefault(key, set(lane.members)).add(rank)  # a long list of ranks may have been cut short
+            else:
+                is_there = _has_entered(lanes.get((operation.peer, key)), operation)
+                waits.append(Wait(operation, (rank,), () if is_there else (operation.peer,)))
     for (key, sequence), inside in collectives.items():
-        missing = {
-            r for r in members.get(key, ()) if r not in inside and _entered(lanes, r, key, COLLECTIVES) < sequence
-        }
-        usual, differing = _differing(inside | _finished(flights, members.get(key, ()), key, sequence))
-        oldest = min(inside.values(), key=lambda operation: (_kind(operation) != usual, operation.start))
-        waits.append(Wait(oldest, tuple(sorted(inside)), tuple(sorted(missing)), differing))
+        oldest = min(inside.values(), key=lambda operation: operation.start)
+        others = members.get(key, set()) - set(inside)
+        missing = sorted(rank for rank in others if not _has_entered(lanes.get((rank, key)), oldest))
+        usual, differing = _differing(inside | _finished(flights, others, key, sequence))
+        shown = min(inside.values(), key=lambda operation: (_signature(operation) != usual, operation.start))
+        waits.append(Wait(shown, tuple(sorted(inside)), tuple(missing), differing))
     return sorted(waits, key=lambda wait: wait.operation.start)
 
 
-def _entered(lanes: Lanes, rank: int, key: Key, kind: int) -> int:
-    lane = lanes.get((rank, key))
-    return lane.entered[kind] if lane else 0
-
-
-def _matching_entered(peer: Flight | None, lanes: Lanes, rank: int, operation: Operation) -> int:
-    """Return how many operations `peer` has entered that are the other end of those of `rank`."""
-    if peer is None:
-        return 0
-    key, name = operation.lane.key, MATCHING[operation.name]
-    ours = [o.sequence for o in peer.operations if (o.lane.key, o.name, o.peer) == (key, name, rank)]
-    if operation.lane.num_ranks == 2:  # its counters know even what has left the ring
-        ours.append(_entered(lanes, peer.rank, key, SENDS if name == "send" else RECEIVES))
-    return max(ours, default=0)
+def _has_entered(lane: RecordedLane | None, operation: Operation) -> bool:
+    """Say whether a rank whose lane this is has entered an operation of others, or the other end of a message."""
+    kind = OPERATION_KINDS.get(MATCHING.get(operation.name, ""), COLLECTIVES)
+    return lane is not None and lane.entered[kind] >= operation.sequence
 
 
 def _finished(flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, sequence: int) -> dict[int, Operation]:
@@ -94,15 +82,16 @@ def _finished(flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, seq
     }
 
 
-def _kind(operation: Operation) -> tuple[str, int]:
+def _signature(operation: Operation) -> tuple[str, int]:
+    """Return what all ranks of a collective should have in common."""
     return operation.name, operation.num_bytes if operation.name in SAME_BYTES else 0
 
 
 def _differing(entered: Mapping[int, Operation]) -> tuple[tuple[str, int], tuple[tuple[int, Operation], ...]]:
     """Return what most entered, and the ranks that entered something else."""
-    kinds = [_kind(entered[rank]) for rank in sorted(entered)]
-    usual = max(kinds, key=kinds.count)
-    return usual, tuple((rank, entered[rank]) for rank in sorted(entered) if _kind(entered[rank]) != usual)
+    signatures = [_signature(entered[rank]) for rank in sorted(entered)]
+    usual = max(signatures, key=signatures.count)
+    return usual, tuple((rank, entered[rank]) for rank in sorted(entered) if _signature(entered[rank]) != usual)
 
 
 SHOWN_RANKS = 32

@@ -14,12 +14,12 @@ length that makes it count. What follows from an impossible value is left out.
 import functools
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.comm.start.process import process_status, this_machine
 from hpctrain.config.errors import CommError, describe_os_error
 from hpctrain.config.paths import open_file, read_bytes
 
@@ -46,8 +46,9 @@ MAX_RANKS_TEXT = 1000
 MOST_RANKS = 1_000_000
 FOLDER = "flight"
 LAST_WORD = "last-word.json"
-# What has one sender and one receiver, and its counterpart at the other end.
+# Operations of lanes of two ranks, and what the other rank does meanwhile. All others are collectives.
 MATCHING = {"send": "receive", "receive": "send"}
+OPERATION_KINDS = {"send": SENDS, "receive": RECEIVES}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Operation:
     ticket: int
     lane: RecordedLane
     sequence: int
-    """Counted from 1: among the lane's collectives, or among its sends (receives) with this peer."""
+    """Counted from 1: among the lane's collectives, sends or receives."""
     name: str
     num_bytes: int
     start: float
@@ -95,7 +96,7 @@ class Operation:
 
     @property
     def kind(self) -> int:
-        return {"send": SENDS, "receive": RECEIVES}.get(self.name, COLLECTIVES)
+        return OPERATION_KINDS.get(self.name, COLLECTIVES)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Flight:
         """Return whether the process has ended; None on another machine than its own, where nobody can know."""
         if self.machine != this_machine():
             return None
-        return process_start_ticks(self.pid) != self.process_start
+        return process_status(self.pid).start_ticks != self.process_start
 
     def shortened(self, count: int) -> "Flight":
         """Return it with the last `count` operations and all that are in flight: what is sent to others."""
@@ -277,22 +278,3 @@ def parse_ranks(text: str) -> tuple[int, ...]:
                 raise ValueError(f"'{part}' is no range of ranks")
             ranks += range(int(first), int(last or first) + 1, int(step or 1))
     return tuple(ranks)
-
-
-@functools.cache
-def this_machine() -> str:
-    """Name what process ids are unique on: a boot of a machine, and a namespace of processes in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"{os.uname().nodename}"
-
-
-def process_start_ticks(pid: int) -> int:
-    """Return when a process of this machine began (clock ticks since boot); 0 if there is none, or only a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -124,7 +124,7 @@ def _address(name: str) -> bytes:
 
 def network_name() -> str:
     """Name what abstract names are unique in: a boot of a machine, and a network namespace of it."""
-    from hpctrain.comm.watchdog.flight import this_machine
+    from hpctrain.comm.start.process import this_machine
 
     try:
         return f"{this_machine()}:{os.stat('/proc/self/ns/net').st_ino}"
@@ -137,13 +137,16 @@ def start_guardian(ranks: Mapping[int, tuple[int, str]], speaks: bool | None = N
 
     It is silent where the launcher names the dead, unless `speaks` says otherwise. Raises OSError.
     """
+    from hpctrain.comm.start.process import process_status
+
     name = os.urandom(8).hex()
     speaks = not launcher_names_the_dead() if speaks is None else speaks
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(_address(name))
         listener.listen(BACKLOG)
         # -I -S: without site-packages, whose .pth files cost more than all the rest.
-        arguments = listener.fileno(), os.getppid(), parent_of(os.getppid()), int(speaks)
+        launcher = os.getppid()
+        arguments = listener.fileno(), launcher, process_status(launcher).parent, int(speaks)
         described = [f"{process}:{rank}:{host}" for process, (rank, host) in ranks.items()]
         command = [sys.executable, "-I", "-S", __file__, *map(str, arguments), *described]
         quiet = subprocess.DEVNULL
@@ -200,15 +203,6 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def parent_of(process: int) -> int:
-    """Return the process that waits for this one; 0 if this one has ended."""
-    try:
-        state, parent, *_ = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if state in "ZX" else int(parent)
-
-
 def describe_death(folder: Path | None, rank: int, process: int, host: str) -> str | None:
     """Return what to say of the rank that died first; None if another guardian has said it. Leaves a note."""
     from hpctrain.comm.watchdog.flight import claim_last_word, read_flight, record_path
@@ -237,8 +231,12 @@ def main() -> None:
     died, folder = watch(socket.socket(fileno=number), ranks)
     if died is None:
         return
+    from hpctrain.comm.start.process import process_status
+
     time.sleep(LAUNCHER_SECONDS)
-    if parent_of(launcher) != launched_by:  # it is gone, or its own parent is: mpirun, of which it is a part
+    if (
+        process_status(launcher).parent != launched_by
+    ):  # it is gone, or its own parent is: mpirun, of which it is a part
         return
     rank, host = ranks[died]
     text = describe_death(folder, rank, died, host)

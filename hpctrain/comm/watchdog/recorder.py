@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpctrain.comm.start.process import process_status, this_machine
 from hpctrain.comm.watchdog import flight
-from hpctrain.comm.watchdog.flight import COUNTERS_PER_LANE, MATCHING, MAX_LANES, RING_AT, RING_SLOTS, SLOT
+from hpctrain.comm.watchdog.flight import COUNTERS_PER_LANE, MAX_LANES, OPERATION_KINDS, RING_AT, RING_SLOTS, SLOT
 from hpctrain.config.errors import CommError, describe_os_error
 
 _WORDS_IN_SLOT = SLOT.size // 8
@@ -37,15 +38,18 @@ class Recorder:
         self.rank, self.size, self.host = rank, size, host
         self._tickets = itertools.count(1)
         self._owners = [0] * RING_SLOTS
+        """By slot of the ring, the ticket of the operation in it."""
         self._in_flight: dict[int, float] = {}
+        """By ticket, when the operation began."""
         self._codes: dict[str, int] = {}
-        self._lanes = 0
-        self._collectives: list[itertools.count] = []
-        self._pairs: dict[tuple[int, str, int], itertools.count] = {}
-        self._others: list[int] = []
+        self._counters: list[tuple[itertools.count, ...]] = []
+        """By lane, of its collectives, sends and receives."""
+        self._peers: list[int] = []
+        """By lane, the other rank of a lane of two, else -1."""
         self._map(mmap.mmap(-1, flight.TOTAL_BYTES))
-        texts = (host.encode()[:63], family.encode()[:31], flight.this_machine().encode()[:63])
-        identity = (flight.MAGIC, flight.VERSION, rank, size, os.getpid(), flight.process_start_ticks(os.getpid()))
+        texts = (host.encode()[:63], family.encode()[:31], this_machine().encode()[:63])
+        start_ticks = process_status(os.getpid()).start_ticks
+        identity = (flight.MAGIC, flight.VERSION, rank, size, os.getpid(), start_ticks)
         flight.HEADER.pack_into(self._memory, 0, *identity, attempt, time.time(), _monotonic(), *texts)
         if folder is not None:
             self.move_to(folder)
@@ -88,11 +92,9 @@ class Recorder:
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Record a lane over `ranks`; return its number, for `start`. All of them must add it, in the same order as
         other lanes of the same name and ranks."""
-        number = self._lanes
-        self._lanes += 1
-        self._collectives.append(itertools.count(1))
-        two = len(ranks) == 2 and self.rank in ranks
-        self._others.append(sum(ranks) - self.rank if two else -1)
+        number = len(self._counters)
+        self._counters.append(tuple(itertools.count(1) for _ in range(3)))
+        self._peers.append(sum(ranks) - self.rank if len(ranks) == 2 and self.rank in ranks else -1)
         text = flight.write_ranks(ranks)
         if len(text) > flight.MAX_RANKS_TEXT:
             text = text[: text.rindex(",", 0, flight.MAX_RANKS_TEXT)] + ",..."
@@ -114,23 +116,14 @@ class Recorder:
         self._append(["op", code, name])
         return code
 
-    def start(self, group: int, op: str, num_bytes: int, peer: int = -1) -> int:
-        """Record that an operation begins; return what `finish` wants.
+    def start(self, group: int, op: str, num_bytes: int) -> int:
+        """Record that an operation of a lane begins; return what `finish` wants.
 
-        `op` is the name of a collective, or "send" or "receive". These have the rank of the other end in `peer`, which
-        a lane of two ranks knows by itself. Collectives are counted by lane, sends and receives by lane and peer.
+        `op` is the name of a collective or, on a lane of two ranks, "send" or "receive".
         """
         code = self._codes.get(op) or self._add_operation(op)
-        kind = 0
-        if op in MATCHING:
-            if peer < 0:
-                peer = self._others[group]
-            kind = flight.SENDS if op == "send" else flight.RECEIVES
-            pair = group, op, peer
-            counter = self._pairs.get(pair) or self._pairs.setdefault(pair, itertools.count(1))
-            sequence = next(counter)
-        else:
-            sequence = next(self._collectives[group])
+        kind = OPERATION_KINDS.get(op, flight.COLLECTIVES)
+        sequence, peer = next(self._counters[group][kind]), self._peers[group] if kind else -1
         ticket = next(self._tickets)
         slot = ticket % RING_SLOTS
         if self._owners[slot] in self._in_flight:

@@ -23,7 +23,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.bind import DTYPES
-from hpctrain.comm.groups.solo import Solo
+from hpctrain.comm.groups.solo import OfflineWorld
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError
@@ -104,7 +104,7 @@ class Trials:
         by default the job's.
 
         No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
-        self._solo, self._rank = Solo(world.rank, world.size, world.settings.rehearsal), world.rank
+        self._solo, self._rank = OfflineWorld(world.rank, world.size, world.settings.rehearsal), world.rank
         self._families = [place.family for place in world.topology.places]
         self._accelerator = accelerator
         self._job = job

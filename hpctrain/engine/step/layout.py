@@ -8,7 +8,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.channel import Channel
 from hpctrain.comm.groups.communicator import Communicator
-from hpctrain.comm.groups.solo import Solo
+from hpctrain.comm.groups.solo import OfflineWorld
 from hpctrain.comm.progress.instruments import Tracer
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
@@ -63,7 +63,7 @@ class Layout:
         return self.tiles[0].coordinate(self.rank)
 
 
-def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
+def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
     """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
 
     Communicators are created in the order in which the role lists them, so that no ranks wait for each other. Each is

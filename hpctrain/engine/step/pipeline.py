@@ -303,7 +303,7 @@ class Pipeline:
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         """Copy to the device behind what is queued there, by pinned memory, so that the host does not wait."""
         tensor = torch.from_numpy(values)
-        if self._device.type in ("cpu", "mps"):
+        if self._device.type == "cpu":
             return tensor.to(self._device)
         return tensor.pin_memory().to(self._device, non_blocking=True)
 

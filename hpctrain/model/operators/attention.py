@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpctrain.architectures.description import Attention
-from hpctrain.comm.reduction import HALF
 from hpctrain.model.operators.activation import capped, reference_cap
 
 
@@ -123,7 +122,7 @@ def repeats_heads(queries: torch.Tensor, keys: torch.Tensor, is_causal: bool) ->
     """
     if queries.shape[1] == keys.shape[1] or queries.device.type == "cpu":
         return False
-    shares = queries.device.type == "cuda" and torch.version.hip is None and queries.dtype in HALF
+    shares = queries.device.type == "cuda" and torch.version.hip is None and queries.dtype.itemsize == 2
     return not (shares and is_causal)
 
 

@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from hpctrain.comm.start.process import process_status, this_machine
 from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
-from hpctrain.comm.watchdog.flight import process_start_ticks, this_machine
 from hpctrain.config.errors import JobError, TrainingError
 from hpctrain.config.paths import refused_as
 
@@ -73,7 +73,7 @@ class RunLock:
         if self._is_alive(self._read()):
             raise self._refusal()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "machine": this_machine()}
-        own |= {"process_start": process_start_ticks(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        own |= {"process_start": process_status(os.getpid()).start_ticks, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with refused_as(JobError, f"{self.path}: cannot be written", "free space, or choose another --run"):
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps(own).encode() + b"\n", 0)
@@ -102,7 +102,7 @@ class RunLock:
         pid = holder.get("pid")
         if holder.get("machine") == this_machine() and isinstance(pid, int):
             is_own = pid == os.getpid()
-            return not is_own and process_start_ticks(pid) == holder.get("process_start")
+            return not is_own and process_status(pid).start_ticks == holder.get("process_start")
         since, before = time.monotonic(), os.fstat(self._handle).st_mtime_ns
         while time.monotonic() - since < STILL_SECONDS:
             time.sleep(POLL_SECONDS)

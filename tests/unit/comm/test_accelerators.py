@@ -14,6 +14,7 @@ from hpctrain.comm.accelerators.base import BufferPool
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, detect_device, family_of, local_rank
 from hpctrain.comm.bind import DTYPES, choose_devices
+from hpctrain.comm.collectives.native import library_ability
 from hpctrain.comm.topology import Place, Topology, split_families
 from hpctrain.comm.transports.abilities import (
     UNPLANNED,
@@ -26,7 +27,6 @@ from hpctrain.comm.transports.abilities import (
 )
 from hpctrain.comm.transports.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.transports.messages import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes
-from hpctrain.comm.transports.native import library_ability
 from hpctrain.config.errors import TopologyError
 from hpctrain.launch.mpi import LOCAL_RANK_VARIABLES
 

@@ -127,6 +127,8 @@ def test_the_rank_that_stopped_is_always_identified(lanes, program, stopped, aft
     """Ranks go through one order of operations, as far as they get after one of them has stopped."""
     recorders = make_recorders(5)
     numbers = {(rank, lane): recorders[rank].add_group("lane", lane) for lane in lanes for rank in lane}
+    pairs = sorted({lane[:2] for lane in lanes})  # messages have lanes of two ranks
+    numbers |= {(rank, "pair", pair): recorders[rank].add_group("pair", pair) for pair in pairs for rank in pair}
     todo: list[list[tuple]] = [[] for _ in recorders]
     for i, (choice, is_message) in enumerate(program):
         lane = lanes[choice % len(lanes)]
@@ -144,8 +146,8 @@ def test_the_rank_that_stopped_is_always_identified(lanes, program, stopped, aft
             i, lane, is_message = todo[rank].pop(0)
             moved = True
             name = ("send" if rank == lane[0] else "receive") if is_message else "all_reduce"
-            peer = lane[1 if rank == lane[0] else 0] if is_message else -1
-            inside.setdefault(i, {})[rank] = recorder.start(numbers[rank, lane], name, 8, peer)
+            number = numbers[rank, "pair", lane[:2]] if is_message else numbers[rank, lane]
+            inside.setdefault(i, {})[rank] = recorder.start(number, name, 8)
             if name == "send":
                 recorder.finish(inside[i][rank])
             else:

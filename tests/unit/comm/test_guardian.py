@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.comm.start.process import process_status
 from hpctrain.comm.watchdog import guardian
 from hpctrain.comm.watchdog.flight import LAST_WORD
 
@@ -95,7 +96,7 @@ def test_strangers_are_not_believed(tmp_path: Path, capfd, user, words):
         time.sleep(HEARD_SECONDS)
         assert not list(elsewhere.iterdir())
         os.kill(rank.pid, signal.SIGKILL)
-        wait_until(lambda: not guardian.parent_of(process.pid))
+        wait_until(lambda: not process_status(process.pid).parent)
     said = capfd.readouterr().err
     assert said.startswith(f"hpctrain: rank 0 (host node0, process {rank.pid}) was killed or crashed"), said
     assert said.count("was killed") == 1

@@ -3,16 +3,16 @@
 import pytest
 
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.progress.lanes import Progress, Work
-from hpctrain.comm.waiting import Patience, Pending, Phase
+from hpctrain.comm.progress.lanes import ProgressEngine, Work
+from hpctrain.comm.waiting import Condition, Patience, Phase
 
 
-def work(progress: Progress, looks) -> Work:
+def work(progress: ProgressEngine, looks) -> Work:
     """An operation that waits until the next of `looks`, called, says True."""
     looks = iter(looks)
 
     def steps():
-        yield Pending(lambda: next(looks)(), "a look")
+        yield Condition(lambda: next(looks)(), "a look")
 
     return Work(progress, steps(), Patience(Phase("a test", 5, "a key")), Instruments().start("test", 0))
 
@@ -24,7 +24,7 @@ def fail():
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("threaded", [True, False])
 def test_an_error_while_waiting_ends_that_operation_alone(threaded):
-    progress = Progress(threaded)
+    progress = ProgressEngine(threaded)
     lanes = [progress.add_lane() for _ in range(2)]
     broken = work(progress, [lambda: False, fail])
     sound = work(progress, [lambda: False] * 20 + [lambda: True])

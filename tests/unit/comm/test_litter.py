@@ -8,7 +8,7 @@ import sys
 import time
 
 from hpctrain.comm.start.launcher import EXIT_FILE_VARIABLE, record_exit
-from hpctrain.comm.start.litter import process_start, remove_dead_segments
+from hpctrain.comm.start.process import process_start, remove_dead_segments
 
 HOLD = """
 import mmap, sys, time
@@ -51,7 +51,7 @@ def test_what_another_process_maps_is_kept_until_it_is_killed(tmp_path):
 
 def test_a_process_knows_when_it_began():
     assert 0 <= time.time() - process_start() < 3600
-    text = "from hpctrain.comm.start.litter import process_start; import time; print(time.time() - process_start())"
+    text = "from hpctrain.comm.start.process import process_start; import time; print(time.time() - process_start())"
     age = float(subprocess.run([sys.executable, "-c", text], capture_output=True, check=True).stdout)
     assert -0.1 < age < 30
 

@@ -19,13 +19,13 @@ from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.kinds import (
     CUDA,
     KINDS,
-    MPS,
     ROCM,
     Ability,
     DetectedDevice,
     may_be_there,
     use_device_early,
 )
+from hpctrain.comm.accelerators.launches import DeviceOperation
 from hpctrain.comm.accelerators.torch_device import (
     EXACT_BYTES,
     FRAGMENTATION_SHARE,
@@ -35,17 +35,16 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
+from hpctrain.comm.collectives.native import Connection, connect_native
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
-from hpctrain.comm.progress.instruments import Followed, Instruments
-from hpctrain.comm.progress.lanes import Progress, Work
-from hpctrain.comm.progress.launches import DeviceLaunch
+from hpctrain.comm.progress.instruments import Instruments, ObservedOperation
+from hpctrain.comm.progress.lanes import ProgressEngine, Work
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.transports.native import Connection, connect_native
-from hpctrain.comm.waiting import Patience, Pending, Phase
+from hpctrain.comm.waiting import Condition, Patience, Phase
 from hpctrain.config.errors import CommError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
@@ -60,7 +59,7 @@ def device(kind=CUDA, index=1, sharers=1, **module) -> tuple[TorchAccelerator, F
 
 
 def test_every_kind_is_an_entry_with_what_differs():
-    assert set(KINDS) == {"cuda", "rocm", "xpu", "npu", "mps"}
+    assert set(KINDS) == {"cuda", "rocm", "xpu", "npu"}
     assert (ROCM.torch_type, ROCM.library, CUDA.library) == ("cuda", "RCCL", "NCCL")
     for kind in KINDS.values():
         if kind.plugin:  # which gives torch the name
@@ -70,7 +69,7 @@ def test_every_kind_is_an_entry_with_what_differs():
         made.use()
         assert module.current_device() == 1
         assert made.queued().query() and not made.is_on_device(torch.zeros(1))
-    assert not may_be_there(MPS._replace(driver_files=("/dev/null",), build="+none"))
+    assert not may_be_there(KINDS["xpu"]._replace(driver_files=("/dev/null",), build="+none"))
 
 
 def test_memory_is_what_the_allocator_has_reserved_and_a_share_where_ranks_share():
@@ -101,7 +100,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
     made, module = device(index=1)
     made.use()
     seen = []
-    progress = Progress(threaded=True, enter=made.use)
+    progress = ProgressEngine(threaded=True, enter=made.use)
     queue = progress.add_lane()
 
     def steps():
@@ -112,7 +111,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
                 passed.append(module.current_device())
             return bool(passed)
 
-        yield Pending(looked, "the other thread")
+        yield Condition(looked, "the other thread")
         seen.extend(passed)
 
     work = Work(progress, steps(), SOON, Instruments().start("test", 0))
@@ -315,7 +314,7 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
 
 
 def test_who_leaves_in_an_error_aborts_and_never_shuts_down(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.transports.native.ABORT_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.comm.collectives.native.ABORT_SECONDS", 0.2)
     group = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(group)
     start = time.monotonic()
@@ -347,7 +346,7 @@ def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypa
         raise ConnectionError("no network")
 
     if not has_store:
-        monkeypatch.setattr("hpctrain.comm.transports.native.dist.TCPStore", without_network)
+        monkeypatch.setattr("hpctrain.comm.collectives.native.dist.TCPStore", without_network)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
         connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
@@ -374,8 +373,6 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
     assert native_ability(made, 2) == (False, "2 ranks share a device, which NCCL refuses")
     made, _ = device(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert "is a part of a device (MIG)" in native_ability(made, 1).reason
-    made, _ = device(MPS)
-    assert native_ability(made, 1) == (False, "no library of collectives is used on mps")
     made, _ = device(KINDS["xpu"], sharers=2)
     assert native_ability(made, 2) == (False, "2 ranks share a device, which oneCCL refuses")
 
@@ -503,7 +500,7 @@ def test_hosts_reserve_nothing_and_have_nothing_to_set():
 
 
 def test_a_connection_is_not_given_back_while_it_is_looked_at(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.progress.launches.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("hpctrain.comm.accelerators.launches.LOOK_SECONDS", 0.001)
     looking, freed_under_look = threading.Event(), []
 
     class Slow(Noticing):
@@ -553,7 +550,7 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
 
 
 def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.progress.launches.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("hpctrain.comm.accelerators.launches.LOOK_SECONDS", 0.001)
     made, module = device(index=1)
     seen: list[tuple[str, int]] = []
 
@@ -592,34 +589,33 @@ class Looking(FakeAccelerator):
         self._stream.add(event.force)
 
 
-class Noted(Followed):
+class Noted(ObservedOperation):
     """An operation that says when the host sees its end."""
 
     def __init__(self, name: str, ended: list[str]):
-        super().__init__(Instruments(), name, 0, None, True)
+        super().__init__(Instruments(), name, 0, True)
         self._noted = ended
 
     def end(self) -> None:
         self._noted.append(self.operation)
 
 
-def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaunch:
+def operation_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceOperation:
     """An operation of which `done` has the name once the device has done it."""
 
     def steps():
         device._stream.add(lambda: done.append(name))
         yield from ()
 
-    return DeviceLaunch(device.launches, steps(), device.queued(), [torch.zeros(1)])
+    return DeviceOperation(device.launches, steps(), device.queued(), [torch.zeros(1)])
 
 
 def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
-    device, done, ended, followed = Looking(), [], [], []
+    device, done, ended, observed = Looking(), [], [], []
     for name in ("first", "second"):
         device._stream.add(lambda name=name: done.append(f"computed for {name}"))
-        launch = launch_of(device, done, name)
-        followed.append(Noted(name, ended))
-        launch.start(SOON, followed[-1])
+        observed.append(Noted(name, ended))
+        launch = device.launches.launch(operation_of(device, done, name), SOON, observed[-1])
     launch.wait()
     device._stream.add(lambda: done.append("computed with both"))
     assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
@@ -629,14 +625,14 @@ def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind
     assert done.index("computed for second") < done.index("second")
     assert not ended
     device.launches.look()
-    assert ended == ["first", "second"] and followed[-1].ended >= followed[-1].begun > 0
+    assert ended == ["first", "second"] and observed[-1].ended >= observed[-1].begun > 0
 
 
 def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.progress.launches.MOST_IN_FLIGHT", 3)
+    monkeypatch.setattr("hpctrain.comm.accelerators.launches.MOST_IN_FLIGHT", 3)
     device, done = Looking(), []
     for number in range(5):
-        launch_of(device, done, str(number)).start(SOON, Instruments().start("test", 0))
+        device.launches.launch(operation_of(device, done, str(number)), SOON, Instruments().start("test", 0))
     assert done == ["0", "1"]
 
 
@@ -653,9 +649,9 @@ def test_an_error_that_a_communicator_notices_ends_the_next_launch():
     lost = Lost()
     device.launches.watch(lost)
     with pytest.raises(CommError, match="a rank is gone"):
-        launch_of(device, [], "never").start(SOON, Instruments().start("test", 0))
+        device.launches.launch(operation_of(device, [], "never"), SOON, Instruments().start("test", 0))
     device.launches.forget(lost)
-    launch_of(device, [], "now").start(SOON, Instruments().start("test", 0))
+    device.launches.launch(operation_of(device, [], "now"), SOON, Instruments().start("test", 0))
 
 
 def test_no_launch_comes_between_the_parts_of_a_composite_operation():
@@ -665,10 +661,10 @@ def test_no_launch_comes_between_the_parts_of_a_composite_operation():
         def wait(self):
             done.append("the last part")
 
-    device.launches.settle()
+    device.launches.finish_composite()
     device.launches.start_composite(Moving())
     for name in ("one", "two"):
-        launch_of(device, done, name).start(SOON, Instruments().start("test", 0))
+        device.launches.launch(operation_of(device, done, name), SOON, Instruments().start("test", 0))
         done.append(f"{name} was launched")
     assert done == ["the last part", "one was launched", "two was launched"]
 
@@ -677,10 +673,11 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
     device = Looking()
 
     def steps():
-        yield Pending(lambda: True, "a message")
+        yield Condition(lambda: True, "a message")
 
+    operation = DeviceOperation(device.launches, steps(), device.queued(), [])
     with pytest.raises(AssertionError, match="waits for a message is no launch"):
-        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, Instruments().start("test", 0))
+        device.launches.launch(operation, SOON, Instruments().start("test", 0))
 
 
 def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():

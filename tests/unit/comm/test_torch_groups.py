@@ -10,11 +10,11 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS
+from hpctrain.comm.accelerators.launches import DeviceOperation
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
+from hpctrain.comm.collectives.native import NativeCollectives, library_ability
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.progress.launches import DeviceLaunch
-from hpctrain.comm.transports.native import NativeCollectives, library_ability
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.unit.comm.test_torch_device import SOON, Looking, device
 
@@ -60,8 +60,9 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
         native._group = GroupOnDevice(accelerator, done, name)
         native.sums = [torch.float32]
         values = torch.zeros(3)
-        launch = DeviceLaunch(accelerator.launches, native.all_reduce(values, "sum"), accelerator.queued(), [values])
-        launch.start(SOON, Instruments().start("test", 0))
+        steps, order = native.all_reduce(values, "sum"), accelerator.launches
+        operation = DeviceOperation(order, steps, accelerator.queued(), [values])
+        launch = order.launch(operation, SOON, Instruments().start("test", 0))
     assert done in ([], ["computed"]), "a fake device does one thing at a look"
     launch.wait()
     accelerator.finish_queued()

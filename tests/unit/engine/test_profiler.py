@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.accelerators.base import describe_overflow
-from hpctrain.comm.groups.solo import Solo
+from hpctrain.comm.groups.solo import OfflineWorld
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.clusters.cluster import RowTimes
 from hpctrain.config.clusters.truth import PretendDevice
@@ -207,7 +207,7 @@ def test_times_are_those_of_the_device(tmp_path):
 
 
 def test_a_silent_collective_leaves_numbers_that_can_be_computed_with():
-    group = Solo(1, 4).group(range(4), "data")
+    group = OfflineWorld(1, 4).group(range(4), "data")
     cuts = [Interval(0, 3), Interval(3, 6), Interval(6, 8), Interval(8, 10)]
     flat = torch.full((10,), torch.nan)
     flat[3:6] = torch.tensor([1.0, 2.0, 3.0])
@@ -216,12 +216,12 @@ def test_a_silent_collective_leaves_numbers_that_can_be_computed_with():
     group.reduce_scatter(torch.arange(10.0), out, cuts)
     assert out.tolist() == [3, 4, 5]
     group.start_all_reduce(flat).wait()
-    concurrent = Solo(1, 4).group(range(4), "data", overlapped=True)
+    concurrent = OfflineWorld(1, 4).group(range(4), "data", overlapped=True)
     assert concurrent.is_overlapped and not group.is_overlapped, "overlapped operations need buffers of their own"
     flat[3:6] = torch.tensor([4.0, 5.0, 6.0])
     concurrent.start_all_gather(flat, cuts).wait()
     assert flat.tolist() == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]
-    assert Solo(1, 4).group([1]).size == 1
+    assert OfflineWorld(1, 4).group([1]).size == 1
 
 
 def test_of_ranks_of_a_family_the_median_counts_where_all_have_as_many_rows():

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from hpctrain.comm.start.process import this_machine
 from hpctrain.comm.watchdog import diagnosis
-from hpctrain.comm.watchdog.flight import this_machine
 from hpctrain.config.errors import JobError, TrainingError
 from hpctrain.observe.folder import lock
 from hpctrain.observe.folder.lock import RunLock

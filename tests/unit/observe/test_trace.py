@@ -9,7 +9,7 @@ import pytest
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments, Tracer
 from hpctrain.comm.topology import Place
-from hpctrain.comm.waiting import Pending
+from hpctrain.comm.waiting import Condition
 from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
@@ -104,14 +104,14 @@ def test_steps_note_when_they_begin_and_end():
     ready = []
 
     def waits():
-        yield Pending(lambda: bool(ready), "a test")
+        yield Condition(lambda: bool(ready), "a test")
 
-    followed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
-    steps = followed.steps(waits())
-    assert followed.begun == 0.0
+    observed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
+    steps = observed.steps(waits())
+    assert observed.begun == 0.0
     next(steps)
-    assert followed.begun > 0.0 and followed.ended == 0.0
-    assert next(steps, None) is None and followed.begun <= followed.ended
+    assert observed.begun > 0.0 and observed.ended == 0.0
+    assert next(steps, None) is None and observed.begun <= observed.ended
 
 
 class PretendedRanks:

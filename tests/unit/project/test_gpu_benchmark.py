@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from benchmarks import gpu, gpu_inside
 from benchmarks.gpu import PARTIAL, PARTS, RESULTS, SECTIONS, SectionError, Setting, is_done, run, run_section
-from hpctrain.comm.transports import native
+from hpctrain.comm.collectives import native
 
 MOST_SECONDS = 30 * 60
 

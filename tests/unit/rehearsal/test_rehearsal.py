@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.waiting import Patience, Pending, Phase, complete
+from hpctrain.comm.waiting import Condition, Patience, Phase, complete
 from hpctrain.config.clusters.links import link_between
 from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
@@ -126,7 +126,7 @@ def test_computing_is_slower_while_collectives_move_bytes_and_what_communicates_
     def communicate():
         here.append(a @ a)
         known = None if moves_for is None else lambda: begun + moves_for
-        yield Pending(lambda: True, "nothing", moving_until=known)
+        yield Condition(lambda: True, "nothing", moving_until=known)
 
     steps = pace.steps(communicate(), operation)
     taken = made.stopwatch()

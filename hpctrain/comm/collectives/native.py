@@ -23,9 +23,10 @@ from torch.distributed import ReduceOp, distributed_c10d
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
-from hpctrain.comm.progress.launches import LaunchOrder
-from hpctrain.comm.reduction import as_bytes, reduce_in_order, section_of
+from hpctrain.comm.accelerators.launches import LaunchOrder
+from hpctrain.comm.collectives.flat import reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
+from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.waiting import Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -170,7 +171,7 @@ class NativeCollectives:
 
     Sums are the library's in the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. Others,
     such as half precision, which it would round at every addition, are exchanged and summed here, in order of rank and
-    at least in fp32. Of several groups a device does one operation at a time (see `hpctrain.comm.progress.launches`).
+    at least in fp32. Of several groups a device does one operation at a time (`hpctrain.comm.accelerators.launches`).
 
     Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
     its own, it begins after that one, and `wait` orders that one after it. The host waits for neither.
@@ -279,11 +280,11 @@ class NativeCollectives:
         for start in range(0, max(cut.size for cut in cuts), step):
             parts = [section_of(cut, start, step) for cut in cuts]
             own = parts[self.rank]
-            seen = [part[: own.size] for part in buffer]
-            seen[self.rank] = flat[slice(*own)]
-            self._swap([flat[slice(*section)] for section in parts], seen)
+            of_ranks = [part[: own.size] for part in buffer]
+            of_ranks[self.rank] = flat[slice(*own)]
+            self._swap([flat[slice(*section)] for section in parts], of_ranks)
             if own.size:
-                reduce_in_order(seen, out[start : start + own.size], op)
+                reduce_in_order(of_ranks, out[start : start + own.size], op)
 
     def check(self) -> None:
         """Raise CommError where the library has noticed that a peer or a network is gone."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpctrain.comm.progress.instruments import Followed
+from hpctrain.comm.progress.instruments import ObservedOperation
 from hpctrain.comm.progress.lanes import Work
 from hpctrain.comm.waiting import Patience, Steps, wait_until
 
@@ -133,67 +133,68 @@ class LaunchOrder:
         while self._in_flight and self._in_flight[0].ended:
             self._in_flight.popleft().finish()
 
-    def settle(self) -> None:
+    def finish_composite(self) -> None:
         """Wait until the composite operation in flight, if there is one, has launched all of its parts."""
         composite, self._composite = self._composite, None
         if composite is not None:
             composite.wait()
 
     def start_composite(self, composite: Work) -> None:
-        """Take note of a composite operation that was started after `settle`."""
+        """Take note of a composite operation that was started after `finish_composite`."""
         self._composite = composite
 
-    def launch(self, launch: "DeviceLaunch", patience: Patience) -> None:
-        """Give an operation to the device, after all that were launched before. Raises CommError."""
-        self.settle()
+    def launch(self, operation: "DeviceOperation", patience: Patience, observed: ObservedOperation) -> "DeviceLaunch":
+        """Give an operation to the device, after all that were launched before. Raises CommError.
+
+        `observed` learns when that was, and when the host saw its end.
+        """
+        self.finish_composite()
         self.look()
         if len(self._in_flight) >= MOST_IN_FLIGHT:
-            first, awaited = self._in_flight[0], f"the device, {MOST_IN_FLIGHT} operations behind"
-            wait_until(lambda: self._is_over(first), lambda: awaited, patience)
-        launch.run_on(self.stream, self.accelerator)
+            self._wait_for(self._in_flight[0], f"the device, {MOST_IN_FLIGHT} operations behind", patience)
+        observed.begun = time.monotonic()
+        launch = DeviceLaunch(self.accelerator, self.queue(operation), operation.tensors, observed)
         self._in_flight.append(launch)
         if self.blocks:
-            wait_until(lambda: self._is_over(launch), lambda: "the device, in its first step", patience)
+            self._wait_for(launch, "the device, in its first step", patience)
+        return launch
 
-    def _is_over(self, launch: "DeviceLaunch") -> bool:
-        ended = launch.ended
-        self.look()
-        self.meanwhile()
-        return ended
+    def queue(self, operation: "DeviceOperation") -> Event:
+        """Queue an operation on the stream; return the place after it."""
+        self.stream.wait_event(operation.queued)
+        with self.accelerator.on(self.stream):
+            condition = next(operation.steps, None)
+            assert condition is None, f"an operation that waits for {condition and condition.awaited} is no launch"
+        return self.stream.record_event()
+
+    def _wait_for(self, launch: "DeviceLaunch", awaited: str, patience: Patience) -> None:
+        """Let the host wait, which looks for errors and moves lanes meanwhile."""
+
+        def is_over() -> bool:
+            ended = launch.ended
+            self.look()
+            self.meanwhile()
+            return ended
+
+        wait_until(is_over, lambda: awaited, patience)
 
 
 class DeviceLaunch:
-    """One operation of the library, which the device is given whole.
+    """One operation of the library that the device was given whole.
 
     Who waits for it lets the device wait, while the host continues: what is queued after that finds the result.
     """
 
-    def __init__(self, order: LaunchOrder, steps: Steps, queued: Event, tensors: Sequence[torch.Tensor]):
-        """`steps` wait for nothing; the device does them after the event `queued`. `tensors` are what it uses."""
-        self._order, self._steps, self._queued = order, steps, queued
-        self._kept = tuple(tensors)
-        self._place: Event | None = None
-        self._followed: Followed | None = None
-
-    def start(self, patience: Patience, followed: Followed) -> None:
-        """Give it to the device. `followed` learns when that was, and when the host saw its end. Raises CommError."""
-        self._followed = followed
-        self._order.launch(self, patience)
-
-    def run_on(self, stream: Stream, accelerator: LaunchingDevice) -> None:
-        """Queue it on a stream. For `LaunchOrder`."""
-        assert self._followed is not None, "it was started"
-        self._followed.begun = time.monotonic()
-        stream.wait_event(self._queued)
-        with accelerator.on(stream):
-            pending = next(self._steps, None)
-            assert pending is None, f"an operation that waits for {pending and pending.awaited} is no launch"
-        self._place = stream.record_event()
+    def __init__(
+        self, accelerator: LaunchingDevice, end: Event, tensors: Sequence[torch.Tensor], observed: ObservedOperation
+    ):
+        """`end` is the operation's on the device. `tensors` are kept until somebody has waited for it."""
+        self._accelerator, self._end, self._kept, self._observed = accelerator, end, tuple(tensors), observed
 
     @property
     def ended(self) -> bool:
         """Say whether the device has done it."""
-        return self._place is not None and self._place.query()
+        return self._end.query()
 
     def done(self) -> bool:
         """Return what `ended` says: nobody has to poll for it."""
@@ -201,25 +202,35 @@ class DeviceLaunch:
 
     def wait(self) -> None:
         """Let what this thread queues from now on start after it. The host continues."""
-        assert self._place is not None and self._followed is not None, "it was started"
-        self._followed.begin_wait()
-        self._order.accelerator.wait_for(self._place)
+        self._observed.begin_wait()
+        self._accelerator.wait_for(self._end)
         self._kept = ()
-        self._followed.end_wait()
+        self._observed.end_wait()
 
     def finish(self) -> None:
         """Take note that the device has done it. For `LaunchOrder`."""
-        assert self._followed is not None, "it was started"
-        self._followed.ended = time.monotonic()
-        self._followed.end()
+        self._observed.ended = time.monotonic()
+        self._observed.end()
 
 
-class Composite(NamedTuple):
+class DeviceOperation(NamedTuple):
+    """An operation that the library does whole: the device is given it at once, and the caller waits for a launch."""
+
+    order: LaunchOrder
+    steps: Steps
+    """They wait for nothing."""
+    queued: Event
+    """The device does it after this."""
+    tensors: Sequence[torch.Tensor]
+    """What it uses."""
+
+
+class CompositeOperation(NamedTuple):
     """An operation of which the library does parts, launched as messages come: no other launch may come between."""
 
     order: LaunchOrder
     steps: Steps
 
 
-Procedure = Steps | DeviceLaunch | Composite
+Procedure = Steps | DeviceOperation | CompositeOperation
 """What collectives return, for who carries it out."""
