@@ -68,7 +68,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class TileContext:
-    """What the layers of a tile have in common."""
+    """The model, rank and options that all layers of a tile share."""
 
     model: Model
     axes: Axes

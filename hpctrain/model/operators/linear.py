@@ -256,7 +256,7 @@ def _forward_gathering(layer: Linear, x: torch.Tensor, gathering: Gathering) -> 
             place()
         else:
             works.append(Following([work], place))
-    _wait(works)
+    Following(works).wait()
     return y
 
 
@@ -269,7 +269,7 @@ def _forward_scattering(layer: Linear, x: torch.Tensor) -> torch.Tensor:
         y_NO = layer.product(part.of(whole, axis.size).reshape(-1, x.shape[-1]))
         place = y[part.rows, part.positions]
         works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), axis, place)[1])
-    _wait(works)
+    Following(works).wait()
     return y
 
 
@@ -278,13 +278,9 @@ def _forward_in_parts(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     x_NI, y = x.reshape(-1, x.shape[-1]), x.new_empty(*x.shape[:-1], layer.num_outputs)
     y_NO = y.view(x_NI.shape[0], -1)
     parts = [slice(*cut) for cut in cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0]))]
-    _wait([layer.input_axis.start_all_reduce(layer.product(x_NI[part], y_NO[part])) for part in parts])
+    works = [layer.input_axis.start_all_reduce(layer.product(x_NI[part], y_NO[part])) for part in parts]
+    Following(works).wait()
     return y
-
-
-def _wait(works: Sequence[PendingWork]) -> None:
-    for work in works:
-        work.wait()
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
