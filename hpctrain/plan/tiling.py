@@ -98,7 +98,7 @@ class Tile:
 
     @property
     def work(self) -> "Tile":
-        """The tile as it is wherever its rows and ranks are: that of equal tiles is equal."""
+        """The tile with rows counted from 0 and without its ranks: tiles with equal work are equal in it."""
         return replace(self, ranks=(0,), rows=Interval(0, self.rows.size))
 
 

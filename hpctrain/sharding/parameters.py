@@ -51,6 +51,7 @@ class Parameter:
 
     @property
     def decay(self) -> bool:
+        """Say whether it has weight decay: matrices have, norms and biases have none."""
         return len(self.shape) > 1
 
     def padded_shape(self, grid: TensorGrid) -> tuple[int, ...]:
