@@ -20,7 +20,7 @@ from hpctrain.cli import main
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.world import World
 from hpctrain.data.order import AnySequences
-from hpctrain.engine.requests import Asked
+from hpctrain.engine.requests import StepRequests
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.engine.trainer import Trainer
@@ -155,7 +155,7 @@ class CheckpointBenchmark:
 
     def _step_behind(self, seconds: list[float]) -> bool:
         """Train a step and keep its time; return whether any rank was writing."""
-        metrics, asked = self._trainer.step(self._training, Asked(writing=self._saver.is_writing))
+        metrics, asked = self._trainer.step(self._training, StepRequests(writing=self._saver.is_writing))
         seconds.append(metrics["step_seconds"])
         return asked.writing
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.comm.waiting import Ready, Steps
-from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
+from hpctrain.rehearsal.fabric import FlowNetwork, PretendedNetwork
 
 NUM_SLOTS = 4096
 
 
-def fluid_of(network: PretendedNetwork, num_slots: int = NUM_SLOTS) -> Fluid:
+def fluid_of(network: PretendedNetwork, num_slots: int = NUM_SLOTS) -> FlowNetwork:
     """Return a fluid of a network in this process's own memory."""
-    memory = memoryview(bytearray(8 * Fluid.num_doubles(num_slots))).cast("d")
-    fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory)
+    memory = memoryview(bytearray(8 * FlowNetwork.num_doubles(num_slots))).cast("d")
+    fluid = FlowNetwork(network.bandwidths, [path.ports for path in network.paths], memory)
     fluid.reset()
     return fluid
 

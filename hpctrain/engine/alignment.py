@@ -53,7 +53,7 @@ class Overflow(NamedTuple):
     expected: float
 
 
-class Compared(NamedTuple):
+class OperatorError(NamedTuple):
     """One result of an operator, in one dtype on one device."""
 
     operator: str
@@ -166,7 +166,7 @@ class CaseInputs(NamedTuple):
     gradient: torch.Tensor
 
 
-def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mapping[str, str]) -> list[Compared]:
+def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mapping[str, str]) -> list[OperatorError]:
     """Return how far each result of an operator on a device is from float64."""
     operator, dtype = case.operator, DTYPES[dtype_name]
     higher = DTYPES.get(pinned.get(operator.pin or "", ""))
@@ -187,7 +187,7 @@ def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mappi
             difference = (result - expected).abs().max().item()
             error = difference / largest if largest else difference
         compared.append(
-            Compared(
+            OperatorError(
                 operator.name,
                 name,
                 dtype_name,
@@ -210,7 +210,7 @@ class RankAlignment:
     model: str
     digests: Mapping[str, int]
     """Of inputs, by operator."""
-    compared: Sequence[Compared]
+    compared: Sequence[OperatorError]
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By dtype."""
 
@@ -246,7 +246,7 @@ def align_rank(
     return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared)
 
 
-def _mended(result: Compared, again: Compared, pin: str) -> Compared:
+def _mended(result: OperatorError, again: OperatorError, pin: str) -> OperatorError:
     """Return a result with what it is in fp32, where it is beyond its bound."""
     override = None if again.is_beyond else f"precision.overrides.{pin}={REFERENCE_DTYPE}"
     return result._replace(mended_error=again.error, override=override) if result.is_beyond else result

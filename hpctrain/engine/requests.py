@@ -19,7 +19,7 @@ MARGIN_SECONDS = 60.0
 """Kept before the end of a batch job, plus two steps and two checkpoints that take as long as the longest so far."""
 
 
-class Asked(NamedTuple):
+class StepRequests(NamedTuple):
     """The requests of a step. The numbers of ranks that ask are summed, so that these become true where one asks."""
 
     interrupt: bool = False
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
         return self.interrupt or self.stop
 
 
-NOTHING = Asked()
+NO_REQUESTS = StepRequests()
 
 
 class EarlyEnd(NamedTuple):
@@ -59,12 +59,12 @@ class Requests:
     longest_step: float = field(default=0.0, init=False)
     longest_save: float = field(default=0.0, init=False)
 
-    def check(self) -> Asked:
+    def check(self) -> StepRequests:
         """Return what is asked of this rank now."""
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
-        return Asked(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
+        return StepRequests(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
 
-    def reason(self, asked: Asked, world: World) -> str:
+    def reason(self, asked: StepRequests, world: World) -> str:
         """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
         received = world.gather_objects(self.signals.received)
         signals = []
@@ -75,7 +75,7 @@ class Requests:
             return " and ".join(signals)
         return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 
-    def fulfilled(self, asked: Asked) -> None:
+    def fulfilled(self, asked: StepRequests) -> None:
         """Remove the files of requests that were followed."""
         for name, is_done in ((STOP_FILE, asked.stop), (SAVE_FILE, asked.save or asked.stop)):
             if self.folder is not None and is_done:

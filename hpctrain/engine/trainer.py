@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, MemoryOverflowError, TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, Batch
-from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
+from hpctrain.engine.requests import NO_REQUESTS, EarlyEnd, Requests, StepRequests
 from hpctrain.engine.saves import Saves
 from hpctrain.engine.step import loss_scale
 from hpctrain.engine.step.layout import Layout, make_layout
@@ -117,7 +117,7 @@ class Trainer:
                 scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
-    def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[SavedMetrics, Asked]:
+    def step(self, sequences: AnySequences, asked: StepRequests = NO_REQUESTS) -> tuple[SavedMetrics, StepRequests]:
         """Train one step; return its metrics, and what is asked of any rank."""
         step = self.steps_done
         batch = Batch.of_step(sequences, step, self.job.train.global_batch)
@@ -140,7 +140,7 @@ class Trainer:
         }
         if scale := self.optimizer.loss_scale:
             metrics["loss_scale"], metrics["skipped"] = scale.value, totals.skipped
-        return metrics, Asked(*totals.flags)
+        return metrics, StepRequests(*totals.flags)
 
     def overrun(self) -> float | None:
         """Return the largest share of time by which a rank was behind its pretended device; None without a rehearsal.

@@ -20,7 +20,7 @@ from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.recompute import End, Pack, keep
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Deferred
-from hpctrain.model.transformer import Block, Computing, Embedding, Head, LayerModule, make_layer
+from hpctrain.model.transformer import Block, Computing, Embedding, Head, LayerModule, TileContext, make_layer
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
 
@@ -80,10 +80,8 @@ class Stage:
         """Tiles that offload activations need `host`, which is the same of all tiles of a rank."""
         self.tile, self.store, self._tracer = tile, store, tracer
         self._host = host if tile.offloads_activations else None
-        self.layers: list[LayerModule] = [
-            make_layer(model, items, axes, store, computing or Computing(), tile.recompute)
-            for items in layers(tile.items)
-        ]
+        context = TileContext(model, axes, store, computing or Computing(), tile.recompute)
+        self.layers: list[LayerModule] = [make_layer(items, context) for items in layers(tile.items)]
 
     @property
     def is_first(self) -> bool:

@@ -7,7 +7,6 @@ cut by x to heads cut by y and back, so that nothing is redistributed in between
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,15 +66,26 @@ class Computing:
     """By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
 
 
+@dataclass(frozen=True)
+class TileContext:
+    """The model, rank and options that all layers of a tile share."""
+
+    model: Model
+    axes: Axes
+    store: Store
+    computing: Computing
+    recompute: str
+    """The tile's: "none", "selective" or "full"."""
+
+
 class LayerModule:
     """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, items: Interval, axes: Axes, store: Store, computing: Computing, recompute: str):
-        self.model, self.axes, self.description = model, axes, model.description
-        self.items, self._store = items, store
-        self.kernels, self._computing, self._recompute = computing.kernels, computing, recompute
-        self.name = name_layer(items, model.num_items)
-        self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
+    def __init__(self, items: Interval, context: TileContext):
+        self.items, self.model, self.axes, self._store = items, context.model, context.axes, context.store
+        self.description, self.name = self.model.description, name_layer(items, self.model.num_items)
+        self._computing, self.kernels, self._recompute = context.computing, context.computing.kernels, context.recompute
+        self._names = {item: [p.name for p in item_parameters(self.model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         """Return hidden states for ids, or hidden states; the head has a `loss` in its place.
@@ -112,7 +122,7 @@ class LayerModule:
             scatters=cuts_positions and input_axis is y,
             in_8_bits=in_8_bits,
             parts=parts,
-            keeps_whole=self._recompute == "full",  # the backward pass follows at once: one gather less
+            keeps_whole=self._recompute == "full",  # the backward pass follows at once, so that it is kept for a moment
         )
 
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -132,8 +142,8 @@ class LayerModule:
 class Embedding(LayerModule):
     """Token ids to hidden states."""
 
-    def __init__(self, *of_layer):
-        super().__init__(*of_layer)
+    def __init__(self, items: Interval, context: TileContext):
+        super().__init__(items, context)
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
@@ -161,10 +171,10 @@ class Block(LayerModule):
     row-parallel in y, their outputs being cut by x.
     """
 
-    def __init__(self, *of_layer):
-        super().__init__(*of_layer)
+    def __init__(self, items: Interval, context: TileContext):
+        super().__init__(items, context)
         block = self.description.blocks[block_of(self.items.start)]
-        attention, mlp = self.attention_of, self.mlp_of = block.attention, block.mlp
+        attention, mlp = self.attention_description, self.mlp_description = block.attention, block.mlp
         self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
         self.attention_norm = self.make_norm("attention_norm", attention.norm)
         self.attention_out_norm = attention.out_norm and self.make_norm("attention_out_norm", attention.out_norm)
@@ -185,8 +195,8 @@ class Block(LayerModule):
             self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *axes, in_8_bits, parts)
             for names, axes in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
-        self.num_heads = self.attention_of.heads // self.axes.y.size
-        self.num_kv_heads = max(1, self.attention_of.kv_heads // self.axes.y.size)
+        self.num_heads = attention.heads // y.size
+        self.num_kv_heads = max(1, attention.kv_heads // y.size)
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cache: Cache | None = None
         self._dropping: Dropping | None = None
@@ -197,16 +207,17 @@ class Block(LayerModule):
 
     def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
         """Return the residual stream behind the block; drop what is computed again."""
-        drops = self._recompute == "selective" and torch.is_grad_enabled()
-        self._dropping = Dropping(pack) if drops else None
+        if self._recompute != "selective" or not torch.is_grad_enabled():
+            return self._add_parts(hidden, documents)
+        self._dropping = Dropping(pack)
         try:
-            with self._dropping.packing() if self._dropping else nullcontext():
-                return self.residual(hidden, documents)
+            with self._dropping.packing():
+                return self._add_parts(hidden, documents)
         finally:
             self._dropping = None
 
-    def residual(self, hidden: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """Return the hidden states, to which both parts have added."""
+    def _add_parts(self, hidden: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return hidden states to which attention and feed-forward part have been added."""
         if self._has_attention:
             added = self.attention(self.normed(self.attention_norm, hidden), documents)
             hidden = hidden + (self.attention_out_norm(added) if self.attention_out_norm else added)
@@ -219,50 +230,51 @@ class Block(LayerModule):
         """Return what attention adds, of normed hidden states."""
         qkv = self.linear(self.qkv, x)
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = qkv.unflatten(2, (heads + 2 * kv_heads, self.attention_of.head_size))
-        queries_keys, values = qkv.split([heads + kv_heads, kv_heads], dim=2)
-        placed = self.dropped(self.placed, queries_keys)
-        # Of `placed`, which alone is dropped, queries and keys are views; values stay in `qkv`.
-        queries, keys = placed.split([heads, kv_heads], dim=2)
-        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
-        mixed = self.attend(queries, keys, values, documents)
+        qkv = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, self.attention_description.head_size)
+        queries_keys, values = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
+        rotated = self.recomputable(self.normalise_and_rotate, queries_keys)
+        # Of `rotated`, which alone is dropped, queries and keys are views; values stay in `qkv`.
+        queries, keys = rotated.split_with_sizes([heads, kv_heads], dim=2)
+        mixed = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), documents)
         return self.linear(self.out, mixed.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the feed-forward part adds, of normed hidden states."""
-        return self.linear(self.down, self.dropped(self.activated, self.linear(self.up, x)))
+        return self.linear(self.down, self.recomputable(self.activated, self.linear(self.up, x)))
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """Apply a layer, in the dtype to which a job pins it."""
-        dropping, dtype = self._dropping, self._linear_dtype or x.dtype
+        dropping, dtype = self._dropping, self._linear_dtype
+        if dtype is None or dtype == x.dtype:
+            return layer(x)
         given = x.to(dtype)
-        if given is not x and dropping and dropping.drops(x):
+        if dropping and dropping.drops(x):
             dropping.drop(given, lambda wide: wide.to(dtype), x)
         return layer(given).to(x.dtype)
 
     def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the norm that a product reads, which is dropped."""
+        """Return the norm that a product reads. With selective recomputing autograd does not keep it."""
         result, compute = norm.recomputable(hidden)
         if self._dropping:
             self._dropping.drop(result, compute, hidden)
         return result
 
-    def dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
-        """Return what a cheap operator makes of its input; with selective recomputing, autograd does not keep it."""
+    def recomputable(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
+        """Return what a cheap operator makes of its input. With selective recomputing autograd does not keep it."""
         result = compute(given)
         if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
             self._dropping.drop(result, compute, given)
         return result
 
-    def placed(self, queries_keys: torch.Tensor) -> torch.Tensor:
+    def normalise_and_rotate(self, queries_keys: torch.Tensor) -> torch.Tensor:
         """Return queries and keys with their norms and rotary positions, where the model has them."""
-        attention, run = self.attention_of, self.kernels.run
         if self.head_norms:
             parts = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
             queries_keys = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
-        if attention.rotary:
-            tables = self.rotary_tables(queries_keys)
-            queries_keys = self.computed_in("rotary", lambda each: rotary.rotate(each, *tables, run), queries_keys)
+        if self.attention_description.rotary:
+            cos, sin = self.rotary_tables(queries_keys)
+            rotate = partial(rotary.rotate, cos=cos, sin=sin, run=self.kernels.run)
+            queries_keys = self.computed_in("rotary", rotate, queries_keys)
         return queries_keys
 
     def attend(
@@ -274,19 +286,20 @@ class Block(LayerModule):
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
         backend = self.kernels.attention
-        attending = partial(attend, attention=self.attention_of, first=first, documents=documents, backend=backend)
-        if self._recompute == "selective" and self.attention_of.score_cap is not None:
+        attention = self.attention_description
+        attending = partial(attend, attention=attention, first=first, documents=documents, backend=backend)
+        if self._recompute == "selective" and attention.score_cap is not None:
             attending = partial(keeping_inputs, attending)
         return self.computed_in("attention", attending, queries, keys, values)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
-        mlp = self.mlp_of
+        mlp = self.mlp_description
         activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=self.kernels.run)
         return self.computed_in("activation", activation, inner)
 
     def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
-        of, first = self.attention_of, self.cache.length if self.cache else 0
+        of, first = self.attention_description, self.cache.length if self.cache else 0
         assert of.rotary is not None, "asked for where there is one"
         positions = first + x.shape[1]
         if self.rotary is None or self.rotary[0].shape[0] < positions:
@@ -298,8 +311,8 @@ class Block(LayerModule):
 class Head(LayerModule):
     """Hidden states to logits, and to the summed loss."""
 
-    def __init__(self, *of_layer):
-        super().__init__(*of_layer)
+    def __init__(self, items: Interval, context: TileContext):
+        super().__init__(items, context)
         self.final_norm = self.make_norm("norm", self.description.norm)
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
         self._product = self.make_linear(self.table, [], self.axes.x, self.axes.y)
@@ -322,7 +335,6 @@ class Head(LayerModule):
         return cross_entropy(self._product(self._normed(hidden)), targets, self._loss)
 
 
-def make_layer(model: Model, items: Interval, *more) -> LayerModule:
-    """Make a layer; `more` is as for `LayerModule`."""
-    kind = Embedding if items.start == 0 else Head if items.stop == model.num_items else Block
-    return kind(model, items, *more)
+def make_layer(items: Interval, context: TileContext) -> LayerModule:
+    kind = Embedding if items.start == 0 else Head if items.stop == context.model.num_items else Block
+    return kind(items, context)

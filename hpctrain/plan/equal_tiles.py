@@ -1,4 +1,4 @@
-"""Groups of a plan's tensor grids that have equal work: what is told of one is told of all of them."""
+"""Groups of a plan's tensor grids that have equal work: reports and samples have one line for each group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,10 +11,10 @@ of the last items can be summed while those of the first are computed.
 Every rank computes its own shard groups by itself, in one plan-wide order: by the first element of each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import NamedTuple
 
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
@@ -35,7 +35,6 @@ from hpctrain.sharding.parameters import (
 )
 
 Rectangle = tuple[Interval, Interval]
-T = TypeVar("T")
 GRADIENT_BYTES = 4  # fp32
 
 
@@ -107,8 +106,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     def items_here(unit: Unit) -> list[int]:
         return [item for item in unit.items if any(each.contains(item) for each in tiles)]
 
-    whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
-    regions: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Region]]] = {}
+    held: dict[tuple, list[_Part]] = {}  # by ranks, ZeRO stage, unit that exchanges by itself, and kind of part
     mixed: list[Unit] = []
     for unit in units(model, tile.tensor):  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if not items_here(unit):
@@ -122,40 +120,48 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
         if ranks is None:
             mixed.append(unit)
             continue
-        zero = zero_of(ranks, len(unit.items) > 1)
+        zero, layout = zero_of(ranks, len(unit.items) > 1), unit.layout(tile.tensor, x, y)
+        place = number_of[unit.parameters[0].name], 0, 0
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
-        whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
+        held.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
+            _Part(place, unit, layout, layout.size / tile.tensor.z)
+        )
     cut_units = join_units(mixed)
     for unit in cut_units:
         for region, ranks in cutter.regions(unit, plan.users(unit.items)):
             zero = max(1, zero_of(ranks, len(unit.items) > 1))
+            place = number_of[region.parameter.name], region.rows.start, region.columns.start
             by_itself = unit if zero >= 2 else None
-            regions.setdefault((ranks, zero, by_itself), []).append((unit, region))
+            held.setdefault((ranks, zero, by_itself, Region), []).append(_Part(place, unit, region, region.size))
 
-    def place(region: Region) -> tuple[int, int, int]:
-        return number_of[region.parameter.name], region.rows.start, region.columns.start
-
-    def placed(shards: Sequence[Unit]) -> dict:
-        final_after = min(item for unit in shards for item in items_here(unit))
-        items = tuple(sorted({item for unit in shards for item in unit.items}))
-        is_tied = any(len(unit.items) > 1 for unit in shards)
-        return {"items": items, "final_after": final_after, "is_tied": is_tied}
-
-    result = []
-    for (ranks, zero, _), kept in whole.items():
-        for bucket in _buckets(kept, bucket_bytes, lambda u: u.unit, lambda u: u.size / tile.tensor.z):
-            where = placed([layout.unit for layout in bucket])
-            shard_group = _shard_group(plan, ranks, zero, layouts=tuple(bucket), **where)
-            result.append((shard_group, _first(bucket, number_of)))
-    for (ranks, zero, _), kept in regions.items():
-        kept.sort(key=lambda pair: place(pair[1]))
-        for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
-            where = placed([unit for unit, _ in bucket])
-            shard_group = _shard_group(plan, ranks, zero, regions=tuple(region for _, region in bucket), **where)
-            result.append((shard_group, place(bucket[0][1])))
-    result.sort(key=lambda pair: pair[1])
+    shard_groups = []
+    for (ranks, zero, *_), parts in held.items():
+        for bucket in _buckets(sorted(parts, key=lambda part: part.place), bucket_bytes):
+            shard_group = ShardGroup(
+                ranks,
+                tuple(plan.tile_of(rank).state_share for rank in ranks),
+                zero,
+                layouts=tuple(part.shard for part in bucket if isinstance(part.shard, UnitLayout)),
+                regions=tuple(part.shard for part in bucket if isinstance(part.shard, Region)),
+                items=tuple(sorted({item for part in bucket for item in part.unit.items})),
+                final_after=min(item for part in bucket for item in items_here(part.unit)),
+                is_tied=any(len(part.unit.items) > 1 for part in bucket),
+            )
+            shard_groups.append((bucket[0].place, shard_group))
+    shard_groups.sort(key=lambda pair: pair[0])
     layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
-    return RankShards(tuple(shard_group for shard_group, _ in result), tuple(layouts))
+    return RankShards(tuple(shard_group for _, shard_group in shard_groups), tuple(layouts))
+
+
+class _Part(NamedTuple):
+    """A part of what one rank holds."""
+
+    place: tuple[int, int, int]
+    """Its first element in the plan-wide order: the parameter's number, the row, the column."""
+    unit: Unit
+    shard: UnitLayout | Region
+    size: float
+    """Elements that the rank stores."""
 
 
 @lru_cache(maxsize=16)
@@ -171,33 +177,23 @@ def whole_model(model: Model) -> RankShards:
     return RankShards((ShardGroup((0,), (1,), 1, tuple(layouts)),))
 
 
-def _buckets(
-    shards: Sequence[T], bucket_bytes: int | None, unit_of: Callable[[T], Unit], size_of: Callable[[T], float]
-) -> Iterator[list[T]]:
-    """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole blocks.
+def _buckets(parts: Sequence[_Part], bucket_bytes: int | None) -> Iterator[list[_Part]]:
+    """Cut parts, which are in the order of items, into runs of at least so many bytes of gradients, of whole blocks.
 
     From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same
     compute the same cut, for it depends on nothing else.
     """
-    bucket: list[T] = []
+    bucket: list[_Part] = []
     num_bytes = 0.0
-    for i, each in reversed(list(enumerate(shards))):
-        bucket.append(each)
-        num_bytes += size_of(each) * GRADIENT_BYTES
-        starts_layer = i > 0 and block_of(unit_of(shards[i - 1]).items[0]) != block_of(unit_of(each).items[0])
+    for i, part in reversed(list(enumerate(parts))):
+        bucket.append(part)
+        num_bytes += part.size * GRADIENT_BYTES
+        starts_layer = i > 0 and block_of(parts[i - 1].unit.items[0]) != block_of(part.unit.items[0])
         if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_layer:
             yield bucket[::-1]
             bucket, num_bytes = [], 0.0
     if bucket:
         yield bucket[::-1]
-
-
-def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, int, int]:
-    return number_of[layouts[0].unit.parameters[0].name], 0, 0
-
-
-def _shard_group(plan: Plan, ranks: tuple[int, ...], zero: int, **shards) -> ShardGroup:
-    return ShardGroup(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **shards)
 
 
 def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:

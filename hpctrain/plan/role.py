@@ -8,25 +8,18 @@ from dataclasses import dataclass
 
 from hpctrain.config.job import Model
 from hpctrain.plan.holders import RankShards, rank_shards_of
-from hpctrain.plan.schedule import channel_depth
+from hpctrain.plan.schedule import RECEIVING, SENDING, Op, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """A rank's messages of a microbatch, to and from one of its tiles."""
+    """A rank's messages of a microbatch, to and from one of its tiles, by what sends or receives them."""
 
-    receive_activation: list[Transfer]
-    send_activation: list[Transfer]
-    receive_gradient: list[Transfer]
-    send_gradient: list[Transfer]
-    gathers_activation: bool = False
-    """Whether the ranks along y of the tile receive parts, and gather what they all need."""
-    gathers_gradient: bool = False
-
-
-MESSAGES = ("receive_activation", "send_activation", "receive_gradient", "send_gradient")
+    messages: dict[Op, list[Transfer]]
+    gathers: dict[Op, bool]
+    """Whether the ranks along y of the tile receive parts, and gather what they all need: by what receives."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +72,23 @@ def role_of(
 
 
 def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
-    of = plan, tile, rank, row
-    return Transfers(
-        receive_activation=receives(*of, forward=True, near=near),
-        send_activation=sends(*of, forward=True, near=near),
-        receive_gradient=receives(*of, forward=False, near=near),
-        send_gradient=sends(*of, forward=False, near=near),
-        gathers_activation=gathers(plan, tile, True, near),
-        gathers_gradient=gathers(plan, tile, False, near),
-    )
+    messages, gathered = {}, {}
+    for forward, receive, send in zip((True, False), RECEIVING, SENDING, strict=True):
+        messages[receive] = receives(plan, tile, rank, row, forward, near)
+        messages[send] = sends(plan, tile, rank, row, forward, near)
+        gathered[receive] = gathers(plan, tile, forward, near)
+    return Transfers(messages, gathered)
 
 
 def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[ChannelNeed]:
     largest: dict[tuple[int, int], int] = {}
     depth: dict[tuple[int, int], int] = {}
     for tile, of_tile in zip(plan.tiles_of(rank), transfers, strict=True):
-        for name in MESSAGES:
-            is_before = name in ("receive_activation", "send_gradient")
+        for op, messages in of_tile.messages.items():
+            is_before = op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT)
             item = tile.items.start if is_before else tile.items.stop
-            for transfer in getattr(of_tile, name):
-                peer = transfer.sender if name.startswith("receive") else transfer.receiver
+            for transfer in messages:
+                peer = transfer.sender if op in RECEIVING else transfer.receiver
                 if peer == rank:
                     continue
                 key = peer, item

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.intervals import Interval
@@ -40,6 +40,8 @@ class Op(Enum):
 COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """What adds to the gradients of weights."""
+GOING_BACK = (Op.BACKWARD, Op.BACKWARD_INPUT)
+"""What needs the gradient of a tile's output, and makes that of its input."""
 RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 SENDING = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 EXPECTED_AHEAD = 2
@@ -146,47 +148,24 @@ def _passes(virtual_stages: int, stages: int, behind: int, microbatches: int) ->
     return tuple(each for each in made if each[2] < microbatches)
 
 
-def forward_part(plan: Plan, tile: Tile, m: int, virtual_stage: int = 0) -> list[Instruction]:
-    """Return the instructions of one microbatch's forward pass on a tile, number `virtual_stage` of its ranks."""
-    steps = [Instruction(Op.FORWARD, m, s, virtual_stage=virtual_stage) for s in range(tile.row_chunks)]
-    if plan.upstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, virtual_stage=virtual_stage))
-    if plan.downstream(tile):
-        steps.append(Instruction(Op.SEND_ACTIVATION, m, virtual_stage=virtual_stage))
-    return steps
+def _microbatch_steps(plan: Plan, tiles: Sequence[Tile], virtual_stage: int, m: int, *ops: Op) -> Iterator[Instruction]:
+    """Yield the passes of one microbatch on a tile, with the messages before and after them.
 
-
-def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_stage: int = 0) -> list[Instruction]:
-    """Return those of its backward pass, or by BACKWARD_INPUT of the part that its neighbours wait for."""
-    steps = [Instruction(op, m, s, virtual_stage=virtual_stage) for s in range(tile.row_chunks)]
-    if plan.downstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, virtual_stage=virtual_stage))
-    if plan.upstream(tile):
-        steps.append(Instruction(Op.SEND_GRADIENT, m, virtual_stage=virtual_stage))
-    return steps
-
-
-def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_stage: int = 0) -> list[Instruction]:
-    """Return a whole microbatch on a tile with the loss: each row chunk forward and back, so that only one is kept."""
-    steps = []
-    for s in range(tile.row_chunks):
-        steps += [
-            Instruction(Op.FORWARD, m, s, virtual_stage=virtual_stage),
-            Instruction(op, m, s, virtual_stage=virtual_stage),
-        ]
-    if plan.upstream(tile):
-        receive, send = (
-            Instruction(o, m, virtual_stage=virtual_stage) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT)
-        )
-        return [receive, *steps, send]
-    return steps
-
-
-def weight_part(tiles: Sequence[Tile], virtual_stage: int, m: int) -> list[Instruction]:
-    return [
-        Instruction(Op.BACKWARD_WEIGHT, m, s, virtual_stage=virtual_stage)
-        for s in range(tiles[virtual_stage].row_chunks)
-    ]
+    Of several passes a row chunk goes through all before the next one: forward and back at the loss, so that only one
+    chunk is kept.
+    """
+    tile, made = tiles[virtual_stage], partial(Instruction, microbatch=m, virtual_stage=virtual_stage)
+    if ops[0] is Op.FORWARD and plan.upstream(tile):
+        yield made(Op.RECEIVE_ACTIVATION)
+    if ops[0] in GOING_BACK and plan.downstream(tile):
+        yield made(Op.RECEIVE_GRADIENT)
+    for row_chunk in range(tile.row_chunks):
+        for op in ops:
+            yield made(op, row_chunk=row_chunk)
+    if ops[-1] is Op.FORWARD and plan.downstream(tile):
+        yield made(Op.SEND_ACTIVATION)
+    if ops[-1] in GOING_BACK and plan.upstream(tile):
+        yield made(Op.SEND_GRADIENT)
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
@@ -238,17 +217,17 @@ def one_f_one_b(
     for op, virtual_stage, m in passes(plan, tile):
         has_loss, delay = not plan.downstream(tiles[virtual_stage]), delays[virtual_stage]
         if op is Op.FORWARD:
-            if not has_loss:  # else it goes back right after it
-                steps += forward_part(plan, tiles[virtual_stage], m, virtual_stage)
+            if not has_loss:  # else it goes forward just before it goes back
+                steps += _microbatch_steps(plan, tiles, virtual_stage, m, Op.FORWARD)
             continue
-        part = at_the_loss if has_loss else backward_part
-        steps += part(plan, tiles[virtual_stage], m, Op.BACKWARD if delay is None else Op.BACKWARD_INPUT, virtual_stage)
+        back = Op.BACKWARD if delay is None else Op.BACKWARD_INPUT
+        steps += _microbatch_steps(plan, tiles, virtual_stage, m, *([Op.FORWARD] if has_loss else []), back)
         if delay is not None:
             delayed.append((virtual_stage, m))
             while len(delayed) > delay:
-                steps += weight_part(tiles, *delayed.popleft())
+                steps += _microbatch_steps(plan, tiles, *delayed.popleft(), Op.BACKWARD_WEIGHT)
     for late in delayed:
-        steps += weight_part(tiles, *late)
+        steps += _microbatch_steps(plan, tiles, *late, Op.BACKWARD_WEIGHT)
     if reduce_early:
         for virtual_stage in range(len(tiles)):
             last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.virtual_stage == virtual_stage)
@@ -262,9 +241,7 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
         return ()
     tiles = plan.virtual_stages(tile)
     forward = [(virtual_stage, m) for op, virtual_stage, m in passes(plan, tile) if op is Op.FORWARD]
-    return tuple(
-        step for virtual_stage, m in forward for step in forward_part(plan, tiles[virtual_stage], m, virtual_stage)
-    )
+    return tuple(step for each in forward for step in _microbatch_steps(plan, tiles, *each, Op.FORWARD))
 
 
 def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Tile, Schedule]:

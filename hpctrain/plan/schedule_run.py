@@ -82,7 +82,7 @@ class ScheduleRun:
         self.runners = {tile: self.runner(plan.virtual_stages(tile), steps) for tile, steps in schedules.items()}
         """The runners by their first tiles, as the schedules are."""
         self.runner_of = {tile: runner for runner in self.runners.values() for tile in runner.virtual_stages}
-        self._wires: list[Wire] = []
+        self.wires: list[Wire] = []
         self._runnable: deque[Runner] = deque()
 
     # ---- what a subclass overrides -----------------------------------------------------------------------------------
@@ -94,8 +94,9 @@ class ScheduleRun:
         return Wire(ends, *rest)
 
     def prices(self, tiles: Sequence[Tile]) -> object:
-        """Return the prices of tiles and of their messages, to compare with those of other tiles."""
-        return None
+        """Return what the step of tiles depends on, to compare with that of other tiles: where nothing has a price, all
+        but their rows and ranks."""
+        return tuple(tile.work for tile in tiles)
 
     def has_arrived(self, wire: Wire) -> bool:
         """Say whether the next message of a wire can be received; its receiver is woken where that changes."""
@@ -118,13 +119,13 @@ class ScheduleRun:
         """Run all schedules until every runner is at the end. Raises PlanError where they deadlock."""
         copies = self.copies()
         self._runnable.extend(runner for runner in self.runners.values() if runner not in copies)
-        self._connect(tuple(self._runnable))
+        self.connect(tuple(self._runnable))
         while self._runnable:
-            self._advance(self._runnable.popleft())
+            self.advance(self._runnable.popleft())
         for runner, original in copies.items():
             runner.copy_progress(original)
         self._check_ends()
-        for wire in self._wires:
+        for wire in self.wires:
             if wire.microbatches:
                 sender, receiver = map(label, wire.ends)
                 raise PlanError(f"{sender}: '{wire.op.value} {wire.microbatches[0]}' to {receiver} is never received")
@@ -179,7 +180,7 @@ class ScheduleRun:
                 originals.append(runners)
         return copies
 
-    def _connect(self, runners: Sequence[Runner]) -> None:
+    def connect(self, runners: Sequence[Runner]) -> None:
         """Lay the wires between runners, and name those that take each pass together."""
         down, up = self._plan.downstream, self._plan.upstream
         laid: dict[tuple[Tile, Tile], Wire] = {}
@@ -188,7 +189,7 @@ class ScheduleRun:
                 depth, here, there = channel_depth(self._plan, tile, other), self.runner_of[tile], self.runner_of[other]
                 laid[tile, other] = self.wire((tile, other), Op.SEND_ACTIVATION, here, there, depth)
                 laid[other, tile] = self.wire((other, tile), Op.SEND_GRADIENT, there, here, depth)
-        self._wires = list(laid.values())
+        self.wires = list(laid.values())
         stages: dict[tuple, list[Runner]] = {}
         for runner in runners:
             stages.setdefault(runner.virtual_stages[0].items, []).append(runner)
@@ -204,7 +205,7 @@ class ScheduleRun:
             if tile.zero >= 2:
                 runner.partners = tuple(other for other in stages[tile.items] if other is not runner)
 
-    def _advance(self, runner: Runner) -> None:
+    def advance(self, runner: Runner) -> None:
         """Take a runner through its instructions until it must wait."""
         schedule = runner.schedule
         while runner.place < len(schedule):
@@ -223,7 +224,7 @@ class ScheduleRun:
                 for wire in wires:
                     if (got := wire.microbatches.popleft()) != step.microbatch:
                         raise PlanError(f"{label(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
-                    self._wake(wire.source, wire)
+                    self.wake(wire.source, wire)
                 self.receive(runner, step, wires)
             elif op in SENDING:
                 wires = runner.wires[op, step.virtual_stage]
@@ -234,14 +235,14 @@ class ScheduleRun:
                 self.send(runner, step, wires)
                 for wire in wires:
                     wire.microbatches.append(step.microbatch)
-                    self._wake(wire.target, wire)
+                    self.wake(wire.target, wire)
             elif not self.may_pass(runner, step) or op is Op.UPDATE or not self.sums_at_end:
                 return
             else:
                 self.compute(runner, step)
             runner.place += 1
 
-    def _wake(self, runner: Runner, event: object) -> None:
+    def wake(self, runner: Runner, event: object) -> None:
         if runner.waits_for is event:
             runner.waits_for = None
             self._runnable.append(runner)
@@ -259,7 +260,7 @@ class ScheduleRun:
             runner.waits_for = step.op
             return False
         for other in runner.partners:
-            self._wake(other, step.op)
+            self.wake(other, step.op)
         return True
 
 

@@ -6,7 +6,7 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -98,7 +98,7 @@ class Tile:
 
     @property
     def work(self) -> "Tile":
-        """The tile as it is wherever its rows and ranks are: that of equal tiles is equal."""
+        """The tile with rows counted from 0 and without its ranks: tiles with equal work are equal in it."""
         return replace(self, ranks=(0,), rows=Interval(0, self.rows.size))
 
 
@@ -194,17 +194,11 @@ class Plan:
 
     @cached_property
     def _depth_to_loss(self) -> dict[Tile, int]:
-        depth: dict[Tile, int] = {}
-        for tile in sorted(self.tiles, key=lambda t: -t.items.start):
-            depth[tile] = max((1 + depth[t] for t in self._downstream[tile]), default=0)
-        return depth
+        return _depths(sorted(self.tiles, key=lambda tile: -tile.items.start), self._downstream)
 
     @cached_property
     def _depth_from_start(self) -> dict[Tile, int]:
-        depth: dict[Tile, int] = {}
-        for tile in sorted(self.tiles, key=lambda t: t.items.start):
-            depth[tile] = max((1 + depth[t] for t in self._upstream[tile]), default=0)
-        return depth
+        return _depths(sorted(self.tiles, key=lambda tile: tile.items.start), self._upstream)
 
     def downstream(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the tiles that take this tile's output: those of the next items that share rows with it."""
@@ -253,6 +247,14 @@ class Plan:
         extra_warmup = f", up to {most} extra warm-up" if most else ""
         zero = "/".join(map(str, sorted({tile.zero for tile in self.tiles})))
         return f"{tiles}, ZeRO {zero}, {microbatches}{schedule}{extra_warmup}{unused}"
+
+
+def _depths(tiles: Sequence[Tile], neighbours: Mapping[Tile, Sequence[Tile]]) -> dict[Tile, int]:
+    """Return the longest path from each tile over its neighbours, which come before it."""
+    depth: dict[Tile, int] = {}
+    for tile in tiles:
+        depth[tile] = max((1 + depth[other] for other in neighbours[tile]), default=0)
+    return depth
 
 
 def joined(plan: Plan) -> list[list[Tile]]:

@@ -1,4 +1,4 @@
-"""Draws the plan that a job asks for: a uniform one (tensor grid x pipeline x data), or that of a plan file. Pure."""
+"""Makes the plan that a job asks for: a uniform one (tensor grid x pipeline x data), or that of a plan file. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ def resolve_plan(
             f" {request.num_ranks} ranks, but {num_ranks} were started; start it with mpirun -n"
             f' {request.num_ranks}, or set plan = "auto"'
         )
-    resolved = _draw(job, request, wanted_tokens)
+    resolved = _make_even(job, request, wanted_tokens)
     return replace(resolved, plan=with_families(resolved.plan, families)) if families else resolved
 
 
@@ -83,7 +83,7 @@ def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
     return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
 
 
-def _draw(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
+def _make_even(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
     grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z, request.sequence_parallel)
     check_grid(job.model, grid)
     check_positions(job.data.sequence_length, grid, "plan")

@@ -18,7 +18,7 @@ MESSAGES = "send", "receive"
 
 
 class DeviceQueue:
-    """One queue of a device: the time at which all that was queued is done, and how late that is."""
+    """One queue of a device: when all that was queued is done, and how late that is."""
 
     __slots__ = ("done_at", "late")
 

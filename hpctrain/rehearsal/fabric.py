@@ -119,7 +119,7 @@ def max_min_rates(paths: Iterable[Sequence[int]], bandwidths: Sequence[float]) -
     return rates
 
 
-class Fluid:
+class FlowNetwork:
     """The flows of a network, in slots that the caller assigns; times in seconds, sizes in bytes.
 
     All state is in `memory`, which may be shared by processes: the methods that change it must be called by one at a

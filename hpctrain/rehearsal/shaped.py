@@ -26,7 +26,7 @@ from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
-from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
+from hpctrain.rehearsal.fabric import FlowNetwork, PretendedNetwork
 
 # How many messages of one rank may be in flight or not yet taken by their receivers.
 SLOTS_PER_RANK = 256
@@ -73,7 +73,7 @@ class ShapedNetwork:
         self.rank, self.size, self.network = members.rank, members.size, network
         self._num_slots = slots_per_rank
         num_slots = slots_per_rank * members.size
-        doubles = Fluid.num_doubles(num_slots)
+        doubles = FlowNetwork.num_doubles(num_slots)
         self._lock = HostLock(members)
         num_bytes = 8 * (doubles + 3 * num_slots) if members.rank == 0 else 0
         self._window = SharedWindow(members, num_bytes)
@@ -81,9 +81,11 @@ class ShapedNetwork:
         integers = memory[8 * (doubles + num_slots) :].cast("q")
         self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")
         self._tags, self._taken = integers[:num_slots], integers[num_slots:]
-        self._fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory[: 8 * doubles].cast("d"))
+        self.flows = FlowNetwork(
+            network.bandwidths, [path.ports for path in network.paths], memory[: 8 * doubles].cast("d")
+        )
         if members.rank == 0:
-            self._fluid.reset()
+            self.flows.reset()
             for slot in range(num_slots):
                 self._tags[slot] = FREE
         self._free = deque(range(self.rank * slots_per_rank, (self.rank + 1) * slots_per_rank))
@@ -105,11 +107,11 @@ class ShapedNetwork:
             slot = self._free_slot()
             earlier = None if behind is None else self.slot_of(self.rank, behind)
             self._taken[slot], self._tags[slot] = 0, tag
-            if self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
+            if self.flows.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
                 in_time = now - late
                 if earlier is not None:
-                    in_time = max(in_time, self._fluid.left(earlier) - self._late[earlier])
-                self._late[slot] = self._fluid.clock - in_time
+                    in_time = max(in_time, self.flows.left(earlier) - self._late[earlier])
+                self._late[slot] = self.flows.clock - in_time
             elif earlier is not None:
                 self._late[slot] = self._late[earlier]
 
@@ -140,15 +142,15 @@ class ShapedNetwork:
     def left(self, slot: int) -> float:
         """Return when the message has left its sender's port; infinity if it has not."""
         now = time.monotonic()
-        left = self._fluid.left(slot)
-        if left < math.inf or now < self._fluid.next_end:
+        left = self.flows.left(slot)
+        if left < math.inf or now < self.flows.next_end:
             return left
         with self._lock:
-            self._fluid.advance(now)
-        return self._fluid.left(slot)
+            self.flows.advance(now)
+        return self.flows.left(slot)
 
     def earliest_end(self, slot: int) -> float:
-        return self._fluid.earliest_end(slot)
+        return self.flows.earliest_end(slot)
 
     def forget(self, slot: int) -> None:
         """Say that its sender or its receiver, whichever this rank is, needs a slot no longer."""
@@ -158,23 +160,23 @@ class ShapedNetwork:
             self._taken[slot] = 1
 
     def path_latency(self, source: int, target: int) -> float:
-        return self.network.paths[source * self.size + target].latency_seconds * self._fluid.slowdown
+        return self.network.paths[source * self.size + target].latency_seconds * self.flows.slowdown
 
     def slow_down(self, times: float) -> None:
         """Let everything take `times` as long from now on; one rank calls."""
         with self._lock:
-            self._fluid.slow_down(times, time.monotonic())
+            self.flows.slow_down(times, time.monotonic())
 
     def close(self) -> None:
         """Free it, after the transports of all ranks are closed; a second call does nothing."""
         if self._open:
             self._open = False
-            del self._fluid, self._tags, self._taken, self._late
+            del self.flows, self._tags, self._taken, self._late
             self._window.close()
             self._lock.close()
 
 
-class Passage:
+class MessageInFlight:
     """A message in flight; called as a `Ready`, by its sender or its receiver."""
 
     __slots__ = ("_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
@@ -249,14 +251,14 @@ class ShapedTransport:
         now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.done_at, self._stream.late)
         network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now, late)
         self._sent[peer] += 1
-        return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
+        return MessageInFlight(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
 
     def receive(self, peer: int, tensor: torch.Tensor, after: object = None) -> Ready:
         network, source = self._network, self._ranks[peer]
         tag = network.tag(self._group, network.rank, self._received[peer])
         self._received[peer] += 1
         latency = network.path_latency(source, network.rank)
-        return Passage(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
+        return MessageInFlight(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
 
 
 class RehearsedNetwork:

@@ -18,8 +18,8 @@ def bucket_elements(num_elements: int) -> int:
 
 
 LEAST_SHARE = 4
-"""Activations move that have more bytes than this part of their layer's input, which y may cut: statistics of norms and
-of attention stay on the device."""
+"""An activation moves where it has more bytes than its layer's input divided by this and by y, which may cut the input.
+So statistics of norms and of attention stay on the device."""
 
 
 def moves(num_bytes: float, input_bytes: float, y: int) -> bool:

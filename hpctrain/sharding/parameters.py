@@ -51,6 +51,7 @@ class Parameter:
 
     @property
     def decay(self) -> bool:
+        """Say whether it has weight decay: matrices have, norms and biases have none."""
         return len(self.shape) > 1
 
     def padded_shape(self, grid: TensorGrid) -> tuple[int, ...]:
@@ -161,24 +162,19 @@ class UnitLayout:
             yield parameter, box, Interval(at, at + box_size(box))
             at += box_size(box)
 
-    def runs(self, names: Collection[str]) -> "Iterator[FlatRegion]":
-        """Yield the named parameters, as few as can be: neighbours with equal trailing dims are one."""
-        run = None
+    def runs(self, names: Collection[str]) -> "list[FlatRegion]":
+        """Return the named parameters, as few as can be: neighbours with equal trailing dims are one."""
+        runs: list[FlatRegion] = []
         for parameter, box, at in self.placed():
             if parameter.name not in names:
                 continue
-            shape = tuple(interval.size for interval in box)
-            if run and run.at.stop == at.start and run.shape[1:] == shape[1:]:
-                above, *trailing = run.shape
-                run = FlatRegion(
-                    (*run.names, parameter.name), Interval(run.at.start, at.stop), (above + shape[0], *trailing)
-                )
-                continue
-            if run:
-                yield run
-            run = FlatRegion((parameter.name,), at, shape)
-        if run:
-            yield run
+            run = FlatRegion((parameter.name,), at, tuple(interval.size for interval in box))
+            if runs and runs[-1].at.stop == at.start and runs[-1].shape[1:] == run.shape[1:]:
+                above, num_rows = runs.pop(), run.shape[0]
+                shape = above.shape[0] + num_rows, *above.shape[1:]
+                run = FlatRegion(above.names + run.names, Interval(above.at.start, at.stop), shape)
+            runs.append(run)
+        return runs
 
 
 class FlatRegion(NamedTuple):

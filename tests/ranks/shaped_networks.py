@@ -46,7 +46,7 @@ class Shaped:
 
     def note_starts(self) -> list[float]:
         """Return a list to which the exact time of each start of this rank's flows will be appended."""
-        fluid, starts = self.network._fluid, []
+        fluid, starts = self.network.flows, []
         start = fluid.start
 
         def noting(*arguments) -> bool:

@@ -7,6 +7,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.data.order import open_datasets
+from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.shaped import rehearse
@@ -88,8 +89,8 @@ def test_parts_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, 
             result[variant] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
             overruns.append(own.accelerator.overrun)
             seconds[variant] = own.largest(min(each["step_seconds"] for each in metrics))
-            transfers = trainer.layout.transfers[0]
-            own_parts = transfers.send_activation + transfers.send_gradient
+            messages = trainer.layout.transfers[0].messages
+            own_parts = messages[Op.SEND_ACTIVATION] + messages[Op.SEND_GRADIENT]
             elements = sum(part.num_elements for part in own_parts)
             sent[variant] = sum(own.all_objects(elements))
     if world.rank == 0:

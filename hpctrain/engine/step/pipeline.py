@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hpctrain.comm.groups.channel import Channel
+from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import Batch
 from hpctrain.engine.step.layout import Layout
@@ -89,15 +90,15 @@ class Messages:
         """Allocate the tensor of a receive and post it to its senders; return None where this rank has the tensor."""
         virtual_stage, forward = instruction.virtual_stage, instruction.op is Op.RECEIVE_ACTIVATION
         transfers = self._layout.transfers[virtual_stage]
-        result = transfers.receive_activation if forward else transfers.receive_gradient
-        if any(transfer.sender == self._layout.rank for transfer in result):
+        messages = transfers.messages[instruction.op]
+        if any(transfer.sender == self._layout.rank for transfer in messages):
             return None
         items = self._layout.tiles[virtual_stage].items
         item = items.start if forward else items.stop
         shape = (self.rows.size, self._positions.size, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         parts = []
-        for transfer in result:
+        for transfer in messages:
             target = self._part(value, transfer)
             wire = self._layout.wires[transfer.sender]
             in_place = target.is_contiguous() and target.dtype == wire
@@ -105,7 +106,7 @@ class Messages:
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
             parts.append(Incoming(channel, buffer, target))
-        return Arrival(value, parts, transfers.gathers_activation if forward else transfers.gathers_gradient)
+        return Arrival(value, parts, transfers.gathers[instruction.op])
 
     def receive(self, instruction: Instruction) -> None:
         """Wait for what it brings, the next one of the schedule that receives; it is `given` then."""
@@ -125,16 +126,12 @@ class Messages:
 
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
         """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
-        virtual_stage, microbatch, forward = (
-            instruction.virtual_stage,
-            instruction.microbatch,
-            instruction.op is Op.SEND_ACTIVATION,
-        )
-        transfers, items = self._layout.transfers[virtual_stage], self._layout.tiles[virtual_stage].items
-        to, item = (virtual_stage + 1, items.stop) if forward else (virtual_stage - 1, items.start)
-        for transfer in transfers.send_activation if forward else transfers.send_gradient:
+        op, virtual_stage = instruction.op, instruction.virtual_stage
+        items = self._layout.tiles[virtual_stage].items
+        to, item = (virtual_stage + 1, items.stop) if op is Op.SEND_ACTIVATION else (virtual_stage - 1, items.start)
+        for transfer in self._layout.transfers[virtual_stage].messages[op]:
             if transfer.receiver == self._layout.rank:  # which then has all of it
-                self.given[SlotKey(to, microbatch)] = value
+                self.given[SlotKey(to, instruction.microbatch)] = value
                 continue
             wire = self._layout.wires[transfer.receiver]
             self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).to(wire).contiguous())
@@ -173,7 +170,8 @@ class Pipeline:
     """Executes the instructions of one rank, on its tiles."""
 
     def __init__(self, layout: Layout, optimizer: Optimizer):
-        self._layout, self._optimizer, self._tracer = layout, optimizer, layout.tracer
+        self._layout, self._optimizer = layout, optimizer
+        self._tracer, self._is_traced = layout.tracer, layout.tracer is not UNTRACED
         self._accelerator, self._device = layout.accelerator, layout.accelerator.device
         self._messages = Messages(layout)
         self._rows = self._messages.rows
@@ -216,7 +214,7 @@ class Pipeline:
             place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.row_chunk
             stage = self._layout.stages[place.virtual_stage]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
-            since = self._tracer.now()
+            since = self._tracer.now() if self._is_traced else 0.0
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                     messages.receive(instruction)
@@ -246,7 +244,8 @@ class Pipeline:
                     self._optimizer.reduce()
                 case Op.UPDATE:
                     totals = self._update(self._agree(loss, self._optimizer.squared_norm(), flags), step, loss_tokens)
-            self._tracer.computed(instruction, since)
+            if self._is_traced:
+                self._tracer.computed(instruction, since)
         return totals or self._agree(loss, None)
 
     def _update(self, totals: Totals, step: int, loss_tokens: int) -> Totals:

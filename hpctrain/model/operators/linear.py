@@ -106,7 +106,10 @@ class Linear:
 
         Next to a collective a product is cut in `parts`, of which each is summed or scattered while the next one is
         computed, or gathered while the last one is. They are of tokens, or, where positions are cut, of rows or of the
-        positions of a single row. A layer that gathers and `keeps_whole` inputs does not gather them again.
+        positions of a single row.
+
+        For the gradient of its weight a layer that gathers needs the input of all positions. With `keeps_whole` it
+        keeps what the forward pass has gathered; else it keeps this rank's own positions and gathers them again.
         """
         self.weights, self.biases, self.input_axis, self.output_axis = weights, biases, input_axis, output_axis
         self.gathers, self.scatters, self.keeps_whole = gathers, scatters, keeps_whole
@@ -133,30 +136,36 @@ class Linear:
         """Return the columns of each weight's outputs."""
         return (y_NO,) if len(self.weights) == 1 else y_NO.split(self.outputs, dim=1)
 
-    def products(self, x_NI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x W^T, [N, O]; in the place of `out`, where that is given."""
+    def whole_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T, [..., O] of [..., I], not yet summed over `input_axis`."""
+        if len(self.weights) == 1 and not self.in_8_bits:
+            return F.linear(x, _in_dtype(self.weights[0], x.dtype))
+        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def product(self, x_NI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x W^T, [N, O], in the place of `out` where that is given."""
         if self.in_8_bits:
             parts = [forward_product(x_NI, weight.data) for weight in self.weights]
             y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             return y_NO if out is None else out.copy_(y_NO)
-        if out is None and len(self.weights) == 1:
-            return x_NI @ self.weights[0].data.to(x_NI.dtype).t()
+        if len(self.weights) == 1:
+            return torch.mm(x_NI, _in_dtype(self.weights[0], x_NI.dtype).t(), out=out)
         y_NO = x_NI.new_empty(x_NI.shape[0], self.num_outputs) if out is None else out
         for weight, part in zip(self.weights, self.split(y_NO), strict=True):
-            torch.mm(x_NI, weight.data.to(x_NI.dtype).t(), out=part)
+            torch.mm(x_NI, _in_dtype(weight, x_NI.dtype).t(), out=part)
         return y_NO
 
-    def input_gradients(self, dy_NO: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return dy W, [N, I], summed over weights; in the place of `out`, where that is given."""
-        first, *others = zip(self.split(dy_NO), self.weights, strict=True)
+    def input_gradient(self, dy_NO: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return dy W, [N, I], summed over weights, in the place of `out` where that is given."""
+        (first, *weights), (part, *parts) = self.weights, self.split(dy_NO)
         if self.in_8_bits:
-            dx_NI = input_gradient(first[0], first[1].data)
-            for part, weight in others:
+            dx_NI = input_gradient(part, first.data)
+            for weight, part in zip(weights, parts, strict=True):
                 dx_NI += input_gradient(part, weight.data)
             return dx_NI if out is None else out.copy_(dx_NI)
-        dx_NI = torch.mm(first[0], first[1].data.to(dy_NO.dtype), out=out)
-        for part, weight in others:
-            dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+        dx_NI = torch.mm(part, _in_dtype(first, dy_NO.dtype), out=out)
+        for weight, part in zip(weights, parts, strict=True):
+            dx_NI.addmm_(part, _in_dtype(weight, dy_NO.dtype))
         return dx_NI
 
     def add_weight_gradients(self, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
@@ -173,10 +182,15 @@ class Linear:
 
     def add_bias_gradients(self, dy_NO: torch.Tensor) -> None:
         """Add the sum of dy over tokens to the gradient of each bias."""
-        if self.biases:
-            parts = dy_NO.split([bias.data.numel() for bias in self.biases], dim=1)
-            for bias, part in zip(self.biases, parts, strict=True):
-                bias.accumulate(add_sum, part)
+        parts = dy_NO.split([bias.data.numel() for bias in self.biases], dim=1)
+        for bias, part in zip(self.biases, parts, strict=True):
+            bias.accumulate(add_sum, part)
+
+
+def _in_dtype(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a weight in a dtype, which is another one where a job pins linear layers."""
+    data = weight.data
+    return data if data.dtype == dtype else data.to(dtype)
 
 
 class _Linear(Function):
@@ -185,72 +199,88 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx, x, layer: Linear):
-        ctx.layer, ctx.shape, gathering = layer, x.shape, None
+        ctx.layer, ctx.shape, kept = layer, x.shape, x
         if layer.gathers:
             gathering = Gathering(x, layer.output_axis, layer.parts, layer.keeps_whole)
             ctx.shape = gathering.shape
-        input_axis, works = layer.input_axis, list[PendingWork]()
-        x_NI = x.reshape(-1, x.shape[-1])
-        cuts = cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0])) if input_axis.size > 1 else ()
-        if layer.scatters:
-            rows, positions = x.shape[0], x.shape[1] // input_axis.size
-            y = x.new_empty(rows, positions, layer.num_outputs)
-            whole = x_NI.view(x.shape)
-            for part in cut_parts(rows, positions, layer.parts):
-                y_NO = layer.products(part.of(whole, input_axis.size).reshape(-1, x.shape[-1]))
-                place = y[part.rows, part.positions]
-                works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), input_axis, place)[1])
-        elif gathering is not None and len(gathering.parts) > 1:
-            y = x.new_empty(*ctx.shape[:-1], layer.num_outputs)
-            for result, place in gathering.map(layer.products, y, layer.output_axis.size):
-                work = input_axis.start_all_reduce(result)
-                if input_axis.size == 1:
-                    place()
-                else:
-                    works.append(Following([work], place))
-        elif gathering is None and len(cuts) > 1:
-            y = x.new_empty(*x.shape[:-1], layer.num_outputs)
-            y_NO = y.view(x_NI.shape[0], -1)
-            works += [input_axis.start_all_reduce(layer.products(x_NI[slice(*at)], y_NO[slice(*at)])) for at in cuts]
+            y = _forward_gathering(layer, x, gathering)
+            kept = x if gathering.whole is None else gathering.whole
+        elif layer.scatters:
+            y = _forward_scattering(layer, x)
+        elif layer.parts > 1 and layer.input_axis.size > 1:
+            y = _forward_in_parts(layer, x)
         else:
-            if gathering is not None:
-                x_NI = gathering.tokens()
-            y_NO = layer.products(x_NI)
-            input_axis.all_reduce(y_NO)
-            y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
-        for work in works:
-            work.wait()
-        layer.add_biases(y.view(-1, y.shape[-1]))
-        if gathering is not None:
-            x_NI = x if gathering.whole is None else gathering.whole.view(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI)
+            y = layer.input_axis.all_reduce(layer.whole_product(x))
+        if layer.biases:
+            layer.add_biases(y.view(-1, y.shape[-1]))
+        ctx.save_for_backward(kept)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         layer: Linear = ctx.layer
-        (x_NI,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
-        regathered = Gathering(x_NI, layer.output_axis) if layer.gathers and not layer.keeps_whole else None
+        regathered = Gathering(kept, layer.output_axis) if layer.gathers and not layer.keeps_whole else None
         if layer.scatters:
             gathering = Gathering(dy, layer.input_axis, layer.parts, keeps_whole=True)
-            dx = x_NI.new_empty(ctx.shape)
-            for _, place in gathering.map(layer.input_gradients, dx, layer.input_axis.size):
+            dx = kept.new_empty(ctx.shape)
+            for _, place in gathering.map(layer.input_gradient, dx, layer.input_axis.size):
                 place()
             assert gathering.whole is not None, "it is kept"
-            dy_NO = gathering.whole.view(x_NI.shape[0], -1)
+            dy_NO = gathering.whole.view(-1, dy.shape[-1])
         else:
-            dx = layer.input_gradients(dy_NO).view(ctx.shape)
+            dx = layer.input_gradient(dy_NO).view(ctx.shape)
         if layer.gathers:
             dx, work = start_scatter(dx, layer.output_axis)
         else:
             work = layer.output_axis.start_all_reduce(dx)
-        if regathered is not None:
-            x_NI = regathered.tokens()
+        x_NI = kept.reshape(-1, kept.shape[-1]) if regathered is None else regathered.tokens()
         layer.add_weight_gradients(dy_NO, x_NI)
-        layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
+        if layer.biases:
+            layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
         work.wait()
         return dx, None
+
+
+def _forward_gathering(layer: Linear, x: torch.Tensor, gathering: Gathering) -> torch.Tensor:
+    """Return the product of an input that is gathered: of each part when it is there, while the next one comes."""
+    input_axis = layer.input_axis
+    if len(gathering.parts) == 1:
+        y_NO = input_axis.all_reduce(layer.product(gathering.tokens()))
+        return y_NO.view(*gathering.shape[:-1], -1)
+    y, works = x.new_empty(*gathering.shape[:-1], layer.num_outputs), list[PendingWork]()
+    for result, place in gathering.map(layer.product, y, layer.output_axis.size):
+        work = input_axis.start_all_reduce(result)
+        if input_axis.size == 1:
+            place()
+        else:
+            works.append(Following([work], place))
+    Following(works).wait()
+    return y
+
+
+def _forward_scattering(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's positions of the sum over `input_axis`: each part is scattered while the next is computed."""
+    axis, works = layer.input_axis, list[PendingWork]()
+    rows, positions = x.shape[0], x.shape[1] // axis.size
+    y, whole = x.new_empty(rows, positions, layer.num_outputs), x.contiguous()
+    for part in cut_parts(rows, positions, layer.parts):
+        y_NO = layer.product(part.of(whole, axis.size).reshape(-1, x.shape[-1]))
+        place = y[part.rows, part.positions]
+        works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), axis, place)[1])
+    Following(works).wait()
+    return y
+
+
+def _forward_in_parts(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over `input_axis`: that of some tokens is overlapped with the product of the next ones."""
+    x_NI, y = x.reshape(-1, x.shape[-1]), x.new_empty(*x.shape[:-1], layer.num_outputs)
+    y_NO = y.view(x_NI.shape[0], -1)
+    parts = [slice(*cut) for cut in cut_evenly(x_NI.shape[0], min(layer.parts, x_NI.shape[0]))]
+    works = [layer.input_axis.start_all_reduce(layer.product(x_NI[part], y_NO[part])) for part in parts]
+    Following(works).wait()
+    return y
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

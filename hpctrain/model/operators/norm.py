@@ -23,12 +23,12 @@ class RmsNorm:
         x32 = x.float()
         squares = _squares(x32) if squares is None else squares
         rstd = (squares / features).add_(epsilon).rsqrt_()
-        return RmsNorm.normed(x32, weight, rstd, offset=offset).to(x.dtype), rstd
+        return _rms_scaled(x32, weight, rstd, offset).to(x.dtype), rstd
 
     @staticmethod
     def normed(x, weight, rstd, *, offset: float):
         """Return y of the same x and its statistic."""
-        return (x.float() * rstd).mul_(_scale(weight, offset)).to(x.dtype)
+        return _rms_scaled(x.float(), weight, rstd, offset).to(x.dtype)
 
     @staticmethod
     def sums(x, run: Run, x_axis: Axis, features: int) -> list[torch.Tensor]:
@@ -93,6 +93,10 @@ def _scale(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return weight.float() + offset if offset else weight
 
 
+def _rms_scaled(x32, weight, rstd, offset: float) -> torch.Tensor:
+    return (x32 * rstd).mul_(_scale(weight, offset))
+
+
 def _scaled(centred, weight, bias, rstd) -> torch.Tensor:
     """Return y, in the place of x - mean."""
     return centred.mul_(rstd).mul_(weight).add_(bias)
@@ -143,28 +147,24 @@ class NormLayer:
         calls nobody."""
         return _Norm.apply(x, self)
 
-    @property
-    def data(self) -> list[torch.Tensor]:
-        return [weight.data for weight in self.weights]
-
 
 class _Norm(Function):
     @staticmethod
     def forward(ctx, x, layer: NormLayer):
         kind, run, features, offset = layer.kind, layer.run, layer.features, layer.offset
         sums = kind.sums(x, run, layer.axis, features) if layer.axis.size > 1 else ()
-        settings = {"features": features, "epsilon": layer.epsilon, "offset": offset}
-        y, *statistics = run(kind.forward, x, *layer.data, *sums, **settings)
+        weights = [weight.data for weight in layer.weights]
+        y, *statistics = run(kind.forward, x, *weights, *sums, features=features, epsilon=layer.epsilon, offset=offset)
         ctx.save_for_backward(x, *statistics)
         ctx.layer = layer
-        return y, lambda x: run(kind.normed, x, *layer.data, *statistics, offset=offset)
+        return y, lambda x: run(kind.normed, x, *(weight.data for weight in layer.weights), *statistics, offset=offset)
 
     @staticmethod
     def backward(ctx, dy, _):
         x, *statistics = ctx.saved_tensors
         layer: NormLayer = ctx.layer
         kind, run, offset = layer.kind, layer.run, layer.offset
-        operands = dy, x, *layer.data, *statistics
+        operands = dy, x, *(weight.data for weight in layer.weights), *statistics
         is_cut = layer.axis.size > 1
         sums = [layer.axis.all_reduce(run(kind.backward_sums, *operands, offset=offset))] if is_cut else ()
         dx, *gradients = run(kind.backward, *operands, *sums, features=layer.features, offset=offset)

@@ -13,7 +13,7 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.config.job import Job, Model
 from hpctrain.config.precision import TRAINED_DTYPES, Precision
 from hpctrain.engine import alignment
-from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
+from hpctrain.engine.alignment import Case, OperatorError, align_rank, error_bound, mean_relative_difference
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.jobs.compare import command as compare_runs
 from hpctrain.model.operators import activation, attention, linear
@@ -108,8 +108,8 @@ def test_products_of_operands_with_10_bits_are_beyond_the_bound_of_fp32(monkeypa
     """Tensor cores take so many of fp32 operands where they may (TF32)."""
 
     class Short(linear.Linear):
-        def products(self, x_NI, out=None):
-            return super().products(x_NI * (1 + 2**-11), out)
+        def whole_product(self, x):
+            return super().whole_product(x * (1 + 2**-11))
 
     monkeypatch.setattr(linear, "Linear", Short)
     assert "ffn.down output" in beyond(small_job(), ("fp32",))["fp32"]
@@ -157,7 +157,7 @@ def test_inputs_depend_on_names_alone_and_are_numbers_of_every_dtype():
 
 def test_the_worst_rank_is_the_one_that_is_reported():
     def of(rank: int, error: float):
-        compared = Compared("norm", "output", "bf16", error, 1e-2, None, True)
+        compared = OperatorError("norm", "output", "bf16", error, 1e-2, None, True)
         return alignment.RankAlignment(rank, f"n{rank}", "h200", "H200", {}, [compared])
 
     summary = summarise([of(0, 1e-3), of(1, math.nan), of(2, 2e-3)], 0.015)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.start.launcher import end_of_batch_job, parse_slurm_seconds
 from hpctrain.comm.start.process import STOP_SIGNALS, StopSignals
-from hpctrain.engine.requests import MARGIN_SECONDS, NOTHING, Asked, Requests
+from hpctrain.engine.requests import MARGIN_SECONDS, NO_REQUESTS, Requests, StepRequests
 
 
 def test_signals_are_remembered_and_a_second_interrupt_is_not():
@@ -21,13 +21,13 @@ def test_signals_are_remembered_and_a_second_interrupt_is_not():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
     signals = StopSignals().listen()
     try:
-        assert Requests(signals).check() == NOTHING
+        assert Requests(signals).check() == NO_REQUESTS
         for number in set(STOP_SIGNALS) - {signal.SIGINT}:
             os.kill(os.getpid(), number)
             assert signals.received == signal.Signals(number).name
         requests = Requests(signals)
-        assert requests.check() == Asked(interrupt=True)
-        assert requests.reason(Asked(interrupt=True), Gathered()) == signals.received
+        assert requests.check() == StepRequests(interrupt=True)
+        assert requests.reason(StepRequests(interrupt=True), Gathered()) == signals.received
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
@@ -46,7 +46,7 @@ class Gathered:
 
 
 def test_the_signal_and_its_rank_are_named_where_others_have_none():
-    requests, asked = Requests(StopSignals()), Asked(interrupt=True)
+    requests, asked = Requests(StopSignals()), StepRequests(interrupt=True)
     assert requests.reason(asked, Gathered(None, "SIGUSR2", "SIGUSR2")) == "SIGUSR2 on ranks 2-3"
     assert requests.reason(asked, Gathered("SIGXCPU", "SIGALRM")) == "SIGXCPU on rank 1 and SIGALRM on rank 2"
     requests.signals.received = "SIGTERM"
@@ -67,15 +67,15 @@ def test_files_are_requests_until_they_are_followed(tmp_path):
     requests = Requests(StopSignals(), tmp_path)
     (tmp_path / "save").touch()
     asked = requests.check()
-    assert asked == Asked(save=True) and not asked.ends
+    assert asked == StepRequests(save=True) and not asked.ends
     (tmp_path / "stop").touch()
-    assert requests.check() == Asked(stop=True, save=True)
+    assert requests.check() == StepRequests(stop=True, save=True)
     requests.fulfilled(asked)
     asked = requests.check()
-    assert asked == Asked(stop=True) and asked.ends
+    assert asked == StepRequests(stop=True) and asked.ends
     assert requests.reason(asked, Gathered()) == "the file stop in the run folder"
     requests.fulfilled(asked)
-    assert requests.check() == NOTHING
+    assert requests.check() == NO_REQUESTS
 
 
 def test_a_run_ends_while_a_step_and_a_checkpoint_still_fit_into_its_batch_job():
@@ -85,8 +85,8 @@ def test_a_run_ends_while_a_step_and_a_checkpoint_still_fit_into_its_batch_job()
     clock[0] = 2000.0 - MARGIN_SECONDS - 300.0
     assert not requests.check().ends
     clock[0] += 1
-    assert requests.check() == Asked(interrupt=True)
-    assert requests.reason(Asked(interrupt=True), Gathered()) == "the end of the batch job"
+    assert requests.check() == StepRequests(interrupt=True)
+    assert requests.reason(StepRequests(interrupt=True), Gathered()) == "the end of the batch job"
 
 
 @given(days=st.integers(0, 30), hours=st.integers(0, 23), minutes=st.integers(0, 59), seconds=st.integers(0, 59))

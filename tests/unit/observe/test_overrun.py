@@ -11,7 +11,7 @@ from hpctrain.observe.folder.spans import Observed
 from hpctrain.observe.overrun import OverrunWatch
 from hpctrain.observe.prediction_check import PredictionTracker
 from hpctrain.rehearsal.clock import Clock
-from hpctrain.rehearsal.fabric import Fluid
+from hpctrain.rehearsal.fabric import FlowNetwork
 
 
 class Device:
@@ -95,8 +95,8 @@ def test_steps_before_the_time_scale_was_raised_are_left_out_of_the_comparison()
 
 
 def test_a_network_that_is_slowed_down_takes_longer_for_what_is_in_flight_too():
-    memory = memoryview(bytearray(8 * Fluid.num_doubles(2))).cast("d")
-    fluid = Fluid((10.0, 10.0), [(0, 1)], memory)
+    memory = memoryview(bytearray(8 * FlowNetwork.num_doubles(2))).cast("d")
+    fluid = FlowNetwork((10.0, 10.0), [(0, 1)], memory)
     fluid.reset()
     fluid.start(0, 0, 100.0, 0.0)  # would take 10 s
     fluid.slow_down(4.0, 5.0)

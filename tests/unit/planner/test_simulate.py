@@ -71,9 +71,9 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
 
 def test_a_copy_is_run_once(monkeypatch):
     ran = []
-    advance = ScheduleRun._advance
+    advance = ScheduleRun.advance
     monkeypatch.setattr(
-        ScheduleRun, "_advance", lambda self, each: ran.append(each.virtual_stages[0]) or advance(self, each)
+        ScheduleRun, "advance", lambda self, each: ran.append(each.virtual_stages[0]) or advance(self, each)
     )
     first = [Tile(Interval(0, 3), Interval(row, row + 1), (row,)) for row in (0, 1)]
     meeting = Plan((*first, Tile(Interval(3, 7), Interval(0, 2), (2,))), 4, 2)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hpctrain.rehearsal.fabric import Fluid, max_min_rates
+from hpctrain.rehearsal.fabric import FlowNetwork, max_min_rates
 
 NUM_PORTS = 6
 PATHS = [(a, b) for a in range(3) for b in range(3, 6)] + [(a,) for a in range(3)]
@@ -22,8 +22,8 @@ def flows(draw, paths=ANY_PATH):
     return [(START + start, path, size) for start, path, size in sorted(draw(st.lists(one, min_size=1, max_size=12)))]
 
 
-def fluid_of(bandwidths, paths=PATHS, num_slots=16) -> Fluid:
-    fluid = Fluid(bandwidths, paths, memoryview(bytearray(8 * Fluid.num_doubles(num_slots))).cast("d"))
+def fluid_of(bandwidths, paths=PATHS, num_slots=16) -> FlowNetwork:
+    fluid = FlowNetwork(bandwidths, paths, memoryview(bytearray(8 * FlowNetwork.num_doubles(num_slots))).cast("d"))
     fluid.reset()
     return fluid
 
