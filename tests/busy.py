@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,22 @@ def own_seconds(and_running: bool = True) -> float:
 
 
 def _seconds_of_running_children() -> float:
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            _state, parent, *rest = path.read_text().rpartition(")")[2].split()
-            if int(parent) == os.getpid():
-                ticks += sum(map(int, rest[9:13]))  # utime, stime, and those of children that were waited for
-    return ticks / os.sysconf("SC_CLK_TCK")
+    stats = (_parent_and_seconds(path) for path in Path("/proc").glob("[0-9]*/stat"))
+    return sum(seconds for parent, seconds in stats if parent == os.getpid())
+
+
+def _parent_and_seconds(stat: Path) -> tuple[int, float]:
+    """Return the parent of a process, and its processor time with that of the children that it waited for."""
+    try:
+        _state, parent, *rest = stat.read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0, 0.0
+    return int(parent), sum(map(int, rest[9:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
+
+
+def seconds_of(pid: int) -> float:
+    """Return the processor time of a process that was not waited for, and of the children that it waited for."""
+    return _parent_and_seconds(Path(f"/proc/{pid}/stat"))[1]
 
 
 class OtherPrograms:
@@ -48,10 +57,13 @@ class OtherPrograms:
 
 
 def _all_seconds() -> float:
-    """Return the seconds in which cores were in use, or were taken away from this virtual machine."""
+    """Return the seconds in which cores were in use, or were taken away from this virtual machine.
+
+    Programs of low priority do not count: they give way.
+    """
     with open("/proc/stat") as file:
-        user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        user, _nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    return (user + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

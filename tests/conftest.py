@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.results import STARTER
 from tests.selection import is_left_out
-from tests.warm_start import client_command, serving
+from tests.warm_start import client_command, pid_of, serving
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
@@ -24,19 +25,22 @@ settings.register_profile("random", deadline=None, suppress_health_check=[Health
 settings.load_profile(os.environ.get("HPCTRAIN_TEST_EXAMPLES", "same"))
 
 PATIENCE = 2.5
-"""How many times longer than on an idle machine a test may take before it is taken for one that hangs."""
+"""How many times longer than on an idle machine a test may take before it is taken for one that hangs; see
+`--patience`."""
 
 
 @pytest.fixture(scope="session")
-def warm_start(tmp_path_factory) -> Iterator[list[str]]:
+def warm_start(tmp_path_factory, request) -> Iterator[list[str]]:
     """The words that take the place of `hpctrain` in a command, and start it without importing anything anew."""
     server = tmp_path_factory.mktemp("server") / "socket"
     with serving(server):
+        request.config.stash[STARTER] = pid_of(server)
         yield client_command(server)
 
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="all cases and layouts, not a selection")
+    parser.addoption("--patience", type=float, default=PATIENCE, help="factor of the time that a test may take")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -45,4 +49,5 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not is_left_out(item.nodeid)]
     for item in items:
         if marker := item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)
+            patience = config.getoption("--patience")
+            item.add_marker(pytest.mark.timeout(patience * marker.args[0]), append=False)

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.busy import own_seconds
+from tests.busy import own_seconds, seconds_of
 
 SEVERITY = ("passed", "skipped", "failed")
 MAX_REASON = 200
 """Characters of the message of a failure that are kept."""
 PROCESSOR, BEGUN = "processor seconds", pytest.StashKey[float]()
+STARTER = pytest.StashKey[int]()
+"""The process that starts commands for tests, once there is one: what these use counts."""
 
 
 @dataclass
@@ -81,12 +83,13 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
-    if call.when == "teardown" and BEGUN in item.stash:
+    if call.when == "call" and BEGUN in item.stash:
         item.user_properties.append((PROCESSOR, round(_processor_seconds(item) - item.stash[BEGUN], 3)))
 
 
 def _processor_seconds(item) -> float:
-    return own_seconds(and_running="warm_start" in getattr(item, "fixturenames", ()))
+    starter = item.config.stash.get(STARTER, 0) if "warm_start" in getattr(item, "fixturenames", ()) else 0
+    return own_seconds(and_running=False) + (seconds_of(starter) if starter else 0.0)
 
 
 class Recorder:

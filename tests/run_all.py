@@ -3,6 +3,9 @@ stages. Without `--thorough` cases are left out whose parts others have; tests/s
 
 A test on several ranks that fails may leave them out of step. Its ranks end there, and new ones do the tests after it.
 Ranks that crash or hang count as a failure of the test that they were in.
+
+Ranks wait for each other, and leave the cores idle meanwhile. Tests that only compute, of one process, take these
+seconds: they run in the background at the lowest priority, so that no test on ranks is later for them.
 """
 
 import os
@@ -14,17 +17,17 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.busy import own_seconds  # noqa: E402
+from tests.busy import own_seconds, seconds_of  # noqa: E402
 from tests.compilers import CACHE_VARIABLE  # noqa: E402
 from tests.results import append_result, read_results  # noqa: E402
-from tests.warm_start import MODULE, client_command, serving  # noqa: E402
+from tests.warm_start import MODULE, SERVER_VARIABLE, client_command, serving  # noqa: E402
 
 BIN = Path(sys.executable).parent
 SILENCE_SECONDS = 900.0
@@ -40,6 +43,8 @@ class Stage:
     commands: tuple[tuple[str, ...], ...]
     """Programs of the virtual environment, one after the other."""
     keeps_results: bool = True
+    in_background: bool = False
+    """Whether it runs at the lowest priority while the stages after it run."""
 
     @property
     def is_on_ranks(self) -> bool:
@@ -60,17 +65,22 @@ PYTEST = ("python", "-m", "pytest", *OPTIONS)
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
 ON_RANKS = (WARM, "pytest", *OPTIONS, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
-ONE_HOST = ("tests/slurm", "tests/commands", "tests/unit")
+COMPUTING = ("tests/unit/planner", "tests/unit/project/test_lint.py")
+"""The tests that take the most seconds of those that only compute, and whose verdicts no busy core changes."""
+ONE_HOST = ("tests/slurm", "tests/commands", "tests/unit", *(f"--ignore={path}" for path in COMPUTING))
+# What waits for cores that others need may take many times as long.
+PATIENT = ("--patience", "20", "--timeout", "3600")
 SOURCES = ("hpctrain", "tests", "benchmarks")
 LINTERS = (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",))
 STAGES = {
     stage.name: stage
     for stage in (
         # Commands and Slurm's jobs wait now and then: of four processes two compute. Slurm's tests come first: one
-        # process does them all, and waits the most. tests/unit has the linters, too.
+        # process does them all, and waits the most.
         Stage("one-host", ((*PYTEST, "--tx", f"4*popen//python={WARM}", *BY_FILE, *ONE_HOST),)),
+        Stage("computing", ((*PYTEST, *PATIENT, *COMPUTING),), in_background=True),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
-        Stage("hosts", ((*PYTEST, "tests/hosts"),)),
+        Stage("hosts", ((WARM, *PYTEST[2:], "tests/hosts"),)),
     )
 }
 PARTS = {
@@ -106,13 +116,22 @@ class Report:
 
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
+    print(f"+ {' '.join(command)}", flush=True)
+    return await_program(start_program(command, results), results)
+
+
+def start_program(command: tuple[str, ...], results: Path, **options) -> subprocess.Popen:
+    """Start a program in a session of its own; `options` are those of `subprocess.Popen`."""
     names = {name: [str(BIN / name)] for name in ("python", "mpirun", "ruff", "pyright")}
     client = client_command(server_of(results.parent))
     names[WARM] = [*client, MODULE]
     program = [part for word in command for part in names.get(word, [word])]
     program = [word.replace(f"python={WARM}", f"python={shlex.join(client)}") for word in program]
-    print(f"+ {' '.join(command)}", flush=True)
-    process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(program, cwd=ROOT, start_new_session=True, **options)
+
+
+def await_program(process: subprocess.Popen, results: Path) -> tuple[int, str]:
+    """Wait for a program's end; return what `run_program` does."""
     begun = time.time()
     try:
         while process.poll() is None:
@@ -138,8 +157,55 @@ def _stop(process: subprocess.Popen) -> None:
             continue
 
 
-def run_stage(stage: Stage, folder: Path, options: Sequence[str] = ()) -> Report:
-    begun, used, results = time.monotonic(), own_seconds(), folder / f"{stage.name}.jsonl"
+class Background:
+    """A stage that runs while others do. What it prints is kept until its report."""
+
+    def __init__(self, stage: Stage, folder: Path, options: Sequence[str] = ()):
+        self._stage, self._results, self._output = stage, folder / f"{stage.name}.jsonl", folder / f"{stage.name}.out"
+        self._begun = time.monotonic()
+        command = (*stage.commands[0], *options, "--results", str(self._results))
+        print(f"\n==== {stage.name}, in the background ====\n+ {' '.join(command)}", flush=True)
+        with self._output.open("wb") as output:
+            how = {"stdout": output, "stderr": subprocess.STDOUT, "preexec_fn": _give_way}
+            self._process = start_program(command, self._results, **how)
+
+    def processor_seconds(self) -> float:
+        """Return those that it has used so far."""
+        return seconds_of(self._process.pid)
+
+    def report(self) -> Report:
+        """Wait for its end, for which nothing else waits any more."""
+        _give_way(0, self._process.pid)
+        code, why = await_program(self._process, self._results)
+        print(f"\n==== {self._stage.name} ====\n{self._output.read_text(errors='replace')}", flush=True)
+        outcomes = read_results(self._results)
+        why = why or f"pytest ended with code {code}, see its output"
+        for test in outcomes.unfinished:
+            outcomes.verdicts[test] = {"outcome": "failed", "reason": why}
+        if outcomes.last_code not in (0, 1):
+            outcomes.verdicts[f"{self._stage.name}: pytest"] = {"outcome": "failed", "reason": why}
+        used = sum(verdict.get("processor", 0.0) for verdict in outcomes.verdicts.values())
+        return Report(self._stage, outcomes.verdicts, time.monotonic() - self._begun, used)
+
+    def close(self) -> None:
+        """End it, if it runs."""
+        if self._process.poll() is None:
+            _stop(self._process)
+
+
+def _give_way(nice: int = 19, group: int = 0) -> None:
+    """Set the priority of a process group, by default that of this process: the lowest one, or that of others."""
+    with suppress(OSError):  # only root may have a higher one again
+        os.setpriority(os.PRIO_PGRP, group, nice)
+    with suppress(OSError):  # Linux may share the cores among sessions first
+        Path(f"/proc/{group or 'self'}/autogroup").write_text(str(nice))
+
+
+def run_stage(stage: Stage, folder: Path, options: Sequence[str] = (), background: Background | None = None) -> Report:
+    def used_seconds() -> float:
+        return own_seconds() - (background.processor_seconds() if background else 0.0)
+
+    begun, used, results = time.monotonic(), used_seconds(), folder / f"{stage.name}.jsonl"
     print(f"\n==== {stage.name} ====", flush=True)
     if not stage.keeps_results:
         verdicts = {}
@@ -147,7 +213,7 @@ def run_stage(stage: Stage, folder: Path, options: Sequence[str] = ()) -> Report
             code, why = run_program(command, results)
             outcome = "failed" if code else "passed"
             verdicts[" ".join(command)] = {"outcome": outcome, "reason": why or f"exit code {code}"}
-        return Report(stage, verdicts, time.monotonic() - begun, own_seconds() - used)
+        return Report(stage, verdicts, time.monotonic() - begun, used_seconds() - used)
     while True:
         before = read_results(results)
         append_result(results, code=-1)  # until pytest comes to its end
@@ -168,7 +234,7 @@ def run_stage(stage: Stage, folder: Path, options: Sequence[str] = ()) -> Report
         if not after.unfinished and f"{stage.name}: the start" in after.verdicts:
             break
         print(f"{stage.name}: a test failed; new processes continue with the tests after it", flush=True)
-    return Report(stage, after.verdicts, time.monotonic() - begun, own_seconds() - used)
+    return Report(stage, after.verdicts, time.monotonic() - begun, used_seconds() - used)
 
 
 def slowest_files(reports: list[Report]) -> list[str]:
@@ -216,12 +282,21 @@ def main(names: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
     reports = []
-    with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as servers:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as stack:
         os.environ[CACHE_VARIABLE] = f"{folder}/compiled"  # for all stages
+        background = None
         for name in names or STAGES:
-            if stages[name].is_forked and not server_of(Path(folder)).exists():
-                servers.enter_context(serving(server_of(Path(folder)), COMPILER))
-            reports.append(run_stage(stages[name], Path(folder), options))
+            stage = stages[name]
+            if stage.in_background:
+                background = Background(stage, Path(folder), options)
+                stack.callback(background.close)
+                continue
+            if stage.is_forked and not server_of(Path(folder)).exists():
+                stack.enter_context(serving(server_of(Path(folder)), COMPILER))
+                os.environ[SERVER_VARIABLE] = str(server_of(Path(folder)))
+            reports.append(run_stage(stage, Path(folder), options, background))
+        if background:
+            reports.append(background.report())
     print_summary(reports)
     return int(any(report.count("failed") for report in reports))
 

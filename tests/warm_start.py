@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SERVE = "--serve"
+SERVER_VARIABLE = "HPCTRAIN_TEST_SERVER"
+"""The variable that names the socket of a server of which others are forked: each takes five seconds to import."""
 SCRIPT, MODULE = "--script", "--module"
 """What stands before the file or the module of another program than hpctrain."""
 CODE = ["-u", "-c"]
@@ -53,10 +56,12 @@ def client_command(path: Path) -> list[str]:
 def serving(path: Path, *modules: str) -> Iterator[None]:
     """Run a server that listens at `path`; it ends with this process, and what it started ends with it.
 
-    It imports some `modules`, too, which nothing imports at its start.
+    It imports some `modules`, too, which nothing imports at its start. It is forked from the server that
+    `SERVER_VARIABLE` names, if there is one.
     """
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "tests.warm_start", str(path), SERVE, *modules]
+    root, other = Path(__file__).parents[1], os.environ.get(SERVER_VARIABLE)
+    python = [*client_command(Path(other)), MODULE] if other else [sys.executable, "-m"]
+    command = [*python, "tests.warm_start", str(path), SERVE, *modules]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
         while not path.exists():
             if server.poll() is not None:
@@ -64,6 +69,14 @@ def serving(path: Path, *modules: str) -> Iterator[None]:
             time.sleep(0.05)
         yield
         server.communicate()
+
+
+def pid_of(path: Path) -> int:
+    """Return the process of the server that listens at `path`."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(path))
+        pid, _user, _group = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid
 
 
 def call(path: str, arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ from hpctrain.data.order import open_datasets
 from tests.ranks.small_runs import make_job, make_trainer, whole
 
 STEPS = 4
+SHAPE = {"num_layers": 2}
 LAYOUTS: dict[int, list[dict]] = {
     2: [{"tensor": {"z": 2}}, {"pipeline": 2}],
     4: [{"tensor": {"y": 4}}, {"tensor": {"x": 2, "z": 2}}],
@@ -38,7 +39,7 @@ def run(world, job, folder, interrupt_after=None, resume=False):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("model", "number"), [("gpt2", 0), ("llama", 1)])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number):
-    job = make_job(tokens, model, LAYOUTS[world.size][number], steps=STEPS)
+    job = make_job(tokens, model, LAYOUTS[world.size][number], SHAPE, steps=STEPS)
     uninterrupted = run(world, job, folder / "a")
     for step in (1, STEPS - 1) if world.size == 2 else (2,):
         first = run(world, job, folder / f"b{step}", interrupt_after=step)
@@ -53,7 +54,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
 def test_another_layout_continues_where_the_first_stopped(world, tokens, folder):
-    first, second = (make_job(tokens, "gpt2", layout, steps=STEPS) for layout in LAYOUTS[world.size])
+    first, second = (make_job(tokens, "gpt2", layout, SHAPE, steps=STEPS) for layout in LAYOUTS[world.size])
     uninterrupted = run(world, second, folder / "a")
     run(world, first, folder / "b", interrupt_after=2)
     rest = run(world, second, folder / "b", resume=True)
@@ -64,7 +65,7 @@ def test_another_layout_continues_where_the_first_stopped(world, tokens, folder)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
-    job = make_job(tokens, model, LAYOUTS[world.size][0], steps=STEPS)
+    job = make_job(tokens, model, LAYOUTS[world.size][0], SHAPE, steps=STEPS)
     trainer = make_trainer(world, job)
     trainer.initialise()
     trainer.save(folder, {})
@@ -86,7 +87,7 @@ def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_damage_is_detected_before_anything_is_loaded(world, tokens, folder):
-    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    job = make_job(tokens, "gpt2", {"data": 2}, SHAPE, steps=STEPS)
     run(world, job, folder, interrupt_after=1)
     part = latest_checkpoint(folder) / "part-00001.h5"
     if world.rank == 0:
@@ -103,7 +104,7 @@ def test_damage_is_detected_before_anything_is_loaded(world, tokens, folder):
 def test_a_failed_write_keeps_what_was_there(world, tokens, folder, monkeypatch):
     import hpctrain.checkpoint.saving as saving
 
-    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    job = make_job(tokens, "gpt2", {"data": 2}, SHAPE, steps=STEPS)
     run(world, job, folder, interrupt_after=1)
     before = latest_checkpoint(folder)
 
@@ -129,7 +130,7 @@ def step_names(folder) -> list[str]:
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_only_the_newest_are_kept_and_the_latest_is_among_them(world, tokens, folder):
-    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    job = make_job(tokens, "gpt2", {"data": 2}, SHAPE, steps=STEPS)
     trainer = make_trainer(world, job)
     trainer.initialise()
     for step in (1, 2, 3):
@@ -148,7 +149,7 @@ def test_only_the_newest_are_kept_and_the_latest_is_among_them(world, tokens, fo
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("zero", "dtype"), [(1, "bf16"), (0, "bf16"), (0, "fp32")])
 def test_masters_resume_exactly(world, tokens, folder, zero, dtype):
-    job = make_job(tokens, "llama", {"data": 2, "zero": zero}, steps=STEPS, dtype=dtype)
+    job = make_job(tokens, "llama", {"data": 2, "zero": zero}, SHAPE, steps=STEPS, dtype=dtype)
     uninterrupted = run(world, job, folder / "a")
     first = run(world, job, folder / "b", interrupt_after=2)
     assert first + run(world, job, folder / "b", resume=True) == uninterrupted

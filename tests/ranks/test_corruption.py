@@ -50,7 +50,7 @@ def fit(world, job, folder, fault: Callable[[Trainer], object], until: int = STE
 
 
 def small_job(tokens, layout: dict, every: int = 2, **watch):
-    job = make_job(tokens, "llama", layout, steps=STEPS)
+    job = make_job(tokens, "llama", layout, {"num_layers": 2}, steps=STEPS)
     checkpoint = job.checkpoint.model_copy(update={"every": every, "keep": 9})
     return job.model_copy(update={"checkpoint": checkpoint, "watch": job.watch.model_copy(update=watch)})
 

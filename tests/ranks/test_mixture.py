@@ -10,6 +10,7 @@ from hpctrain.data.tokens import TokenWriter
 from tests.ranks.small_runs import VOCAB, Alone, largest_relative_difference, losses, make_job, make_trainer
 
 STEPS = 4
+SHAPE = {"num_layers": 2}
 
 
 def mixed(job, folder, world):
@@ -26,13 +27,15 @@ def mixed(job, folder, world):
 @pytest.mark.timeout(120)
 def test_the_mixture_is_that_of_one_rank_and_continues_elsewhere(world, tokens, folder):
     first, second = ({"data": world.size}, {"pipeline": 2, "tensor": {"y": world.size // 2}, "recompute": "selective"})
-    alone = mixed(make_job(tokens, "llama"), folder, world)
+    alone = mixed(make_job(tokens, "llama", shape=SHAPE), folder, world)
     expected = world.broadcast_object(losses(Alone(), alone, STEPS) if world.rank == 0 else None)[:STEPS]
-    plain = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 2) if world.rank == 0 else None)
+    plain = world.broadcast_object(
+        losses(Alone(), make_job(tokens, "llama", shape=SHAPE), 2) if world.rank == 0 else None
+    )
     assert largest_relative_difference(plain[:2], expected[:2]) > 1e-3, "the second source counts"
     result = []
     for layout in (first, second):
-        job = mixed(make_job(tokens, "llama", layout), folder, world)
+        job = mixed(make_job(tokens, "llama", layout, SHAPE), folder, world)
         _, training, _ = open_datasets(job.data, job.train.seed)
         with world.freeing():
             trainer = make_trainer(world, job)
@@ -68,7 +71,7 @@ def test_packed_documents_give_the_losses_of_one_rank(world, folder, model):
     world.agree(None)
 
     def masked(plan: dict | None = None):
-        job = make_job(folder / "packed.h5", model, plan)
+        job = make_job(folder / "packed.h5", model, plan, SHAPE)
         overlap = job.overlap.model_copy(update={"tensor": True, "tensor_parts": 2})
         data = job.data.model_copy(update={"mask_documents": True})
         return job.model_copy(update={"data": data, "overlap": overlap})

@@ -34,9 +34,9 @@ TILINGS = {
         "positions of a row at a time, x and y": (2, tile(WHOLE, (0, 5), FOUR, cut(2, 2, 1), **ROW_BY_ROW)),
         "another grid behind": (
             3,
-            tile((0, 4), (0, 5), (0, 1), cut(1, 2, 1)),
-            tile((4, LAST), (0, 3), (2,), row_chunks=2),
-            tile((4, LAST), (3, 5), (3,)),
+            tile((0, 2), (0, 5), (0, 1), cut(1, 2, 1)),
+            tile((2, LAST), (0, 3), (2,), row_chunks=2),
+            tile((2, LAST), (3, 5), (3,)),
         ),
         "replicas of different grids": (
             2,
@@ -48,9 +48,9 @@ TILINGS = {
         "x, y and z": (2, tile(WHOLE, (0, 5), EIGHT, cut(2, 2, 2))),
         "uneven": (
             4,
-            tile((0, 5), (0, 5), (0, 1, 2, 3), cut(1, 4, 1)),
-            tile((5, LAST), (0, 2), (4, 5), cut(1, 2, 1), zero=0),
-            tile((5, LAST), (2, 5), (6, 7), (2, 1, 1), zero=0, row_chunks=3),
+            tile((0, 3), (0, 5), (0, 1, 2, 3), cut(1, 4, 1)),
+            tile((3, LAST), (0, 2), (4, 5), cut(1, 2, 1), zero=0),
+            tile((3, LAST), (2, 5), (6, 7), (2, 1, 1), zero=0, row_chunks=3),
         ),
     },
 }

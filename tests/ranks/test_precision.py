@@ -46,7 +46,8 @@ def of(metrics: list[dict], key: str) -> list:
 
 
 def job_in(tokens, dtype: str, plan=None, precision=FORCED):
-    return make_job(tokens, "llama", plan, dtype=dtype).model_copy(update={"precision": precision})
+    job = make_job(tokens, "llama", plan, {"num_layers": 2}, dtype=dtype)
+    return job.model_copy(update={"precision": precision})
 
 
 @functools.cache
@@ -96,9 +97,9 @@ def mixed_plan(size: int, shape: str, zero: int) -> Plan:
     half = size // 2
     one, two = range(half), range(half, size)
     if shape == "pipeline":
-        tiles = tile((0, 5), (0, 4), one, "a", zero=zero), tile((5, 10), (0, 4), two, "b", zero=zero)
+        tiles = tile((0, 3), (0, 4), one, "a", zero=zero), tile((3, 6), (0, 4), two, "b", zero=zero)
     else:
-        tiles = tile((0, 10), (0, 3), one, "a", zero=zero), tile((0, 10), (3, 4), two, "b", zero=zero)
+        tiles = tile((0, 6), (0, 3), one, "a", zero=zero), tile((0, 6), (3, 4), two, "b", zero=zero)
     return Plan(tiles, 4, 4)
 
 

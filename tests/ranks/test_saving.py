@@ -17,7 +17,7 @@ LAYOUT = {"tensor": {"y": 2}, "data": 2}
 
 
 def job_of(tokens, steps=5, **keys):
-    job = make_job(tokens, "llama", LAYOUT, steps=steps)
+    job = make_job(tokens, "llama", LAYOUT, {"num_layers": 2}, steps=steps)
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=keys)})
 
 
