@@ -27,7 +27,7 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid
 from tests import clusters
 
-EVERYTHING = Limits(scored=None, timed=None, per_group=None)
+EVERYTHING = Limits(scored=None, simulated=None, per_group=None)
 # of devices, their memory, and links: computing takes milliseconds, and sending some of them
 SPEEDS, MEMORY, LINK, NIC = (1e9, 2e9, 3.7e9), 40_000_000, 1e9, 2e8
 FAST_NETWORK = {"link": 1e15, "nic": 1e15, "latency": 0.0}

@@ -60,7 +60,7 @@ def predict_families(job: Job, described: Described, clock: Callable[[], float] 
     def predicted(used: Sequence[str], space: Space | None = None) -> float | None:
         """Return the tokens/s of the best plan on some families; None where no plan fits."""
         nonlocal num_left
-        limits = Limits(scored=scored, timed=TIMED, seconds=max(0.0, end - clock()) / num_left)
+        limits = Limits(scored=scored, simulated=TIMED, seconds=max(0.0, end - clock()) / num_left)
         num_left -= 1
         try:
             result = search(setup, job.train.global_batch, cluster, used, space, limits)

@@ -1,1 +1,17 @@
-"""The search: shapes, their ranking, changes of a plan, the choice."""
+"""The search for a plan. `search` says how it goes.
+
+Read it in this order; a file imports only from its own line and those above it.
+
+    pools         devices that are equal
+    space         the shapes that a search selects from
+    stages        seconds and bytes of a stage
+    cut           the blocks and rows of a shape
+    extra_warmup  more microbatches in flight, where messages delay stages
+    pipeline_run  when the stages of a pipeline are done
+    score         about how long a step of a shape takes
+    shortlist     the choices for a pool that are worth scoring
+    bound         what no plan takes less than
+    item_cuts     cuts between any two items
+    changes       changes of a plan, which the predictor times
+    search        all of it
+"""

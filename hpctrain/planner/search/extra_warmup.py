@@ -8,7 +8,7 @@ short, the longest delays get it first.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,24 +52,42 @@ def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] |
     gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in tiles for b in plan.downstream(a)]
     least, before = [plan.depth_to_loss(tile) for tile in tiles], _before(plan)
     limits = [math.inf if headroom is None else headroom[tile] for tile in tiles]
-    in_flight, slowest = list(least), max(seconds.values())
-    while True:
-        times = [gap.round_trip / (gap.lead(in_flight) + 1) for gap in gaps]
-        longest = max(times, default=0.0)
-        widest = [gap for gap, delay in zip(gaps, times, strict=True) if delay >= longest * EQUAL]
-        more = {i for gap in widest for i in (gap.before, *(number[tile] for tile in before[tiles[gap.before]]))}
-        if (
-            all(gap.round_trip <= slowest * (gap.lead(in_flight) + 1 + WORTH_WAITING) for gap in widest)
-            or any(gap.lead(in_flight) > MAX_EXTRA for gap in widest)
-            or any(in_flight[i] + 1 - least[i] > limits[i] for i in more)
-        ):
-            break
-        for i in more:
-            in_flight[i] += 1
+    raised = [[number[other] for other in before[tile]] for tile in tiles]
+    slowest = max(seconds.values())
+    in_flight = in_flight_by_delays(gaps, least, slowest, raised, lambda i, extra: extra <= limits[i])
     extra = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(in_flight, least, strict=True)]
     if not any(extra):
         return None
     return replace(plan, tiles=tuple(replace(tile, extra_warmup=n) for tile, n in zip(tiles, extra, strict=True)))
+
+
+def in_flight_by_delays(
+    gaps: Sequence[Gap],
+    least: Sequence[int],
+    slowest: float,
+    raised: Sequence[Collection[int]],
+    has_room: Callable[[int, int], bool],
+) -> list[int]:
+    """Return how many microbatches tiles have in flight, more than the `least` while that shortens the longest delay.
+
+    The slowest takes so many seconds for a microbatch. Where one gets one more, those that are `raised` with it do too.
+    `has_room` says whether one has memory for so many more.
+    """
+    result = list(least)
+    while gaps:
+        times = [gap.round_trip / (gap.lead(result) + 1) for gap in gaps]
+        longest = max(times)
+        widest = [gap for gap, delay in zip(gaps, times, strict=True) if delay >= longest * EQUAL]
+        more = {i for gap in widest for i in (gap.before, *raised[gap.before])}
+        if (
+            all(gap.round_trip <= slowest * (gap.lead(result) + 1 + WORTH_WAITING) for gap in widest)
+            or any(gap.lead(result) > MAX_EXTRA for gap in widest)
+            or not all(has_room(i, result[i] + 1 - least[i]) for i in more)
+        ):
+            break
+        for i in more:
+            result[i] += 1
+    return result
 
 
 def _before(plan: Plan) -> dict[Tile, set[Tile]]:

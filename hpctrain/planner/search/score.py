@@ -10,11 +10,11 @@ from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
+from hpctrain.planner.search.pipeline_run import Messages, done_after
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
     BlockLine,
     Holders,
-    Passes,
     StageCosts,
     StageShape,
     StageVariant,
@@ -31,23 +31,6 @@ ZERO_BUBBLE = 3
 """How many times shorter bubbles are by ZB-H1, where all passes take as long."""
 
 
-def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
-    """Return about when each stage of a pipeline is done with all microbatches, by 1F1B.
-
-    The slowest stage does all of them, and waits for one of them in all the others, but for gradients of weights that
-    come after those which others wait for. A stage is done before those before it, which wait for its last gradient.
-    `messages` are the seconds of one to the next stage. Nothing hides them before the first microbatch is at the loss,
-    and after the last one. In between they delay nobody while a NIC passes those of both neighbours in time, since as
-    many microbatches are in flight as that takes.
-    """
-    slowest = max(passes, key=lambda each: each.both)
-    by_nic = max(map(sum, itertools.pairwise((0.0, *messages, 0.0))))
-    waits = sum(each.both - each.weight for each in passes) - (slowest.both - slowest.weight)
-    first = microbatches * max(slowest.both, by_nic) + waits + 2 * sum(messages)
-    drains = (each.backward - each.weight + to_next for each, to_next in zip(passes, messages, strict=False))
-    return list(itertools.accumulate(drains, lambda done, drain: done - drain, initial=first))
-
-
 class Scorer:
     """Scores shapes for one job on one cluster."""
 
@@ -58,7 +41,7 @@ class Scorer:
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
         self._variants = lru_cache(None)(self._make_variants)
-        self._between = lru_cache(None)(self._message_between)
+        self._between = lru_cache(None)(self._messages_between)
         self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
         self._layer_seconds = lru_cache(None)(self._seconds_of_layer)
 
@@ -101,13 +84,14 @@ class Scorer:
                 for stage, count, every in zip(stages, blocks, variants, strict=True)
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
-            messages = list(itertools.starmap(self._message, itertools.pairwise(cut_stages)))
+            messages = list(itertools.starmap(self._messages, itertools.pairwise(cut_stages)))
             pipelines.append(tuple(cut_stages))
             cuts: list[Sequence[float]] = [blocks]
             if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
                 cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
-            every = [[of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts]
-            done.append(min((done_after(each, messages, shape.microbatches) for each in every), key=max))
+            every = ([of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts)
+            has_room = partial(self._has_room, cut_stages)
+            done.append(min((done_after(each, messages, shape.microbatches, has_room) for each in every), key=max))
         after = self._seconds_after(shape, pipelines)
         seconds = (
             max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
@@ -275,20 +259,37 @@ class Scorer:
             result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return result
 
-    def _message(self, source: CutStage, target: CutStage) -> float:
-        """Return the seconds of a message between two stages, or back."""
+    def _has_room(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
+        """Say whether one of some stages has memory for so many more microbatches in flight."""
+        shape, blocks, how = stages[number]
+        kept = shape._replace(kept=shape.kept + extra)
+        return self.costs.most_blocks(kept, how.recompute, how.row_chunks, how.offload) >= blocks
+
+    def _messages(self, source: CutStage, target: CutStage) -> Messages:
+        """Return the seconds of messages between two stages."""
         rows = min(stage.shape.rows * stage.choice.grid.z * stage.choice.replicas for stage in (source, target))
         return self._between(source.pool, source.choice, target.pool, target.choice, rows)
 
-    def _message_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> float:
-        """Return about what a message takes from the last stage of a pool to the next one, or inside the pool, for a
+    def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> Messages:
+        """Return about what messages take from the last stage of a pool to the next one, or inside the pool, for a
         microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
-        network, setup = self.costs.network, self.costs.setup
         first = choice.replicas if source == target else 0
-        sending = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
-        receiving = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
-        senders, receivers = (tuple(itertools.chain(*slots)) for slots in (sending, receiving))
-        num_bytes = rows * setup.positions * self._model.hidden_size * setup.item_bytes
+        before = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
+        after = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
+        ranks, others = (tuple(itertools.chain(*slots)) for slots in (before, after))
+        return Messages(
+            self._message_seconds(ranks, choice.grid, others, other.grid, rows),
+            self._message_seconds(others, other.grid, ranks, choice.grid, rows),
+            bool(self.costs.network.ports(ranks[0], others[0])),
+        )
+
+    def _message_seconds(
+        self, senders: tuple[int, ...], grid: TensorGrid, receivers: tuple[int, ...], other: TensorGrid, rows: int
+    ) -> float:
+        network, setup = self.costs.network, self.costs.setup
+        # Positions that the senders cut are not gathered: each y of the receivers is sent all (`plan/transfers.py`).
+        copies = other.y if grid.sequence_parallel and not other.sequence_parallel else 1
+        num_bytes = copies * rows * setup.positions * self._model.hidden_size * setup.item_bytes
         there, here = senders[0], receivers[0]
         return max(
             network.seconds(there, here, num_bytes / len(senders), network.flows(there, senders, here)),

@@ -1,14 +1,19 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
-`planner/search/space.py` has what it selects from. The search goes through *groups* of plans that have the arrangement
-of pools and the number of microbatches in common. An estimate (`planner/search/score.py`) scores one plan of each, then
-those of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The
-layouts with the best scores are simulated, instruction by instruction, which alone decides, and must fit by
-`planner/prediction/memory.py`. Of each the changes of `planner/search/changes.py` by 1F1B are tried, and of the fastest
-other schedules too. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
+1. *Shapes* (`space.py`) say everything of a plan but its cuts. They are in groups that have the arrangement of pools
+   and the number of microbatches in common; of each group the best choices come first (`shortlist.py`).
+2. Shapes are cut and *scored* (`cut.py`, `score.py`): one of each group, then those of the most promising groups, until
+   a budget is spent. Shapes that cannot be near the best are skipped.
+3. The layouts with the best scores are *simulated*, instruction by instruction (`prediction/simulate.py`), which alone
+   decides, and must fit by `prediction/memory.py`. Of each the *changes* of `changes.py` by 1F1B are tried, and other
+   schedules of those that would be the fastest without bubbles.
+
+The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/explain.py` says why
+a plan was chosen.
 """
 
 import gc
+import heapq
 import itertools
 import math
 import operator
@@ -40,18 +45,24 @@ SCORED, SIMULATED = 2000, 13
 PER_GROUP = 100
 """About how many plans of a group are scored, unless a user limits it; see `MOST_CHOICES`."""
 
-TRIED = 3
+FIRST_OF_GROUP = 3
 """How many plans of a group are scored at first, until one fits in memory."""
+AT_ONCE = 8
+"""How many plans of the most promising group are scored before it is compared with the others again."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
 COUNTS_PER_UNUSED_POOL = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
 SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for simulating."""
-RESCHEDULED = 6
-"""Plans of which other schedules are simulated: the fastest by 1F1B."""
+FIRST_SIMULATED = 3
+"""How many of the first layouts are simulated at once, until one fits, so that there is a plan."""
 LEAST_SIMULATED = 5
-"""Plans, also where the next ones are expected to be slower than the best."""
+"""How many layouts are simulated even if the next ones are expected to be slower than the best, or time is over while
+none fits."""
+RESCHEDULED = 6
+"""How many plans are simulated by other schedules. These shorten bubbles: of the plans by 1F1B those are selected that
+would be the fastest without."""
 ESTIMATE_ERROR = 0.03
 """By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
 
@@ -61,13 +72,13 @@ class Limits:
     """The limits of a search; `None`: it goes to the end."""
 
     scored: int | None = SCORED
-    timed: int | None = SIMULATED
+    simulated: int | None = SIMULATED
     """How many plans that fit are simulated."""
     per_group: int | None = PER_GROUP
     seconds: float | None = None
 
 
-EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
+EVERY_PLAN = Limits(scored=None, simulated=40, per_group=None)
 """All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
 
 
@@ -78,15 +89,15 @@ class PlanGroup(NamedTuple):
     microbatches: int
 
 
-class LookedAt(NamedTuple):
-    """A group of which the first plans were scored. Sorted, the most promising are first."""
+class StartedGroup(NamedTuple):
+    """A group of which some shapes were scored. Sorted, the most promising are first."""
 
     seconds: float
-    """By the estimate, of the first of these that fits, or its bound; infinite where none of them fits."""
+    """The least score of the last shapes that were scored; infinite where none of these fits."""
     number: int
-    """By which no two are equal."""
+    """Makes no two groups equal."""
     others: Iterator[Shape]
-    """That were not scored yet."""
+    """The shapes that were not scored yet."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +178,8 @@ def search(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave memory that nobody can reach, of which there is next to none, where it is: looking for it again and again
-    among all that a search knows takes a quarter of its time."""
+def _without_garbage_collector() -> Iterator[None]:
+    """Disable the garbage collector: a search makes almost no cycles, and collecting takes a quarter of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -213,7 +223,7 @@ class Search:
         seconds = self._limits.seconds
         return seconds is not None and self._clock() - self._started > seconds * share
 
-    @_uncollected()
+    @_without_garbage_collector()
     def run(self) -> SearchResult:
         """Search, and return the plans that were simulated with what was learnt. Raises PlanError where none fits."""
         all_scored = self._score_groups() and not self._shortlists.left_out and not self._num_skipped
@@ -250,32 +260,37 @@ class Search:
 
     def _simulate_first(self, layout: CutShape) -> None:
         """Simulate the first plan at once, so that there is one; or the next one, where that does not fit after all."""
-        if self._first is None and len(self.layouts) <= TRIED:
+        if self._first is None and len(self.layouts) <= FIRST_SIMULATED:
             self._first = self._simulate(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> bool:
-        """Score a plan that fits of each group, then the others, the most promising groups first; return whether all
-        were."""
-        looked: list[LookedAt] = []
+        """Score a plan that fits of each group, then others, a few at a time of the group that is the most promising
+        by its last ones; return whether all were."""
+        started: list[StartedGroup] = []
         for group in self._groups():
             if self.layouts and self._is_spent(LOOKING_SHARE):
                 break
             seconds, shapes = math.inf, self._shapes(group)
-            for shape in itertools.islice(shapes, TRIED):
+            for shape in itertools.islice(shapes, FIRST_OF_GROUP):
                 seconds = self._score(shape)
                 if seconds < math.inf:
                     break
-            looked.append(LookedAt(seconds, len(looked), shapes))
-        self._num_groups = len(looked)
-        for promising in sorted(looked):
-            for shape in promising.others:
+            started.append(StartedGroup(seconds, len(started), shapes))
+        self._num_groups = len(started)
+        heapq.heapify(started)
+        while started:
+            promising, least = heapq.heappop(started), math.inf
+            shapes = list(itertools.islice(promising.others, AT_ONCE))
+            for shape in shapes:
                 if self.layouts and self._is_spent(1.0):
                     return False
-                self._score(shape)
-        return len(looked) == len(self._arrangements) * len(self._counts)
+                least = min(least, self._score(shape))
+            if shapes:
+                heapq.heappush(started, promising._replace(seconds=least))
+        return self._num_groups == len(self._arrangements) * len(self._counts)
 
     def _groups(self) -> Iterator[PlanGroup]:
         """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
@@ -314,8 +329,9 @@ class Search:
 
         if nearest := min(filter(None, layouts), key=shortage, default=None):
             return nearest
+        kind = "plan" if self._space.cut == BEST else f"{self._space.cut} plan"
         raise PlanError(
-            f"no {self._space.cut} plan of {self._cluster.describe()} for {self._global_batch} rows of a step and"
+            f"no {kind} of {self._cluster.describe()} for {self._global_batch} rows of a step and"
             f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
             " their number, or train on fewer"
         )
@@ -398,7 +414,7 @@ class Search:
         plain = SimulatedPlan(layout, predictor, prediction)
         cuts = [plain, *(self._changed(plain, cuts_inside_blocks) if self._space.cut == BEST else ())]
         plans = [*cuts, *(each for cut in cuts for each in self._changed(cut, more_in_flight))]
-        if self._limits.timed is None:
+        if self._limits.simulated is None:
             plans += [each for cut in cuts for each in self._rescheduled(cut)]
         return min(plans, key=_by_seconds)
 
@@ -409,7 +425,7 @@ class Search:
             last = base.seconds
             for each in self._changed(base, change):
                 yield each
-                if each.seconds >= last and self._limits.timed is not None:
+                if each.seconds >= last and self._limits.simulated is not None:
                     break
                 last = each.seconds
 
@@ -429,9 +445,9 @@ class Search:
         """Return the plans that fit of the sorted layouts, the fastest first, and whether all layouts were simulated.
 
         At least a few are, and at most as many as the limits say: in between those that are expected to be about as
-        fast as the best. Of the fastest other schedules are simulated.
+        fast as the best. Of the most promising other schedules are simulated.
         """
-        most, result, all_done = self._limits.timed, [self._first] if self._first else [], True
+        most, result, all_done = self._limits.simulated, [self._first] if self._first else [], True
         for number, layout in enumerate(self.layouts):
             if self._first and layout is self._first.layout:
                 continue
@@ -442,9 +458,9 @@ class Search:
                 all_done = False
                 break
             result += filter(None, [self._simulate(layout)])
-        result.sort(key=_by_seconds)
         if most is not None:
-            fastest, others = result[:RESCHEDULED], result[RESCHEDULED:]
-            fastest = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in fastest]
-            result, all_done = sorted([*fastest, *others], key=_by_seconds), all_done and not others
-        return result, all_done
+            result.sort(key=lambda each: each.seconds - each.prediction.breakdown_seconds["bubble"])
+            promising, others = result[:RESCHEDULED], result[RESCHEDULED:]
+            result = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in promising] + others
+            all_done = all_done and not others
+        return sorted(result, key=_by_seconds), all_done

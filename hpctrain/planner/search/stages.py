@@ -36,7 +36,7 @@ TIE_DIGITS = 12
 EXACT_ROWS = 16
 """The seconds of more rows of a rank are interpolated, where shapes are cut and compared."""
 COMPARED_ROWS = 1, 8
-"""Positions of several rows are put in order, those of one are."""
+"""The numbers of rows by which grids are compared: with several rows, cutting positions takes a copy more."""
 
 
 class Passes(NamedTuple):

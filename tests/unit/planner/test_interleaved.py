@@ -22,7 +22,7 @@ from hpctrain.planner.prediction.simulate import simulate
 from hpctrain.planner.prices.prices import Costs, PassCost, TileCost
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.search.changes import dealt_cuts
-from hpctrain.planner.search.score import done_after
+from hpctrain.planner.search.pipeline_run import Messages, done_after
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.space import Space
 from hpctrain.planner.search.stages import Passes
@@ -220,7 +220,8 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
-    whole = max(done_after([Passes(forward, back + weight)] * stages, [0.0] * (stages - 1), plan.microbatches))
+    passes, messages = [Passes(forward, back + weight)] * stages, [Messages(0.0, 0.0)] * (stages - 1)
+    whole = max(done_after(passes, messages, plan.microbatches, lambda _stage, _extra: False))
     estimated = (whole - plan.microbatches * sum(seconds)) / virtual_stages
     assert estimated == pytest.approx(bubble(one_f_one_b)), "the estimate's, too"
     split = bubble(schedule_of) * virtual_stages / (stages - 1)

@@ -99,7 +99,7 @@ FOUR_HEADS = "model.num_heads=4"  # so that products between heads are large eno
 JOB = ready_miniature("v100-t4", load_job("mixed", [FOUR_HEADS])).job
 SETUP = Setup.of_job(JOB)
 LAST = JOB.model.num_items - 1
-LIMITS = Limits(scored=300, timed=5)
+LIMITS = Limits(scored=300, simulated=5)
 
 
 class TrueDevice(DeviceModel):

@@ -183,7 +183,7 @@ def test_what_fits_nowhere_is_reported_with_the_numbers():
 
 def test_the_answer_depends_on_the_budget_alone():
     cluster, setup = cluster_of([("a", 2, 2), ("b", 2, 1), ("c", 1, 2)]), setup_of(8)
-    limits = Limits(scored=200, timed=4)
+    limits = Limits(scored=200, simulated=4)
     result = [search(setup, 16, cluster, limits=limits) for _ in range(2)]
     assert result[0].best.plan == result[1].best.plan
     assert result[0].searched == result[1].searched

@@ -113,7 +113,7 @@ def test_an_even_plan_is_even(case):
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
 def test_plans_of_a_ready_cluster_can_run_and_restricted_ones_are_not_faster(name):
     made = ready_miniature(name)
-    job, cluster, limits = made.job, made.cluster, Limits(scored=400, timed=4)
+    job, cluster, limits = made.job, made.cluster, Limits(scored=400, simulated=4)
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     best, by_speed, even = (
         search(setup, job.train.global_batch, cluster, space=space, limits=limits)
@@ -261,7 +261,7 @@ PATIENT = JOB.model_copy(update={"search": JOB.search.model_copy(update={"second
 def test_a_family_that_cannot_hold_the_model_is_named():
     large = PATIENT.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 180})})
     with pytest.raises(PlanError, match="fits in memory"):
-        search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=Limits(scored=400, timed=4))
+        search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=Limits(scored=400, simulated=4))
     summary = yardstick(predict_families(large, RUN_ON), 1000.0)
     assert summary["no_ratio"] == "a100-40 alone cannot hold the model" and "fraction_of_sum" not in summary
     assert "a100-40 cannot hold the model tokens/s" not in (said := format_yardstick(summary))
