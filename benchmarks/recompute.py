@@ -155,7 +155,7 @@ def price() -> None:
     assert attention and mlp
     costs = StageCosts(setup, case.cluster, [pool])
     for how in ("none", "selective", "full"):
-        kept, seconds = layer_kept(setup, grid, BLOCK, how), costs.seconds(0, grid, BLOCK, 1, how).both
+        kept, seconds = layer_kept(setup, grid, BLOCK, how), costs.passes(0, grid, BLOCK, 1, how).both
         print(f"{how:10} keeps {kept / 2**20:8.1f} MiB, takes {1e3 * seconds:6.2f} ms")
     hidden, placed, query = setup.model.hidden_size, attention.query_size + attention.key_size, attention.query_size
     share = seen_share(attention, tokens)

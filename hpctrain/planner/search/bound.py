@@ -53,7 +53,7 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
         if grid.size <= (space.largest_grid or grid.size):
             of_zero = Holders(zero) if grid.z > 1 else ALONE  # of others it changes nothing
             block, head = (
-                min(costs.seconds(number, grid, layer, rows, "none", of_zero).both / rows for rows in counts)
+                min(costs.passes(number, grid, layer, rows, "none", of_zero).both / rows for rows in counts)
                 for layer in (BLOCK, costs.head)
             )
             yield len(pool.slots(grid.size)) * grid.z / block, head / block

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from hpctrain.planner.search.extra_warmup import Gap, in_flight_by_delays
 from hpctrain.planner.search.stages import Passes
 
-PERIODS = 8
-"""Microbatches by whose mean the seconds of each further one are known."""
+PERIOD = 12
+"""Microbatches after which the same delays come again: a multiple of the 2, 3 or 4 that a round trip between neighbours
+has in flight."""
 
 
 class Messages(NamedTuple):
@@ -39,7 +40,7 @@ def done_after(
     ]
     slowest = max(each.both for each in passes)
     warm_ups = in_flight_by_delays(gaps, range(last, -1, -1), slowest, [range(i) for i in stages], has_room)
-    num_run = min(microbatches, 2 * (warm_ups[0] + PERIODS))
+    num_run = min(microbatches, 2 * (warm_ups[0] + PERIOD))
     now, num_forward, num_backward = [0.0] * len(passes), [0] * len(passes), [0] * len(passes)
     activations_at: list[list[float]] = [[] for _ in stages]
     gradients_at: list[list[float]] = [[] for _ in stages]
@@ -77,5 +78,5 @@ def done_after(
     if num_run == microbatches:
         return now
     middle = num_run - 1 - warm_ups[0]  # the last microbatch before the pipeline drains
-    each = (gradients_at[0][middle] - gradients_at[0][middle - PERIODS]) / PERIODS if last else slowest
+    each = (gradients_at[0][middle] - gradients_at[0][middle - PERIOD]) / PERIOD if last else slowest
     return [time + (microbatches - num_run) * each for time in now]

@@ -40,15 +40,16 @@ class Scorer:
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
-        self._variants = lru_cache(None)(self._make_variants)
-        self._between = lru_cache(None)(self._messages_between)
-        self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
-        self._layer_seconds = lru_cache(None)(self._seconds_of_layer)
+        # Each is the method with an underscore before the name, with what it has returned kept.
+        self.variants = lru_cache(None)(self._variants)
+        self.messages_between = lru_cache(None)(self._messages_between)
+        self.cut_rows = lru_cache(None)(self._cut_rows)
+        self.layer_seconds = lru_cache(None)(self._layer_seconds)
 
     def bound_seconds(self, shape: Shape) -> float:
         """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
         what is exchanged, as if blocks could be cut anywhere."""
-        rows, longest = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
+        rows, longest = self.cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
         if rows is None:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
@@ -60,7 +61,7 @@ class Scorer:
 
     def score(self, shape: Shape) -> CutShape | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
-        rows = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches)
+        rows = self.cut_rows(shape.pipelines, shape.choices, shape.microbatches)
         if rows is None:
             return None
         if shape.zero < 2 or len(rows) == 1:
@@ -75,7 +76,7 @@ class Scorer:
         pipelines, done = [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
-            variants = [self._variants(stage) for stage in stages]
+            variants = [self.variants(stage) for stage in stages]
             blocks = self._cut_blocks(stages, of_row, variants)
             if blocks is None:
                 return None
@@ -86,12 +87,11 @@ class Scorer:
             ]
             messages = list(itertools.starmap(self._messages, itertools.pairwise(cut_stages)))
             pipelines.append(tuple(cut_stages))
-            cuts: list[Sequence[float]] = [blocks]
-            if self.space.cut == BEST and (halves := cut_blocks(self._model.num_layers, variants, 2)):
-                cuts.append([count / 2 for count in halves])  # roughly what cuts inside of blocks bring
-            every = ([of.passes(n) for of, n in zip(variants, cut, strict=True)] for cut in cuts)
-            has_room = partial(self._has_room, cut_stages)
-            done.append(min((done_after(each, messages, shape.microbatches, has_room) for each in every), key=max))
+            # Halves are roughly what cuts inside of blocks bring.
+            halves = cut_blocks(self._model.num_layers, variants, 2) if self.space.cut == BEST else None
+            counts = [count / 2 for count in halves] if halves else blocks
+            passes = [every.passes(count) for every, count in zip(variants, counts, strict=True)]
+            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_room, cut_stages)))
         after = self._seconds_after(shape, pipelines)
         seconds = (
             max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
@@ -129,7 +129,7 @@ class Scorer:
             )
         return result
 
-    def _make_variants(self, stage: StageShape) -> StageVariants:
+    def _variants(self, stage: StageShape) -> StageVariants:
         """Return how a stage can be computed."""
         costs, num_blocks = self.costs, self._model.num_layers
 
@@ -153,7 +153,7 @@ class Scorer:
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
-    def _rows_by_pipeline(
+    def _cut_rows(
         self, pipelines: Pipelines, choices: tuple[tuple[PoolUse, ...], ...], microbatches: int
     ) -> list[int] | None:
         rows = self.global_batch // microbatches
@@ -179,25 +179,25 @@ class Scorer:
             seconds = []
             for stage in stages:
                 where = stage.pool, stage.choice
-                block, at_ends = self._layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
-                seconds.append(BlockLine(sum(self._layer_seconds(*where, end, rows) for end in at_ends), block).at)
+                block, at_ends = self.layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
+                seconds.append(BlockLine(sum(self.layer_seconds(*where, end, rows) for end in at_ends), block).at)
             blocks = deal_out(num_blocks, [1] * num_stages, seconds)
         return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
 
     def speed(self, pool: int, layer: Interval = BLOCK) -> float:
         """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
         rows = ROWS_OF_FULL_SPEED
-        return rows / self.costs.seconds(pool, TensorGrid(), layer, rows, self.space.recompute[0]).both
+        return rows / self.costs.passes(pool, TensorGrid(), layer, rows, self.space.recompute[0]).both
 
     def even_seconds(self, pools: Sequence[int], choices: Sequence[PoolUse], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
-        each = [self._layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
-        first = self._layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
-        last = self._layer_seconds(pools[-1], choices[-1], self.costs.head, rows) / each[-1]
+        each = [self.layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
+        first = self.layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
+        last = self.layer_seconds(pools[-1], choices[-1], self.costs.head, rows) / each[-1]
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
         return (self._model.num_layers + first + last) / stages
 
-    def _seconds_of_layer(self, pool: int, choice: PoolUse, layer: Interval, rows: int) -> float:
+    def _layer_seconds(self, pool: int, choice: PoolUse, layer: Interval, rows: int) -> float:
         """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
@@ -268,7 +268,7 @@ class Scorer:
     def _messages(self, source: CutStage, target: CutStage) -> Messages:
         """Return the seconds of messages between two stages."""
         rows = min(stage.shape.rows * stage.choice.grid.z * stage.choice.replicas for stage in (source, target))
-        return self._between(source.pool, source.choice, target.pool, target.choice, rows)
+        return self.messages_between(source.pool, source.choice, target.pool, target.choice, rows)
 
     def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> Messages:
         """Return about what messages take from the last stage of a pool to the next one, or inside the pool, for a

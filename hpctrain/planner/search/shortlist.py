@@ -86,7 +86,7 @@ class Shortlists:
         first, last = space.recompute[0], space.recompute[-1]
         if is_short(first, min(space.zero, key=lambda zero: abs(zero - 1))):
             few = min(each, ROWS_OF_FULL_SPEED)  # as many times as long whatever the rows, once they are not too few
-            again, once = (costs.seconds(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
+            again, once = (costs.passes(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
             slowest *= again / once
         exchanged = 4 * int(costs.elements(grid, False, False).per_block * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")

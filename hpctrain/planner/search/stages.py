@@ -203,19 +203,20 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
-        self.seconds = lru_cache(None)(self._seconds)
-        self.both_seconds = lru_cache(None)(self._interpolated_seconds)
+        # Each is the method with an underscore before the name, with what it has returned kept.
+        self.passes = lru_cache(None)(self._passes)
+        self.both_seconds = lru_cache(None)(self._both_seconds)
         self.weight_seconds = lru_cache(None)(self._weight_seconds)
-        self.part_count = lru_cache(None)(self._best_count)
-        self._site = lru_cache(None)(self._first_site)
-        self._splits = lru_cache(None)(self._splits_backward)
+        self.part_count = lru_cache(None)(self._part_count)
+        self.site = lru_cache(None)(self._site)
+        self.splits_backward = lru_cache(None)(self._splits_backward)
         self.elements = lru_cache(None)(self._elements)
+        self.row_bytes = lru_cache(None)(self._row_bytes)
+        self.most_blocks = lru_cache(None)(self._most_blocks)
+        self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
+        self.crowd = lru_cache(None)(self._crowd)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
-        self._row = lru_cache(None)(self._row_bytes)
-        self.most_blocks = lru_cache(None)(self._blocks_that_fit)
-        self._sharing = lru_cache(None)(self._sharing_seconds)
-        self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self._host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
         """Of each pool, what a rank may fill of its host's memory."""
@@ -236,7 +237,7 @@ class StageCosts:
                 result.append(grid)
                 continue
             cut = grid._replace(sequence_parallel=True)
-            both = [[self.seconds(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
+            both = [[self.passes(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
             is_faster = all(own <= other for pair in both for own, other in zip(*pair, strict=True))
             result += [cut] if is_faster else [grid, cut]
         return result
@@ -247,7 +248,7 @@ class StageCosts:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds(
+    def _passes(
         self,
         number: int,
         grid: TensorGrid,
@@ -259,42 +260,42 @@ class StageCosts:
     ) -> Passes:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
-        site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
+        site, parts = self.site(number, grid, holders), parts or self.part_count(number, grid)
         what = site, layer, rows, recompute, parts
         return Passes(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
 
-    def _interpolated_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
+    def _both_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what both passes over a layer take a rank; of many rows it is a line between powers of two."""
         low = rows if rows <= EXACT_ROWS else 1 << rows.bit_length() - 1
-        seconds = self.seconds(number, grid, layer, low, recompute).both
+        seconds = self.passes(number, grid, layer, low, recompute).both
         if low < rows:
-            seconds += (self.seconds(number, grid, layer, 2 * low, recompute).both - seconds) * (rows / low - 1)
+            seconds += (self.passes(number, grid, layer, 2 * low, recompute).both - seconds) * (rows / low - 1)
         return seconds
 
     def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what of a backward pass makes gradients of weights."""
-        site = self._site(number, grid, ALONE)
+        site = self.site(number, grid, ALONE)
         return self.prices.price("backward_weight", site, layer, rows, recompute, self.part_count(number, grid)).seconds
 
-    def _best_count(self, number: int, grid: TensorGrid) -> int:
+    def _part_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
         stands for all, though a plan may have another one. More are tried while they pay."""
         best, *others = part_counts(self.setup, [grid])
         least = math.inf
         for count in (best, *others) if others else ():
-            seconds = self.seconds(number, grid, BLOCK, COMPARED_ROWS[-1], parts=count).both
+            seconds = self.passes(number, grid, BLOCK, COMPARED_ROWS[-1], parts=count).both
             if seconds >= least:
                 break
             best, least = count, seconds
         return best
 
-    def _first_site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
+    def _site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
         """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
         tile = Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
         if not holders.groups:
             return self.prices.site(tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
-        sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
+        sharers = self.crowd(tuple((of, grid.size) for of, _ in holders.groups))
         return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
     def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Passes:
@@ -302,7 +303,7 @@ class StageCosts:
         few, more = divmod(stage.rows, row_chunks)
         chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
         where = stage.pool, stage.choice.grid, layer
-        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
+        each = [(n, self.passes(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
         return Passes(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
     def variant(self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int) -> StageVariant:
@@ -320,7 +321,7 @@ class StageCosts:
             forward = BlockLine(forward.fixed, max(forward.per_block, copies))
             exposed = 0.0 if stage.ends[1] else copies
             backward = BlockLine(backward.fixed + exposed, max(backward.per_block, copies))
-        elif row_chunks == 1 and not stage.ends[0] and self._splits(stage.choice.grid, recompute, stage.zero):
+        elif row_chunks == 1 and not stage.ends[0] and self.splits_backward(stage.choice.grid, recompute, stage.zero):
             block, *ends = (
                 self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers
             )
@@ -348,15 +349,15 @@ class StageCosts:
         if num_bytes < 1:
             return 0.0
         power = num_bytes.bit_length() - 1
-        low, high = (self._sharing(groups, 1 << n, operation) for n in (power, power + 1))
+        low, high = (self.exact_sharing_seconds(groups, 1 << n, operation) for n in (power, power + 1))
         return low + (high - low) * (num_bytes / (1 << power) - 1)
 
-    def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+    def _exact_sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        overlapped = self._crowd(tuple((number, size) for number, size, _ in groups))
+        overlapped = self.crowd(tuple((number, size) for number, size, _ in groups))
         return self.network.group_seconds(operation, num_bytes, ranks, overlapped)
 
-    def _all_ranks(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
+    def _crowd(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
         """Return the ranks of all slots for tensor grids; these are (pool, ranks of one)."""
         slots = (slot for number, size in grids for slot in self.pools[number].slots(size))
         return self.network.crowd(tuple(itertools.chain(*slots)))
@@ -378,8 +379,8 @@ class StageCosts:
         state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
-        splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, stage.zero)
-        block, others = self._row(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
+        splits = not ends[0] and row_chunks == 1 and not moves and self.splits_backward(grid, recompute, stage.zero)
+        block, others = self.row_bytes(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
         sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         pair = self.elements_of(grid, BLOCK) + max(sizes)
@@ -418,7 +419,7 @@ class StageCosts:
                 return in_passes, in_flight + packed * bucket, summed.times(packed).more(in_flight)
         return in_passes, 0.0, summed.times(EXCHANGED_SHARE + packed)
 
-    def _blocks_that_fit(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
+    def _most_blocks(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""
         needs = self.needs(stage, recompute, row_chunks, offload)
         most = min(line.most(self.pools[stage.pool].memory_bytes) for line in needs.on_device)

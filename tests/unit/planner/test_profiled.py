@@ -277,7 +277,7 @@ def test_no_rows_are_faster_than_the_bound_allows(bounded, rows):
     for grids in itertools.product(*costs.grids):
         speed = 0.0
         for number, (pool, grid) in enumerate(zip(pools, grids, strict=True)):
-            block, head = (costs.seconds(number, grid, layer, rows, "none").both for layer in (BLOCK, costs.head))
+            block, head = (costs.passes(number, grid, layer, rows, "none").both for layer in (BLOCK, costs.head))
             speed += rows * grid.z * len(pool.slots(grid.size)) / (SETUP.model.num_layers * block + head)
         assert least <= batch / speed * (1 + 1e-3), grids
 
