@@ -1,4 +1,4 @@
-"""A rank as a process: signals ask it to end in order, and it does not end where nobody takes what it says.
+"""Reads what the kernel knows of a process, and removes what dead ones left.
 
 Also other processes of its machine: which are alive, and the shared memory that dead ones left behind.
 
