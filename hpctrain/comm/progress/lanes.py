@@ -27,7 +27,7 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation in flight on a lane."""
 
-    __slots__ = ("_engine", "_error", "_observed", "_patience", "ended", "condition", "steps")
+    __slots__ = ("_engine", "_error", "_observed", "_patience", "condition", "ended", "steps")
 
     def __init__(self, engine: "ProgressEngine", steps: Steps, patience: Patience, observed: ObservedOperation):
         """`observed` learns of the last step from who takes it, and of the end of the wait from who has waited."""
