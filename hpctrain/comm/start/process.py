@@ -122,7 +122,7 @@ def take_losses() -> list[str]:
 
 
 class ProcessStatus(NamedTuple):
-    """What the kernel says of a process."""
+    """The kernel's facts of a process."""
 
     parent: int
     start_ticks: int
