@@ -106,7 +106,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     def items_here(unit: Unit) -> list[int]:
         return [item for item in unit.items if any(each.contains(item) for each in tiles)]
 
-    held: dict[tuple, list[_HeldPart]] = {}  # by ranks, ZeRO stage, unit that exchanges by itself, and kind of part
+    held: dict[tuple, list[HeldShard]] = {}  # by ranks, ZeRO stage, unit that exchanges by itself, and kind of part
     mixed: list[Unit] = []
     for unit in units(model, tile.tensor):  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if not items_here(unit):
@@ -124,7 +124,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
         place = number_of[unit.parameters[0].name], 0, 0
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         held.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
-            _HeldPart(place, unit, layout, layout.size / tile.tensor.z)
+            HeldShard(place, unit, layout, layout.size / tile.tensor.z)
         )
     cut_units = join_units(mixed)
     for unit in cut_units:
@@ -132,7 +132,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
             zero = max(1, zero_of(ranks, len(unit.items) > 1))
             place = number_of[region.parameter.name], region.rows.start, region.columns.start
             by_itself = unit if zero >= 2 else None
-            held.setdefault((ranks, zero, by_itself, Region), []).append(_HeldPart(place, unit, region, region.size))
+            held.setdefault((ranks, zero, by_itself, Region), []).append(HeldShard(place, unit, region, region.size))
 
     shard_groups = []
     for (ranks, zero, *_), parts in held.items():
@@ -153,7 +153,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     return RankShards(tuple(shard_group for _, shard_group in shard_groups), tuple(layouts))
 
 
-class _HeldPart(NamedTuple):
+class HeldShard(NamedTuple):
     """A part of what one rank holds."""
 
     place: tuple[int, int, int]
@@ -177,13 +177,13 @@ def whole_model(model: Model) -> RankShards:
     return RankShards((ShardGroup((0,), (1,), 1, tuple(layouts)),))
 
 
-def _buckets(parts: Sequence[_HeldPart], bucket_bytes: int | None) -> Iterator[list[_HeldPart]]:
+def _buckets(parts: Sequence[HeldShard], bucket_bytes: int | None) -> Iterator[list[HeldShard]]:
     """Cut parts, which are in the order of items, into runs of at least so many bytes of gradients, of whole blocks.
 
     From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same
     compute the same cut, for it depends on nothing else.
     """
-    bucket: list[_HeldPart] = []
+    bucket: list[HeldShard] = []
     num_bytes = 0.0
     for i, part in reversed(list(enumerate(parts))):
         bucket.append(part)
