@@ -10,7 +10,7 @@ from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
-from hpctrain.planner.search.pipeline_run import Messages, done_after
+from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
     BlockLine,
@@ -91,7 +91,7 @@ class Scorer:
             halves = cut_blocks(self._model.num_layers, variants, 2) if self.space.cut == BEST else None
             counts = [count / 2 for count in halves] if halves else blocks
             passes = [every.passes(count) for every, count in zip(variants, counts, strict=True)]
-            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_room, cut_stages)))
+            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_headroom, cut_stages)))
         after = self._seconds_after(shape, pipelines)
         seconds = (
             max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
@@ -259,25 +259,25 @@ class Scorer:
             result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return result
 
-    def _has_room(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
+    def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
         """Say whether one of some stages has memory for so many more microbatches in flight."""
         shape, blocks, how = stages[number]
         kept = shape._replace(kept=shape.kept + extra)
         return self.costs.most_blocks(kept, how.recompute, how.row_chunks, how.offload) >= blocks
 
-    def _messages(self, source: CutStage, target: CutStage) -> Messages:
+    def _messages(self, source: CutStage, target: CutStage) -> StageMessages:
         """Return the seconds of messages between two stages."""
         rows = min(stage.shape.rows * stage.choice.grid.z * stage.choice.replicas for stage in (source, target))
         return self.messages_between(source.pool, source.choice, target.pool, target.choice, rows)
 
-    def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> Messages:
+    def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> StageMessages:
         """Return about what messages take from the last stage of a pool to the next one, or inside the pool, for a
         microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
         first = choice.replicas if source == target else 0
         before = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
         after = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
         ranks, others = (tuple(itertools.chain(*slots)) for slots in (before, after))
-        return Messages(
+        return StageMessages(
             self._message_seconds(ranks, choice.grid, others, other.grid, rows),
             self._message_seconds(others, other.grid, ranks, choice.grid, rows),
             bool(self.costs.network.ports(ranks[0], others[0])),

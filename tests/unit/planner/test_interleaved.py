@@ -22,7 +22,7 @@ from hpctrain.planner.prediction.simulate import simulate
 from hpctrain.planner.prices.prices import Costs, PassCost, TileCost
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.search.changes import dealt_cuts
-from hpctrain.planner.search.pipeline_run import Messages, done_after
+from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.space import Space
 from hpctrain.planner.search.stages import Passes
@@ -220,7 +220,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
-    passes, messages = [Passes(forward, back + weight)] * stages, [Messages(0.0, 0.0)] * (stages - 1)
+    passes, messages = [Passes(forward, back + weight)] * stages, [StageMessages(0.0, 0.0)] * (stages - 1)
     whole = max(done_after(passes, messages, plan.microbatches, lambda _stage, _extra: False))
     estimated = (whole - plan.microbatches * sum(seconds)) / virtual_stages
     assert estimated == pytest.approx(bubble(one_f_one_b)), "the estimate's, too"
@@ -236,7 +236,7 @@ def test_the_estimate_of_a_pipeline_is_what_is_simulated(stages, microbatches, m
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), 0.0)
     costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): message for a in plan.tiles for b in plan.tiles})
     simulated = simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, costs).step_seconds
-    messages = [Messages(message, message)] * (stages - 1)
+    messages = [StageMessages(message, message)] * (stages - 1)
     done = done_after([Passes(1.0, 2.0)] * stages, messages, microbatches, lambda _stage, _extra: False)
     assert max(done) == pytest.approx(simulated, rel=1e-9 if microbatches <= 16 else 0.01)
 
