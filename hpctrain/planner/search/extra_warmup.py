@@ -66,12 +66,12 @@ def in_flight_by_delays(
     least: Sequence[int],
     slowest: float,
     raised: Sequence[Collection[int]],
-    has_memory: Callable[[int, int], bool],
+    has_headroom: Callable[[int, int], bool],
 ) -> list[int]:
     """Return how many microbatches tiles have in flight, more than the `least` while that shortens the longest delay.
 
     The slowest takes so many seconds for a microbatch. Where one gets one more, those that are `raised` with it do too.
-    `has_memory` says whether one has memory for so many more.
+    `has_headroom` says whether one has memory for so many more.
     """
     result = list(least)
     while gaps:
@@ -82,7 +82,7 @@ def in_flight_by_delays(
         if (
             all(gap.round_trip <= slowest * (gap.lead(result) + 1 + WORTH_WAITING) for gap in widest)
             or any(gap.lead(result) > MAX_EXTRA for gap in widest)
-            or not all(has_memory(i, result[i] + 1 - least[i]) for i in more)
+            or not all(has_headroom(i, result[i] + 1 - least[i]) for i in more)
         ):
             break
         for i in more:

@@ -29,12 +29,12 @@ def done_after(
     passes: Sequence[Passes],
     messages: Sequence[StageMessages],
     microbatches: int,
-    has_memory: Callable[[int, int], bool],
+    has_headroom: Callable[[int, int], bool],
 ) -> list[float]:
     """Return when each stage of a pipeline is done with all microbatches.
 
-    Where messages would delay stages, these have more microbatches in flight than by 1F1B. `has_memory` says whether a
-    stage has memory for so many more. Of many microbatches some are run, and the others take as long as these.
+    Where messages would delay stages, these have more microbatches in flight than by 1F1B. `has_headroom` says whether
+    a stage has memory for so many more. Of many microbatches some are run, and the others take as long as these.
     """
     last, stages = len(passes) - 1, range(len(passes))
     gaps = [
@@ -42,7 +42,7 @@ def done_after(
         for i, message in enumerate(messages)
     ]
     slowest = max(each.both for each in passes)
-    warm_ups = in_flight_by_delays(gaps, range(last, -1, -1), slowest, [range(i) for i in stages], has_memory)
+    warm_ups = in_flight_by_delays(gaps, range(last, -1, -1), slowest, [range(i) for i in stages], has_headroom)
     num_run = min(microbatches, 2 * (warm_ups[0] + PERIOD))
     now, num_forward, num_backward = [0.0] * len(passes), [0] * len(passes), [0] * len(passes)
     activations_at: list[list[float]] = [[] for _ in stages]

@@ -91,7 +91,7 @@ class Scorer:
             halves = cut_blocks(self._model.num_layers, variants, 2) if self.space.cut == BEST else None
             counts = [count / 2 for count in halves] if halves else blocks
             passes = [every.passes(count) for every, count in zip(variants, counts, strict=True)]
-            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_memory, cut_stages)))
+            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_headroom, cut_stages)))
         after = self._seconds_after(shape, pipelines)
         seconds = (
             max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
@@ -259,7 +259,7 @@ class Scorer:
             result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return result
 
-    def _has_memory(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
+    def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
         """Say whether one of some stages has memory for so many more microbatches in flight."""
         shape, blocks, how = stages[number]
         kept = shape._replace(kept=shape.kept + extra)
