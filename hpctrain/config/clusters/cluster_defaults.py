@@ -87,9 +87,10 @@ class Filled:
             if not self.compares or expected is None or type(value) not in (int, float) or not 0 < value < math.inf:
                 continue
             if not expected / FAR <= value <= expected * FAR:
+                meant = toml_value(float(f"{value * 1000 ** round(math.log(expected / value, 1000)):.6g}"))
                 self.mistakes[f"{key}.{figure}"] = (
                     f"{key}.{figure} = {toml_value(value)}: the catalogue has {toml_value(float(f'{expected:.4g}'))};"
-                    " was a unit forgotten, or applied twice?"
+                    f" a unit was forgotten, or applied twice; did you mean {meant}?"
                 )
 
 
