@@ -1,8 +1,9 @@
 """Tensors that a backward pass needs and that are computed again there, operator by operator.
 
 Between the products of a block lie operators that cost little and whose results are large: norms, rotary positions,
-activation functions, scores with a cap. Selective recomputation (Korthikanti et al. 2022) keeps what the products
-return and drops the results of these operators, which autograd would keep as operands of what follows.
+activation functions, scores with a cap. Selective recomputing keeps what the products return and drops the results of
+these operators, which autograd would keep as operands of what follows. Megatron's (Korthikanti et al. 2022) recomputes
+core attention instead; here a fused kernel keeps no scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -86,7 +87,10 @@ class Dropping:
         self._dropped: dict[int, _Dropped] = {}
 
     def drop(self, result: torch.Tensor, compute: Recompute, given: torch.Tensor) -> None:
-        """Have backward passes compute a result once more, once for all of them, from what was `given` for it."""
+        """Let graphs keep `given` in place of a result. The first use in a backward pass computes it again, for all.
+
+        Whoever calls holds the result until all operators that read it have run.
+        """
         kept = self.pack(given.detach())
         self._dropped[_address(result)] = _Dropped(result, lambda: compute(unpack(kept)))
 

@@ -143,6 +143,7 @@ class Stage:
         kept = KeptLayer(host, given, layer.axes.y.size)
         saved.kept.append(kept)
         if torch.is_grad_enabled():
+            # torch applies the innermost hook alone: that of what the block drops passes on to `pack` what it keeps.
             with kept.packing():
                 value = self._run(layer, given, saved, kept.pack)
         else:

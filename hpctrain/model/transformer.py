@@ -27,6 +27,7 @@ from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.recompute import Dropping, Pack, Recompute, keep, keeping_inputs
 from hpctrain.model.storage.store import Store
+from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of, is_attention, name_layer
@@ -46,8 +47,8 @@ class Cache:
         """Add those of new positions, [rows, heads, positions, head size]; return all."""
         rows, heads, count, size = keys.shape
         if self._stored is None:
-            keep = keys.new_empty(2, rows, heads, self._limit, size)
-            self._stored = keep[0], keep[1]
+            stored = keys.new_empty(2, rows, heads, self._limit, size)
+            self._stored = stored[0], stored[1]
         self.length += count
         for kept, new in zip(self._stored, (keys, values), strict=True):
             kept[:, :, self.length - count : self.length] = new
@@ -76,6 +77,7 @@ class TileContext:
     computing: Computing
     recompute: str
     """The tile's: "none", "selective" or "full"."""
+    rotary_tables: rotary.Tables = field(default_factory=rotary.Tables)
 
 
 class LayerModule:
@@ -95,8 +97,8 @@ class LayerModule:
         """
         raise NotImplementedError
 
-    def weights(self, *suffixes: str) -> list:
-        """Return handles for the parameters whose names end so; those that lie side by side are one product."""
+    def weights(self, *suffixes: str) -> list[Weight]:
+        """Return handles for the parameters whose names end so. Neighbours in storage share one: q, k and v are one."""
         result = []
         for item, every in self._names.items():
             names = [n for n in every if any(n == s or n.endswith(f".{s}") for s in suffixes)]
@@ -109,7 +111,7 @@ class LayerModule:
         return NormLayer(weights, self.axes.x, self.model.hidden_size, of, self.kernels.run)
 
     def make_linear(
-        self, weights: list, biases: list, input_axis: Axis, output_axis: Axis, in_8_bits=False, parts=1
+        self, weights: list[Weight], biases: list[Weight], input_axis: Axis, output_axis: Axis, in_8_bits=False, parts=1
     ) -> Linear:
         """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
         cuts_positions, y = self.axes.sequence_parallel, self.axes.y
@@ -192,16 +194,17 @@ class Block(LayerModule):
         self._linear_dtype = None if in_8_bits else dtype
         x, y, parts = self.axes.x, self.axes.y, self._computing.parts
         self.qkv, self.out, self.up, self.down = (
-            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *axes, in_8_bits, parts)
-            for names, axes in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
+            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *cut_by, in_8_bits, parts)
+            for names, cut_by in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = attention.heads // y.size
+        # More y than key and value heads: several y hold the same head, and the optimizer sums its gradient.
         self.num_kv_heads = max(1, attention.kv_heads // y.size)
-        self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotary_tables = context.rotary_tables
         self.cache: Cache | None = None
         self._dropping: Dropping | None = None
 
-    def _handles(self, names: Sequence[str], kind: str) -> list:
+    def _handles(self, names: Sequence[str], kind: str) -> list[Weight]:
         """Return the weights of a linear layer, or its biases."""
         return self.weights(*(f"{name}.{kind}" for name in names))
 
@@ -232,15 +235,15 @@ class Block(LayerModule):
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, self.attention_description.head_size)
         queries_keys, values = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
-        rotated = self.recomputable(self.normalise_and_rotate, queries_keys)
-        # Of `rotated`, which alone is dropped, queries and keys are views; values stay in `qkv`.
+        rotated = self.computed_and_dropped(self.normalise_and_rotate, queries_keys)
+        # Queries and keys are views of `rotated`, which is dropped; values are a view of `qkv`, which is kept.
         queries, keys = rotated.split_with_sizes([heads, kv_heads], dim=2)
         mixed = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), documents)
         return self.linear(self.out, mixed.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the feed-forward part adds, of normed hidden states."""
-        return self.linear(self.down, self.recomputable(self.activated, self.linear(self.up, x)))
+        return self.linear(self.down, self.computed_and_dropped(self.activated, self.linear(self.up, x)))
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """Apply a layer, in the dtype to which a job pins it."""
@@ -254,12 +257,12 @@ class Block(LayerModule):
 
     def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Return the norm that a product reads. With selective recomputing autograd does not keep it."""
-        result, compute = norm.recomputable(hidden)
+        result, compute = norm.with_recompute(hidden)
         if self._dropping:
             self._dropping.drop(result, compute, hidden)
         return result
 
-    def recomputable(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
+    def computed_and_dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
         """Return what a cheap operator makes of its input. With selective recomputing autograd does not keep it."""
         result = compute(given)
         if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
@@ -272,7 +275,8 @@ class Block(LayerModule):
             parts = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
             queries_keys = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
         if self.attention_description.rotary:
-            cos, sin = self.rotary_tables(queries_keys)
+            first = self.cache.length if self.cache else 0
+            cos, sin = self._rotary_tables.get(self.attention_description, first, queries_keys)
             rotate = partial(rotary.rotate, cos=cos, sin=sin, run=self.kernels.run)
             queries_keys = self.computed_in("rotary", rotate, queries_keys)
         return queries_keys
@@ -280,7 +284,7 @@ class Block(LayerModule):
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, documents: Documents | None
     ) -> torch.Tensor:
-        """Return what queries read, of all positions up to theirs; scores with a cap are not kept."""
+        """Return attention's mix of values. With selective recomputing autograd does not keep scores with a cap."""
         first = 0
         if self.cache:
             first = self.cache.length
@@ -296,16 +300,6 @@ class Block(LayerModule):
         mlp = self.mlp_description
         activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=self.kernels.run)
         return self.computed_in("activation", activation, inner)
-
-    def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
-        of, first = self.attention_description, self.cache.length if self.cache else 0
-        assert of.rotary is not None, "asked for where there is one"
-        positions = first + x.shape[1]
-        if self.rotary is None or self.rotary[0].shape[0] < positions:
-            self.rotary = rotary.tables(of.rotary, positions, of.head_size // 2, x.device)
-        cos, sin = self.rotary
-        return cos[first:positions], sin[first:positions]
 
 
 class Head(LayerModule):

@@ -88,8 +88,8 @@ class Parameter:
     def counts_at(self, x: int, y: int) -> bool:
         """Say whether the copy at (x, y) is the one that counts, where x or y do not cut this parameter.
 
-        Such copies (norm weights over y, for example) see the same gradient everywhere; the norm of the gradient and
-        the checkpoint take the one at index 0.
+        Such copies (norm weights over y, for example) have the same gradient everywhere once the optimizer has summed
+        that of cut positions. The norm of the gradient and the checkpoint take the copy at index 0.
         """
         return ("x" in self.split or x == 0) and ("y" in self.split or y == 0)
 

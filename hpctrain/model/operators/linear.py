@@ -5,8 +5,8 @@ part. Gradients of weights are added straight into `Weight.grad` (fp32), never r
 
 Where hidden states are cut by positions over y (sequence parallelism, Korthikanti et al. 2022), norms, residuals and
 what is kept of them are a y-th as large. A layer whose input is cut gathers it over y, and one whose output is summed
-over y scatters the sum. That moves the bytes of the all-reduces in their place. The input is gathered again for the
-gradient of its weight, since only a rank's own part of it is kept.
+over y scatters the sum. Together they move as many bytes as the all-reduces that they replace. One gather comes on top:
+that of the input for the gradient of its weight, since only a rank's own part of it is kept.
 
 In half precision the gradient of a weight is summed in fp32 and rounded once, when it is used. A product that is
 rounded to bf16 before it is added loses what is below 1/256 of its own size, in every microbatch. The operation has a
@@ -104,9 +104,9 @@ class Linear:
     ):
         """The operands of all three products are rounded to fp8 where they are `in_8_bits`.
 
-        Next to a collective a product is cut in `parts`, of which each is summed or scattered while the next one is
-        computed, or gathered while the last one is. They are of tokens, or, where positions are cut, of rows or of the
-        positions of a single row.
+        Next to a collective a product is cut in `parts`: of tokens, or, where positions are cut, of rows or of the
+        positions of a single row. Each part is summed or scattered while the next one is computed. All begin to be
+        gathered at once, and each is multiplied when it is there.
 
         For the gradient of its weight a layer that gathers needs the input of all positions. With `keeps_whole` it
         keeps what the forward pass has gathered; else it keeps this rank's own positions and gathers them again.
@@ -127,8 +127,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b, [..., O] of [..., I]; x is [rows, positions, I] where positions are cut.
 
-        Ranks of `input_axis` must call, which sum the result, and those of `output_axis` for the backward pass; of a
-        layer that gathers, for both.
+        All ranks of `input_axis` must call, and all of `output_axis` the backward pass. A layer that gathers needs
+        those of `output_axis` in its forward pass too, one that scatters those of `input_axis` in its backward pass.
         """
         return _Linear.apply(x, self)
 
@@ -220,13 +220,13 @@ class _Linear(Function):
     def backward(ctx, dy):
         layer: Linear = ctx.layer
         (kept,) = ctx.saved_tensors
-        dy_NO = own_NO = dy.reshape(-1, dy.shape[-1])
+        dy_NO = given_NO = dy.reshape(-1, dy.shape[-1])
         regathered = Gathering(kept, layer.output_axis) if layer.gathers and not layer.keeps_whole else None
         if layer.scatters:
             gathering = Gathering(dy, layer.input_axis, layer.parts, keeps_whole=True)
             dx = kept.new_empty(ctx.shape)
-            for _, place in gathering.map(layer.input_gradient, dx, layer.input_axis.size):
-                place()
+            for _, copy_into_place in gathering.map(layer.input_gradient, dx):
+                copy_into_place()
             assert gathering.whole is not None, "it is kept"
             dy_NO = gathering.whole.view(-1, dy.shape[-1])
         else:
@@ -238,7 +238,8 @@ class _Linear(Function):
         x_NI = kept.reshape(-1, kept.shape[-1]) if regathered is None else regathered.tokens()
         layer.add_weight_gradients(dy_NO, x_NI)
         if layer.biases:
-            layer.add_bias_gradients(own_NO)  # where positions are cut, of a rank's own: the optimizer sums over y
+            # Where the layer scatters these are of this rank's positions: the optimizer sums such biases over y.
+            layer.add_bias_gradients(given_NO)
         work.wait()
         return dx, None
 
@@ -250,12 +251,12 @@ def _forward_gathering(layer: Linear, x: torch.Tensor, gathering: Gathering) -> 
         y_NO = input_axis.all_reduce(layer.product(gathering.tokens()))
         return y_NO.view(*gathering.shape[:-1], -1)
     y, works = x.new_empty(*gathering.shape[:-1], layer.num_outputs), list[PendingWork]()
-    for result, place in gathering.map(layer.product, y, layer.output_axis.size):
+    for result, copy_into_place in gathering.map(layer.product, y):
         work = input_axis.start_all_reduce(result)
         if input_axis.size == 1:
-            place()
+            copy_into_place()
         else:
-            works.append(Following([work], place))
+            works.append(Following([work], copy_into_place))
     Following(works).wait()
     return y
 
@@ -267,8 +268,8 @@ def _forward_scattering(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     y, whole = x.new_empty(rows, positions, layer.num_outputs), x.contiguous()
     for part in cut_parts(rows, positions, layer.parts):
         y_NO = layer.product(part.of(whole, axis.size).reshape(-1, x.shape[-1]))
-        place = y[part.rows, part.positions]
-        works.append(start_scatter(y_NO.view(place.shape[0], -1, y_NO.shape[1]), axis, place)[1])
+        own = y[part.rows, part.positions]
+        works.append(start_scatter(y_NO.view(own.shape[0], -1, y_NO.shape[1]), axis, own)[1])
     Following(works).wait()
     return y
 

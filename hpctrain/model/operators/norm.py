@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over features that may be cut among ranks.
 
-Both compute in fp32 and round once. Where features are cut by x, their sums over a token's features are given, summed
-over ranks; else the functions compute them. Shapes: x and dy [..., F], F this rank's features; statistics [..., 1].
+Both compute in fp32 and round once. Where an axis cuts the features, the caller passes sums over all ranks' features;
+else the functions compute them. Shapes: hidden states and dy [..., F], F this rank's features; statistics [..., 1].
 """
 
 import torch
@@ -26,7 +26,7 @@ class RmsNorm:
         return _rms_scaled(x32, weight, rstd, offset).to(x.dtype), rstd
 
     @staticmethod
-    def normed(x, weight, rstd, *, offset: float):
+    def from_statistics(x, weight, rstd, *, offset: float):
         """Return y of the same x and its statistic."""
         return _rms_scaled(x.float(), weight, rstd, offset).to(x.dtype)
 
@@ -41,12 +41,12 @@ class RmsNorm:
         return _row_product(dy.float() * (x.float() * rstd), _scale(weight, offset))
 
     @staticmethod
-    def backward(dy, x, weight, rstd, along=None, *, features: int, offset: float):
+    def backward(dy, x, weight, rstd, dot=None, *, features: int, offset: float):
         """Return the gradients of x and, in fp32, of the weight."""
         normed, dy32, scale = x.float() * rstd, dy.float(), _scale(weight, offset)
         product = dy32 * normed
-        along = (_row_product(product, scale) if along is None else along) / features
-        dx = (dy32 * scale).sub_(normed.mul_(along)).mul_(rstd)
+        dot = (_row_product(product, scale) if dot is None else dot) / features
+        dx = (dy32 * scale).sub_(normed.mul_(dot)).mul_(rstd)
         return dx.to(x.dtype), product.flatten(0, -2).sum(0)
 
 
@@ -63,7 +63,7 @@ class LayerNorm:
         return _scaled(centred, weight, bias, rstd).to(x.dtype), mean, rstd
 
     @staticmethod
-    def normed(x, weight, bias, mean, rstd, *, offset: float):
+    def from_statistics(x, weight, bias, mean, rstd, *, offset: float):
         """Return y of the same x and its statistics."""
         return _scaled(x.float() - mean, weight, bias, rstd).to(x.dtype)
 
@@ -140,9 +140,9 @@ class NormLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., features / x]. All ranks of the axis must call."""
-        return self.recomputable(x)[0]
+        return self.with_recompute(x)[0]
 
-    def recomputable(self, x: torch.Tensor) -> tuple[torch.Tensor, Recompute]:
+    def with_recompute(self, x: torch.Tensor) -> tuple[torch.Tensor, Recompute]:
         """Return the result of a call, and what computes it once more, of x and the statistics, which are kept: that
         calls nobody."""
         return _Norm.apply(x, self)
@@ -157,7 +157,9 @@ class _Norm(Function):
         y, *statistics = run(kind.forward, x, *weights, *sums, features=features, epsilon=layer.epsilon, offset=offset)
         ctx.save_for_backward(x, *statistics)
         ctx.layer = layer
-        return y, lambda x: run(kind.normed, x, *(weight.data for weight in layer.weights), *statistics, offset=offset)
+        return y, lambda x: run(
+            kind.from_statistics, x, *(weight.data for weight in layer.weights), *statistics, offset=offset
+        )
 
     @staticmethod
     def backward(ctx, dy, _):

@@ -6,7 +6,7 @@ Shapes: x [rows, positions, heads, head size]; cos and sin fp32 [positions, 1, h
 import torch
 from torch.autograd import Function
 
-from hpctrain.architectures.description import Rotary
+from hpctrain.architectures.description import Attention, Rotary
 from hpctrain.model.operators.running import Run
 
 
@@ -67,6 +67,22 @@ def tables(rotary: Rotary, positions: int, half: int, device: torch.device) -> t
     """Return cos and sin of the angles, rounded to fp32 on a device."""
     exact = angles(rotary, positions, half)
     return exact.cos().float().to(device), exact.sin().float().to(device)
+
+
+class Tables:
+    """The cos and sin of rotary positions, which all blocks of a tile share. They are made again for more positions."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Rotary, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, attention: Attention, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both for the positions of x, of which the first is at `first`: fp32 [positions, 1, head size / 2]."""
+        assert attention.rotary is not None, "asked for where there is one"
+        key, positions = (attention.rotary, attention.head_size // 2), first + x.shape[1]
+        if key not in self._tables or len(self._tables[key][0]) < positions:
+            self._tables[key] = tables(attention.rotary, positions, attention.head_size // 2, x.device)
+        cos, sin = self._tables[key]
+        return cos[first:positions], sin[first:positions]
 
 
 def reference(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

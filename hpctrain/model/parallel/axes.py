@@ -32,7 +32,8 @@ class Following:
 class Axis(Protocol):
     """Collectives over the ranks that differ in one coordinate only; every one of them must call.
 
-    What is started may be overlapped: its tensors are to be left alone until its work was waited for. All ranks start
+    Tensors are contiguous. Cuts are intervals of the flat tensor, one for each rank; left out, it is cut evenly. What
+    is started may be overlapped: its tensors are to be left alone until its work was waited for. All ranks start
     the same things in the same order.
     """
 
@@ -44,17 +45,27 @@ class Axis(Protocol):
         """True where what is started continues while the rank computes; else it is done when `start_...` returns."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place; return the tensor."""
+        ...
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> PendingWork: ...
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        """Sum in place."""
+        ...
 
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
-    ) -> PendingWork: ...
+    ) -> PendingWork:
+        """Put this rank's cut of the sum into `out`."""
+        ...
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> object: ...
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> object:
+        """Fill the tensor, in which each rank has set its own cut."""
+        ...
 
-    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork: ...
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork:
+        """Fill the tensor, in which each rank has set its own cut."""
+        ...
 
     def barrier(self) -> object: ...
 

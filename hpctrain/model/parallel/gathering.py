@@ -1,7 +1,7 @@
 """Hidden states that are cut by positions over y: gathered and scattered, whole or part by part.
 
-A product next to a gather or a scatter may be cut into parts of its rows. Each part is gathered while the last one is
-computed, or scattered while the next one is.
+A product next to a gather or a scatter may be cut into parts of its rows. All parts begin to be gathered at once, and
+each is multiplied when it is there. One is scattered while the next one is multiplied.
 
 Hidden states of all positions are [rows, positions, features], a rank's own [rows, positions / y, features].
 """
@@ -23,10 +23,10 @@ class RowPart(NamedTuple):
     rows: slice
     positions: slice
 
-    def of(self, whole: torch.Tensor, y: int) -> torch.Tensor:
+    def of(self, whole: torch.Tensor, y_size: int) -> torch.Tensor:
         """Return the view [rows, y, positions / y, features] of a part of hidden states of all positions."""
         rows, positions, features = whole.shape
-        return whole.view(rows, y, positions // y, features)[self.rows, :, self.positions]
+        return whole.view(rows, y_size, positions // y_size, features)[self.rows, :, self.positions]
 
 
 def cut_parts(rows: int, positions: int, count: int) -> list[RowPart]:
@@ -61,19 +61,20 @@ class Gathering:
     def __init__(self, own: torch.Tensor, y: Axis, num_parts: int = 1, keeps_whole: bool = False):
         """Start to gather them from `own`. All ranks of `y` must call."""
         rows, positions, features = own.shape
+        self._y_size = y.size
         self.shape = torch.Size((rows, y.size * positions, features))
         self.parts = cut_parts(rows, positions, num_parts)
         self.whole = own.new_empty(self.shape) if keeps_whole else None
         """All positions, of the parts that were taken."""
         self._started: deque[tuple[torch.Tensor, PendingWork, bool]] = deque()
         for part in self.parts:
-            place = None if self.whole is None else part.of(self.whole, y.size).transpose(0, 1)
-            is_placed = place is not None and place.is_contiguous()
+            buffer = None if self.whole is None else part.of(self.whole, y.size).transpose(0, 1)
+            is_placed = buffer is not None and buffer.is_contiguous()
             some = own[part.rows, part.positions]
-            if place is None or not is_placed:
-                place = own.new_empty(y.size, *some.shape)  # [y, rows, positions / y, features]
-            place[y.rank] = some
-            self._started.append((place, y.start_all_gather(place), is_placed))
+            if buffer is None or not is_placed:
+                buffer = own.new_empty(y.size, *some.shape)  # [y, rows, positions / y, features]
+            buffer[y.rank] = some
+            self._started.append((buffer, y.start_all_gather(buffer), is_placed))
 
     def tokens(self) -> torch.Tensor:
         """Return all tokens of what is gathered in one part, [N, features]."""
@@ -85,9 +86,9 @@ class Gathering:
         for part in self.parts:
             buffer, work, is_placed = self._started.popleft()
             work.wait()
-            y, rows, _, features = buffer.shape
+            _, rows, _, features = buffer.shape
             if self.whole is not None and not is_placed:
-                part.of(self.whole, y).copy_(buffer.transpose(0, 1))
+                part.of(self.whole, self._y_size).copy_(buffer.transpose(0, 1))
             if self.whole is None or rows == 1:  # a single row is not copied
                 tokens = buffer.transpose(0, 1).reshape(-1, features)
             else:
@@ -95,17 +96,17 @@ class Gathering:
             yield part, tokens
 
     def map(
-        self, compute: Callable[..., torch.Tensor], out: torch.Tensor, y: int
+        self, compute: Callable[..., torch.Tensor], out: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, Callable[[], object]]]:
         """Compute [N, features of `out`] of each part's tokens; yield it, and what puts it into `out` if it is not.
 
         `compute` gets tokens, and as `out` a buffer for the result where that is contiguous in the whole, else None.
         """
         for part, tokens in self.take():
-            place = part.of(out, y)
-            is_placed = place.is_contiguous()
-            result = compute(tokens, out=place.view(-1, place.shape[-1]) if is_placed else None)
-            yield result, _nothing if is_placed else partial(place.copy_, result.view(place.shape))
+            target = part.of(out, self._y_size)
+            is_placed = target.is_contiguous()
+            result = compute(tokens, out=target.view(-1, target.shape[-1]) if is_placed else None)
+            yield result, _nothing if is_placed else partial(target.copy_, result.view(target.shape))
 
 
 def _nothing() -> None:

@@ -26,7 +26,8 @@ numbers at all: to write costs less than to fill with zeros and add."""
 class Weight:
     """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
 
-    Both are views that are there only while the unit is gathered.
+    Both are views. `data` is there while the unit is gathered; `grad` from `begin_backward` on, or always where the
+    rank stores the whole unit.
     """
 
     __slots__ = ("data", "deferred", "grad", "is_unwritten", "name")
@@ -107,7 +108,7 @@ class UnitStore:
     ):
         """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
 
-        With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
+        With `sharded`, `grads` is None: it adds up the gradients; `weights` are then its own, and may be fewer.
         """
         self.layout = layout
         self._sharded, self._z = sharded, axes.z
