@@ -8,7 +8,7 @@ from hpctrain.jobs.arguments import COUNT, json_option, override_option, print_r
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.observe.console import describe_overrun
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.search.search import EVERY_PLAN, Limits
+from hpctrain.planner.search.search import SCORE_ALL, Limits
 from hpctrain.planner.search.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
 
 SEARCHED = "searched"
@@ -47,7 +47,7 @@ def _measure(benchmark, num_alone: int, num_plans: int) -> dict:
     cluster = benchmark.cluster
     families = list(dict.fromkeys(device.family for device in cluster.devices))
     alone = {
-        family: benchmark.best(num_alone, benchmark.search(f"{family} alone", [family], Space(), EVERY_PLAN))
+        family: benchmark.best(num_alone, benchmark.search(f"{family} alone", [family], Space(), SCORE_ALL))
         for family in families
     }
     mixed = {

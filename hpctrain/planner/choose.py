@@ -96,11 +96,14 @@ def search_best(
 ) -> SearchResult:
     """Search for the plan of a job whose dtype and overlaps are values, in a space or among all plans.
 
+    Of plans that are as fast as the fastest, the first has the fewest microbatches.
+
     `setup_of` returns the setup by which a plan is simulated, where that depends on the plan; left out: the job's.
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     families = families_in(job, cluster, where)
     result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits, setup_of=setup_of)
+    result = with_fewest_microbatches(result)
     check_plan(job, result.best.plan, "the plan of the search")
     return result
 
@@ -112,12 +115,13 @@ def choose_plan(job: Job, cluster: Cluster, where: str, setup_of: Callable[[Plan
     """
     budget = job.search
     result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where, None, setup_of)
-    result = with_fewest_microbatches(result)
     best = result.best
     layout = best.describe([pool.name for pool in result.pools])
+    is_least = best.seconds <= min(each.seconds for each in result.plans)
+    least = "the least" if is_least else f"the fewest microbatches within {EQUAL_SHARE:.1%} of the least"
     reasons = {
         "plan": (
-            f"{layout}: predicted {best.seconds:.4g} s a step, the least of {result.searched['scored']:,} plans"
+            f"{layout}: predicted {best.seconds:.4g} s a step, {least} of {result.searched['scored']:,} plans"
             f" ({result.searched['timed']} simulated, {result.wall_seconds:.2g} s)"
         ),
         "runner-up": runner_up(result) or "none",

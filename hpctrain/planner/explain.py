@@ -48,7 +48,7 @@ def _bottleneck(result: SearchResult) -> str:
     ]
     slowest, fastest = (busy.index(end(busy)) for end in (max, min))
     if len(stages) == 1:
-        return f"{names[0]} computes {busy[0]:.4g} s of the step's {best.seconds:.4g} s; it waits for nobody"
+        return f"{names[0]} computes {busy[0]:.4g} s of the step's {best.seconds:.4g} s; no other stage delays it"
     return (
         f"{names[slowest]} is the bottleneck: it computes {busy[slowest]:.4g} s of the step's {best.seconds:.4g} s, the"
         f" most of all; {names[fastest]} computes the least, {busy[fastest]:.4g} s"
@@ -142,7 +142,7 @@ def _unused(result: SearchResult) -> list[str]:
     unused = set(result.best.plan.unused)
     idle = ((pool, sum(rank in unused for ranks in pool.nodes for rank in ranks)) for pool in result.pools)
     return [
-        f"{count} of {pool.num_devices} {pool.name} are unused: no plan that was scored does more with them"
+        f"{count} of {pool.num_devices} {pool.name} are unused: no plan that uses them was simulated to be faster"
         for pool, count in idle
         if count
     ]

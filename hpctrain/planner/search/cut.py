@@ -1,7 +1,7 @@
 """Cuts a shape's blocks and rows: gives them one by one, each to who would then be done first. Pure.
 
-That is exact: since times grow with what is taken, no other cut into whole blocks or rows makes the slowest faster.
-Equal stages get equal parts.
+Where times grow with what is taken, that is exact: no other cut into whole blocks or rows makes the slowest faster.
+Equal stages differ by one at most, and the deepest has more.
 """
 
 import itertools
@@ -22,10 +22,10 @@ ROUNDS = 12
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1) -> list[int] | None:
-    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be; or how many
-    parts of blocks, each of which is cut into so many equal ones.
+    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be.
 
-    None where there are fewer of them than stages, or the memory of all is too small.
+    Counts are of blocks in so many `parts`. None where there are fewer of them than stages, or the memory of all is too
+    small.
     """
     seconds = [lambda n, stage=stage: stage.seconds(n / parts) for stage in stages]
     # The deepest of equal stages is given more first: it keeps the fewest activations.

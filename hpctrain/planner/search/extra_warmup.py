@@ -2,7 +2,7 @@
 
 Let one of two tiles have n more in flight than the other. A gradient goes back and the next activation comes forward
 while both go through n + 1 microbatches. By 1F1B n is 1, and messages of m seconds per direction make every
-microbatch m longer. With n = 2 they delay nothing while they take less than half of it (Zhuang et al. 2023, arXiv
+microbatch m longer. With n = 2 they delay nothing while m is less than half a microbatch (Zhuang et al. 2023, arXiv
 2211.05322). An extra warm-up costs the activations of as many microbatches, on all tiles before. Where memory is
 short, the longest delays get it first.
 """

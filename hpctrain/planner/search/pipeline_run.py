@@ -4,13 +4,14 @@ It ranks layouts. Between the best `prediction/simulate.py` decides, which runs 
 prices, and takes a hundred times as long.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpctrain.planner.search.extra_warmup import Gap, in_flight_by_delays
+from hpctrain.planner.search.extra_warmup import MAX_EXTRA, Gap, in_flight_by_delays
 from hpctrain.planner.search.stages import Passes
 
-PERIOD = 12
+PERIOD = math.lcm(*range(2, MAX_EXTRA + 3))
 """Microbatches after which the same delays come again: a multiple of the 2, 3 or 4 that a round trip between neighbours
 has in flight."""
 

@@ -27,8 +27,8 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 
 ROWS_OF_FULL_SPEED = 8
 """So many rows at once show a device's speed."""
-ZERO_BUBBLE = 3
-"""How many times shorter bubbles are by ZB-H1, where all passes take as long."""
+ZB_H1_SHORTENS = 3
+"""How many times shorter bubbles are by ZB-H1, where all passes take as long (Qi et al. 2023, arXiv 2401.10241)."""
 
 
 class Scorer:
@@ -46,17 +46,19 @@ class Scorer:
         self.cut_rows = lru_cache(None)(self._cut_rows)
         self.layer_seconds = lru_cache(None)(self._layer_seconds)
 
-    def bound_seconds(self, shape: Shape) -> float:
-        """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
-        what is exchanged, as if blocks could be cut anywhere."""
+    def optimistic_seconds(self, shape: Shape) -> float:
+        """Return about the least that a simulation may say of a shape, in whatever ZeRO stage and by whatever schedule:
+        without what is exchanged, as if blocks could be cut anywhere."""
         rows, longest = self.cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
         if rows is None:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
             depth = sum(choice.stages for choice in each[1])
-            shorter = ZERO_BUBBLE if shape.microbatches % depth else max(ZERO_BUBBLE, self.space.most_virtual_stages)
+            shorter = (
+                ZB_H1_SHORTENS if shape.microbatches % depth else max(ZB_H1_SHORTENS, self.space.most_virtual_stages)
+            )
             bubble = (depth - 1) / shorter
-            longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
+            longest = max(longest, (shape.microbatches + bubble) * self.balanced_seconds(*each))
         return longest
 
     def score(self, shape: Shape) -> CutShape | None:
@@ -162,7 +164,7 @@ class Scorer:
             replicas = [row[0].replicas for row in choices]
             return [rows // sum(replicas) * each for each in replicas]
         pairs = zip(pipelines, choices, strict=True)
-        return deal_out(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
+        return deal_out(rows, least, [partial(self.balanced_seconds, pools, row) for pools, row in pairs])
 
     def _cut_blocks(
         self, stages: Sequence[StageShape], rows: int, variants: Sequence[StageVariants]
@@ -189,7 +191,7 @@ class Scorer:
         rows = ROWS_OF_FULL_SPEED
         return rows / self.costs.passes(pool, TensorGrid(), layer, rows, self.space.recompute[0]).both
 
-    def even_seconds(self, pools: Sequence[int], choices: Sequence[PoolUse], rows: int) -> float:
+    def balanced_seconds(self, pools: Sequence[int], choices: Sequence[PoolUse], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
         each = [self.layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
         first = self.layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]

@@ -1,4 +1,4 @@
-"""Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
+"""Finds the plan of a job on a cluster that is predicted to take the least time. It needs no device.
 
 1. *Shapes* (`space.py`) say everything of a plan but its cuts. They are in groups that have the arrangement of pools
    and the number of microbatches in common; of each group the best choices come first (`shortlist.py`).
@@ -8,8 +8,8 @@
    decides, and must fit by `prediction/memory.py`. Of each the *changes* of `changes.py` by 1F1B are tried, and other
    schedules of those that would be the fastest without bubbles.
 
-The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/explain.py` says why
-a plan was chosen.
+The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and
+`planner/explain.py` say why a plan was chosen.
 """
 
 import gc
@@ -43,7 +43,7 @@ from hpctrain.planner.search.stages import StageCosts
 SCORED, SIMULATED = 2000, 13
 """How many plans are scored, and simulated, unless a user limits it."""
 PER_GROUP = 100
-"""About how many plans of a group are scored, unless a user limits it; see `MOST_CHOICES`."""
+"""About how many shapes of a group are scored: the choices for a pool are limited, see `Shortlists`."""
 
 FIRST_OF_GROUP = 3
 """How many plans of a group are scored at first, until one fits in memory."""
@@ -58,8 +58,8 @@ SCORING_SHARE = 0.6
 FIRST_SIMULATED = 3
 """How many of the first layouts are simulated at once, until one fits, so that there is a plan."""
 LEAST_SIMULATED = 5
-"""How many layouts are simulated even if the next ones are expected to be slower than the best, or time is over while
-none fits."""
+"""How many layouts that fit are simulated even if the next ones are expected to be slower than the best. So many are
+tried, too, if time is over while none fits."""
 RESCHEDULED = 4
 """How many plans are simulated by other schedules. These shorten bubbles: of the plans by 1F1B those are selected that
 would be the fastest without."""
@@ -78,8 +78,8 @@ class Limits:
     seconds: float | None = None
 
 
-EVERY_PLAN = Limits(scored=None, simulated=40, per_group=None)
-"""All are scored, and all simulated whose estimate is within 3 % of the best, up to 40."""
+SCORE_ALL = Limits(scored=None, simulated=40, per_group=None)
+"""All shapes are scored, and up to 40 layouts simulated whose estimates are within `ESTIMATE_ERROR` of the best."""
 
 
 class PlanGroup(NamedTuple):
@@ -108,7 +108,7 @@ class SimulatedPlan:
     predictor: Predictor
     prediction: Prediction
     plain_seconds: float | None = None
-    """Of a step without the last change of the plan (`planner/search/changes.py`), if there is one."""
+    """Of a step by the plan that it was made from (`planner/search/changes.py`), if it was."""
 
     @property
     def plan(self) -> Plan:
@@ -211,7 +211,7 @@ class Search:
         self._setup_of = setup_of or (lambda _: setup)
         self._schedules = zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
         self._shortage = ""
-        """What the first plan lacked that did not fit after all."""
+        """What the first plan lacked that did not fit after all, or why it is none."""
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[CutShape] = []
@@ -293,11 +293,14 @@ class Search:
         return self._num_groups == len(self._arrangements) * len(self._counts)
 
     def _groups(self) -> Iterator[PlanGroup]:
-        """Yield all groups: first all pools as one pipeline and all side by side; then the other arrangements, those
-        first that leave no pool unused and have numbers of microbatches by which a plan was fast so far."""
+        """Yield all groups. First all pools side by side, and as one pipeline in the order of their numbers.
+
+        Then the other arrangements: those first that leave no pool unused and have numbers of microbatches by which a
+        plan was fast. That is known when the caller has scored shapes of the first groups.
+        """
         pools = range(len(self._pools))
-        ends = tuple((pool,) for pool in pools), (tuple(pools),)
-        first = [pipelines for pipelines in dict.fromkeys(ends) if pipelines in self._arrangements]
+        simplest = tuple((pool,) for pool in pools), (tuple(pools),)
+        first = [pipelines for pipelines in dict.fromkeys(simplest) if pipelines in self._arrangements]
         yield from itertools.starmap(PlanGroup, itertools.product(first, self._counts))
         least = self._least(lambda shape: shape.microbatches)
         counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
@@ -362,7 +365,7 @@ class Search:
         One that cannot be near the best so far counts as scored, and its bound is returned.
         """
         if self._limits.scored is not None and self._space.cut == BEST:
-            bound = self.scorer.bound_seconds(shape)
+            bound = self.scorer.optimistic_seconds(shape)
             if bound > self._best_score * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
                 self._num_skipped += 1
@@ -373,7 +376,8 @@ class Search:
                 continue
             self._num_scored += 1
             layout = self.scorer.score(replace(shape, zero=zero))
-            is_short |= layout is None or layout.is_short_of_memory
+            if zero == 1:
+                is_short = layout is None or layout.is_short_of_memory
             if layout is not None:
                 self.layouts.append(layout)
                 self._simulate_first(layout)
@@ -382,8 +386,8 @@ class Search:
         return least
 
     def _may_pay(self, zero: int, is_short: bool) -> bool:
-        """Say whether a ZeRO stage may be faster than 1, where that is allowed, if memory was short so far or was not:
-        0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone."""
+        """Say whether a ZeRO stage may be faster than 1, where that is allowed and was short of memory or not: 0 needs
+        more memory; 2 and 3 exchange more, and pay where memory is short alone."""
         if 1 not in self._space.zero or zero == 1:
             return True
         return is_short if zero >= 2 else not is_short
@@ -395,12 +399,16 @@ class Search:
 
     def _simulate(self, layout: CutShape) -> SimulatedPlan | None:
         """Return the fastest of a layout by 1F1B, that with cuts inside of blocks, and each of both with extra warm-up;
-        None where it does not fit. Raises PlanError where it has more passes than a plan may have.
+        None where it does not fit, or has more passes than a plan may have.
 
         Where the number of simulations is not limited, other schedules too.
         """
         plan = self.scorer.plan(layout)
-        check_passes(plan)
+        try:
+            check_passes(plan)
+        except PlanError as error:
+            self._shortage = self._shortage or str(error)
+            return None
         # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
         counts = {self.costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
         predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)

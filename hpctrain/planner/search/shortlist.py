@@ -88,6 +88,6 @@ class Shortlists:
             few = min(each, ROWS_OF_FULL_SPEED)  # as many times as long whatever the rows, once they are not too few
             again, once = (costs.passes(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
             slowest *= again / once
-        exchanged = 4 * int(costs.elements(grid, False, False).per_block * of_stage)
+        exchanged = costs.setup.gradient_bytes * int(costs.elements(grid, False, False).per_block * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")
         return is_short(last, max(space.zero), space.offload[-1]), (microbatches - 1 + stages) * slowest + ends

@@ -142,10 +142,8 @@ def arrangements(num_pools: int) -> Iterator[Pipelines]:
 
 
 def replica_counts(most: int, rows: int) -> list[int]:
-    """Return how many replicas a stage may have: all counts up to 8, which may leave devices unused.
-
-    Beyond, all, and the most that divide the rows.
-    """
+    """Return how many replicas a stage may have. If no more than 8 are possible, each count, which may leave devices
+    unused; else two: the most that are possible, and the most that divide the rows."""
     most = min(most, rows)
     if most <= ALL_COUNTS_UP_TO:
         return list(range(1, most + 1))

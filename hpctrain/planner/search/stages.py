@@ -225,7 +225,8 @@ class StageCosts:
     def _grids(self, number: int) -> list[TensorGrid]:
         """Return the grids that have room on a node of a pool and cut the model, where y cuts positions too.
 
-        One that does not is also there where it is faster: the other one needs less memory, and sends less.
+        Where a grid whose y cuts no positions is faster, it is there as well: the other needs less memory, and sends
+        less.
         """
         result = []
         for grid in self.pools[number].grids():

@@ -17,7 +17,7 @@ from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
-from hpctrain.planner.search.search import ESTIMATE_ERROR, EVERY_PLAN, Limits, Search, search
+from hpctrain.planner.search.search import ESTIMATE_ERROR, SCORE_ALL, Limits, Search, search
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -51,7 +51,7 @@ def every_even_plan():
 @cache
 def searched(space: Space):
     """Return what is planned for the family alone."""
-    return search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], space, EVERY_PLAN)
+    return search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], space, SCORE_ALL)
 
 
 @cache
