@@ -146,8 +146,8 @@ class World:
     ) -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it continues while the ranks compute, on a lane. The lane has connections of
-        its own, but where a library launches all operations in one order: those take memory of the device. A group that
+        If `overlapped`, what is started on it continues while the ranks compute, on a lane. The lane connects anew,
+        unless the library does every operation whole: a second connection would take memory of the device. A group that
         is for tensors of the host alone (`on_host`) connects no library of devices.
         """
         from hpctrain.comm.groups.communicator import (
@@ -157,8 +157,8 @@ class World:
         lane = None
         backend, instruments = self._connect(ranks, name, on_host)
         if overlapped and len(ranks) > 1:
-            is_shared = backend is not None and backend.is_launched
-            lane = self._lane_over(ranks, backend, instruments) if is_shared else self.lane(ranks, name)
+            has_one_order = backend is not None and backend.is_launched
+            lane = self._lane_over(ranks, backend, instruments) if has_one_order else self.lane(ranks, name)
         return self._keep(Communicator(ranks, backend, self.patience, instruments, lane))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":

@@ -22,7 +22,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
-from hpctrain.comm.groups.solo import OfflineWorld
+from hpctrain.comm.groups.offline_world import OfflineWorld
 from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError

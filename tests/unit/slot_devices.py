@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
-from hpctrain.comm.groups.solo import OfflineWorld, SilentCollectives
+from hpctrain.comm.groups.offline_world import OfflineWorld, SilentCollectives
 from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.config.job import Job
 from hpctrain.engine.step.layout import make_layout

@@ -134,7 +134,8 @@ class LaunchOrder:
             self._in_flight.popleft().finish()
 
     def finish_composite(self) -> None:
-        """Wait until the composite operation in flight, if there is one, has launched all of its parts."""
+        """Wait until the composite operation in flight, if there is one, has ended: nothing is launched between its
+        parts."""
         composite, self._composite = self._composite, None
         if composite is not None:
             composite.wait()

@@ -1,4 +1,4 @@
-"""Collectives over any transport, as steps. Every route offers the same; `groups/maker.py` chooses one for a group:
+"""Collectives as steps, each over its own medium. All offer the same; `groups/maker.py` chooses one for a group:
 
 | class                     | for                                                                 |
 |---------------------------|---------------------------------------------------------------------|
@@ -7,6 +7,8 @@
 | `HierarchicalCollectives` | several domains: one of the others inside each, and messages across |
 | `NativeCollectives`       | devices of one family, by their maker's library                     |
 | `ByMemory`                | such devices: the library for their memory, messages for the host's |
+| `StreamedCollectives`     | around any of them where ranks have devices: on a stream of its own |
+| `SilentCollectives`       | a rank alone                                                        |
 
 Read it in this order; a file imports only from its own line and those above it.
 

@@ -86,7 +86,8 @@ class HierarchicalCollectives:
             for rank, met in self._meetings(d, self._shares(region, d), own)
         ]
         leaving: list[Ready] = []
-        for d in self._others:  # theirs is in flight while ours is summed
+        # Theirs is in flight while ours is summed, as far as MPI moves messages without being asked.
+        for d in self._others:
             shares = self._shares(_region(owned[d]), self._mine)
             summed = yield from self._reduce_inside(flat, shares, partial, op)
             for rank, met in self._meetings(d, owned[d], shares[self._position]):
@@ -129,7 +130,8 @@ class HierarchicalCollectives:
             for rank, met in self._meetings(d, self._shares(_region(mine), d), mine[self._position]):
                 leaving.append(self._transport.send(rank, flat[slice(*met)]))
         yield from self._gather_inside(flat, mine)
-        if getattr(self._transport, "is_direct", False):  # while a library waits, messages may: all have left before
+        if getattr(self._transport, "is_direct", False):
+            # MPI on a device and the library may wait for each other: all has left before the library continues.
             arriving += leaving
         yield from until_all(arriving, f"the shards of the other {len(self._others)} domains")
         for d in self._others:

@@ -43,8 +43,8 @@ class SharedCollectives:
         self._members = members
         self._window = SharedWindow(members, 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
-        self._mapped: list[SharedWindow] = []
-        """Those of which each rank has a part of its own, that all the others see."""
+        self._readable: list[SharedWindow] = []
+        """Regions of which each rank has a part of its own, that all the others read."""
         self._announced = 0
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
@@ -62,12 +62,12 @@ class SharedCollectives:
         region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
         self._regions.append(region)
         if not is_common:
-            self._mapped.append(region)
+            self._readable.append(region)
         return region.bytes[0 if is_common else self.rank]
 
     def _views_of_all(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return this tensor of each rank, as this rank sees them; None if it is not in memory of `allocate`."""
-        for region in self._mapped:
+        for region in self._readable:
             start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
             stop = start + flat.numel() * flat.element_size()
             if start >= 0 and stop <= region.bytes[self.rank].numel():

@@ -2,9 +2,10 @@
 
 Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape and
 any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on every
-rank and in every run. A `Communicator` blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's
-library does an operation on a device, to wait for it means that the device waits: the host continues, and must not look
-at the result before the device is there.
+rank, and in every run whose network is described by the same figures. A `Communicator` blocks; a `Lane` offers the same
+and returns a `WorkHandle`, as a rule before the operation has ended. Where the vendor's library does an operation on a
+device, to wait for it means that the device waits: the host continues, and must not look at the result before the
+device is there.
 """
 
 from abc import ABC, abstractmethod
@@ -217,8 +218,7 @@ class Communicator(Operations[torch.Tensor]):
         if isinstance(procedure, DeviceOperation):
             procedure.order.launch(procedure, self._patience, observed).wait()
         else:
-            # The steps are taken as they are, but on devices and in rehearsals. An operation that raises is not ended:
-            # the flight record shows what hung.
+            # A rehearsal slows steps down. An operation that raises is not ended: the flight record shows what hung.
             complete(observed.steps(_steps_of(procedure)), operation, self._patience)
             observed.end()
             observed.end_wait()
@@ -267,7 +267,8 @@ class Communicator(Operations[torch.Tensor]):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
 
-        All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
+        All ranks must call with the same `numel`, and bring the same part of it to an operation. Blocking operations
+        work on it; a lane copies. When the communicator is closed it is ordinary memory.
         """
         memory = self._allocate(numel, dtype, device, is_common=False)
         return torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
@@ -288,7 +289,7 @@ class Communicator(Operations[torch.Tensor]):
 
 
 class Lane(Operations[WorkHandle]):
-    """Operations that continue while the rank computes, one after the other; each returns a `Work` at once.
+    """Operations that continue while the rank computes, one after the other; each returns its `WorkHandle`.
 
     Tensors must be left alone until their work is done.
     """

@@ -126,7 +126,7 @@ class RouteMaker:
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
         if not domains:
             return self._flat(ranks, transport)
-        members, inner = self._members(ranks, domains), None
+        members, inner = self._ranks_of_own_domain(ranks, domains), None
         if len(members) > 1:
             inner = self._collectives(members, self.transport(members, pace), pace)
         return HierarchicalCollectives(inner, self._flat(ranks, transport, by_domains=True), domains)
@@ -134,7 +134,7 @@ class RouteMaker:
     def _flat(self, ranks: Sequence[int], transport: Transport, by_domains: bool = False) -> FlatCollectives:
         return FlatCollectives(transport, self._settings.algorithm_by_bytes(ranks, by_domains))
 
-    def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
+    def _ranks_of_own_domain(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
         """Return the ranks of this rank's domain."""
         domain = next(d for d in domains if ranks.index(self.rank) in d)
         return [ranks[position] for position in domain]

@@ -70,8 +70,9 @@ class Work:
                 if not condition.ready():
                     return False
         except Exception as error:
-            self._error = error
-        self._observed.end()
+            self._error = error  # it is not ended for the flight record, which shows what hung
+        else:
+            self._observed.end()
         self.ended = True
         return True
 
@@ -128,7 +129,7 @@ class ProgressEngine:
             return False
         try:
             ended = [self._advance(queue) for queue in self._lanes]
-            if not any(self._lanes):
+            if not any(self._lanes) and not self._stop:
                 self._busy.clear()
             return any(ended)
         finally:
@@ -165,8 +166,9 @@ class ProgressEngine:
 
     def close(self) -> None:
         """End the thread; what is in flight is left where it is."""
-        self._stop = True
-        self._busy.set()
-        self._submitted.set()
+        with self._lock:  # else a poll that has found no work could take back what wakes the thread
+            self._stop = True
+            self._busy.set()
+            self._submitted.set()
         if self._thread is not None:
             self._thread.join()

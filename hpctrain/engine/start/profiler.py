@@ -1,6 +1,6 @@
 """The profiler of heterogeneous ZeRO (Poplar, arXiv 2408.12596): how many rows fit on a device, and what they take.
 
-Every rank runs its part of the job alone, by the engine itself (`hpctrain.comm.groups.solo`): the weights, shards,
+Every rank runs its part of the job alone, by the engine itself (`hpctrain.comm.groups.offline_world`): the weights, shards,
 moments and activations of a replica of the whole model among as many as there are ranks, and no messages. So a rank
 whose device overflows holds nobody up, and what is measured has no waiting in it.
 
@@ -23,7 +23,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.bind import DTYPES
-from hpctrain.comm.groups.solo import OfflineWorld
+from hpctrain.comm.groups.offline_world import OfflineWorld
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Profile, RowTimes
 from hpctrain.config.errors import TrainingError

@@ -8,7 +8,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.channel import Channel
 from hpctrain.comm.groups.communicator import Communicator
-from hpctrain.comm.groups.solo import OfflineWorld
+from hpctrain.comm.groups.offline_world import OfflineWorld
 from hpctrain.comm.progress.instruments import Tracer
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job

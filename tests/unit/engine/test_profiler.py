@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.accelerators.base import describe_overflow
-from hpctrain.comm.groups.solo import OfflineWorld
+from hpctrain.comm.groups.offline_world import OfflineWorld
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.clusters.cluster import RowTimes
 from hpctrain.config.clusters.truth import PretendDevice
