@@ -56,7 +56,7 @@ NAMED = [
     "line 15: memory_bytes_per_second: the key is there twice",
     "extra: unknown key",
     "families.a.model = 'H1000': not in the catalogue; did you mean 'H100'?",
-    "192: the catalogue has 2.061e11; a unit was forgotten, or applied twice; did you mean 1.92e11?",
+    "families.mi.memory_bytes = 192: the catalogue has 2.061e11; a unit was forgotten, or applied twice; did you mean",
     "families.mi.memory_byte_per_second: unknown key; did you mean 'memory_bytes_per_second'?",
     "families.cpu.kind = 'cpv'",
     "families.cpu.memory_bytes = -3",
