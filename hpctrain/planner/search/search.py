@@ -362,14 +362,13 @@ class Search:
     def _score(self, shape: Shape) -> float:
         """Score a shape with each ZeRO stage that may pay; return the least seconds.
 
-        One that cannot be near the best so far counts as scored, and its bound is returned.
+        One that cannot be near the best so far counts as scored, and as one that does not fit.
         """
         if self._limits.scored is not None and self._space.cut == BEST:
-            bound = self.scorer.optimistic_seconds(shape)
-            if bound > self._best_score * (1 + ESTIMATE_ERROR):
+            if self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
                 self._num_scored += 1
                 self._num_skipped += 1
-                return bound
+                return math.inf
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
             if not self._may_pay(zero, is_short):
