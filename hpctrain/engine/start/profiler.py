@@ -1,8 +1,8 @@
 """The profiler of heterogeneous ZeRO (Poplar, arXiv 2408.12596): how many rows fit on a device, and what they take.
 
-Every rank runs its part of the job alone, by the engine itself (`hpctrain.comm.groups.offline_world`): the weights, shards,
-moments and activations of a replica of the whole model among as many as there are ranks, and no messages. So a rank
-whose device overflows holds nobody up, and what is measured has no waiting in it.
+Every rank runs its part of the job alone, by the engine itself (`hpctrain.comm.groups.offline_world`): the weights,
+shards, moments and activations of a replica of the whole model among as many as there are ranks, and no messages. So a
+rank whose device overflows holds nobody up, and what is measured has no waiting in it.
 
 How many rows fit is tried on the whole model, by real training steps and real overflows. What rows take is measured
 on one item of each kind (embedding, block, head), since blocks are equal: any cut of the model is a sum of these.

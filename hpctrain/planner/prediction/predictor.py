@@ -206,7 +206,7 @@ class Predictor:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
         messages, agree, crossed = self._messages
-        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share() or 0.0, crossed)
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share or 0.0, crossed)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
@@ -215,6 +215,7 @@ class Predictor:
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)
 
+    @cached_property
     def _blocking_share(self) -> float | None:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
         parts = tile.tensor.y if stack.gathers_parts else 1
@@ -463,7 +464,7 @@ class Predictor:
         return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
-        if self._blocking_share() is not None or len(self.plan.virtual_stages(tile)) > 1:
+        if self._blocking_share is not None or len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))

@@ -364,11 +364,11 @@ class Search:
 
         One that cannot be near the best so far counts as scored, and as one that does not fit.
         """
-        if self._limits.scored is not None and self._space.cut == BEST:
-            if self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
-                self._num_scored += 1
-                self._num_skipped += 1
-                return math.inf
+        may_skip = self._limits.scored is not None and self._space.cut == BEST
+        if may_skip and self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
+            self._num_scored += 1
+            self._num_skipped += 1
+            return math.inf
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
             if not self._may_pay(zero, is_short):
