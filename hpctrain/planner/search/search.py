@@ -60,7 +60,7 @@ FIRST_SIMULATED = 3
 LEAST_SIMULATED = 5
 """How many layouts that fit are simulated even if the next ones are expected to be slower than the best. So many are
 tried, too, if time is over while none fits."""
-RESCHEDULED = 4
+RESCHEDULED = 2
 """How many plans are simulated by other schedules. These shorten bubbles: of the plans by 1F1B those are selected that
 would be the fastest without."""
 ESTIMATE_ERROR = 0.03
