@@ -27,12 +27,14 @@ from tests.ranks.shaped_networks import (
 )
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
+# What is measured to a tenth of a millisecond runs on four ranks, whose stage of the suite has the cores for itself: a
+# rank that yields its core gets it back after a tick, even from a program of the lowest priority.
 # Of a collective: what ranks compute and copy is no part of the fluid.
 COLLECTIVE_TOLERANCE = 0.10
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("bandwidth", "size"),
     [(50e6, 64_000), (50e6, 1_000_000), (500e6, 64_000), (500e6, 1_000_000), (500e6, 16_000_000)],
@@ -71,7 +73,7 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth(world, bandwidth, size
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4)
 def test_flows_that_share_a_nic_share_its_bandwidth(world):
     half, num_bytes, bandwidth = world.size // 2, 1_000_000, 100e6
     flows = [(i, half + i) for i in range(half)]
@@ -108,7 +110,7 @@ def test_flows_that_start_at_different_times_share_while_they_overlap(world):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 def test_both_directions_are_used_at_once(world):
     flows = [(0, world.size - 1), (world.size - 1, 0)]
 
@@ -122,7 +124,7 @@ def test_both_directions_are_used_at_once(world):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 def test_dilated_times_are_all_longer(world):
     def measure() -> list[Figure]:
         result = together(world, two_nodes(world.size, 1e9, dilation=10.0), [(0, world.size - 1)], 1_000_000, [0.0])
