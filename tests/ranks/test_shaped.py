@@ -29,6 +29,7 @@ from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
 # What is measured to a tenth of a millisecond runs on four ranks, whose stage of the suite has the cores for itself: a
 # rank that yields its core gets it back after a tick, even from a program of the lowest priority.
+
 # Of a collective: what ranks compute and copy is no part of the fluid.
 COLLECTIVE_TOLERANCE = 0.10
 

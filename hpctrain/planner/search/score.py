@@ -54,12 +54,15 @@ class Scorer:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
             depth = sum(choice.stages for choice in each[1])
-            shorter = (
-                ZB_H1_SHORTENS if shape.microbatches % depth else max(ZB_H1_SHORTENS, self.space.most_virtual_stages)
-            )
-            bubble = (depth - 1) / shorter
+            bubble = (depth - 1) / self._bubbles_shorten(depth, shape.microbatches)
             longest = max(longest, (shape.microbatches + bubble) * self.balanced_seconds(*each))
         return longest
+
+    def _bubbles_shorten(self, depth: int, microbatches: int) -> int:
+        """Return how many times shorter the bubbles of so many stages are at best, by another schedule than 1F1B."""
+        if microbatches % depth:
+            return ZB_H1_SHORTENS
+        return max(ZB_H1_SHORTENS, min(self.space.most_virtual_stages, self._model.num_layers // depth))
 
     def score(self, shape: Shape) -> CutShape | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
@@ -75,7 +78,7 @@ class Scorer:
 
     def _cut_shape(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> CutShape | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
-        pipelines, done = [], []
+        pipelines, done, busy = [], [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self.variants(stage) for stage in stages]
@@ -94,12 +97,15 @@ class Scorer:
             counts = [count / 2 for count in halves] if halves else blocks
             passes = [every.passes(count) for every, count in zip(variants, counts, strict=True)]
             done.append(done_after(passes, messages, shape.microbatches, partial(self._has_headroom, cut_stages)))
+            busy.append([shape.microbatches * each.both for each in passes])
         after = self._seconds_after(shape, pipelines)
-        seconds = (
-            max(sum(pair) for of in zip(done, after, strict=True) for pair in zip(*of, strict=True))
+        seconds, without_bubbles = (
+            max(sum(pair) for of in zip(until, after, strict=True) for pair in zip(*of, strict=True))
             + self.costs.agree_seconds
+            for until in (done, busy)
         )
-        return CutShape(shape, tuple(rows), tuple(pipelines), seconds)
+        bubbles_shorten = min(self._bubbles_shorten(len(stages), shape.microbatches) for stages in pipelines)
+        return CutShape(shape, tuple(rows), tuple(pipelines), seconds, seconds - without_bubbles, bubbles_shorten)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""

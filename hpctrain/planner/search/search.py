@@ -6,7 +6,7 @@
    a budget is spent. Shapes that cannot be near the best are skipped.
 3. The layouts with the best scores are *simulated*, instruction by instruction (`prediction/simulate.py`), which alone
    decides, and must fit by `prediction/memory.py`. Of each the *changes* of `changes.py` by 1F1B are tried, and other
-   schedules of those that would be the fastest without bubbles.
+   schedules of those that would be the fastest with the shortest bubbles.
 
 The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and
 `planner/explain.py` say why a plan was chosen.
@@ -51,8 +51,6 @@ AT_ONCE = 8
 """How many plans of the most promising group are scored before it is compared with the others again."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
-COUNTS_PER_UNUSED_POOL = 3
-"""An unused pool puts a group as far back as so many worse numbers of microbatches."""
 SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for simulating."""
 FIRST_SIMULATED = 3
@@ -60,9 +58,9 @@ FIRST_SIMULATED = 3
 LEAST_SIMULATED = 5
 """How many layouts that fit are simulated even if the next ones are expected to be slower than the best. So many are
 tried, too, if time is over while none fits."""
-RESCHEDULED = 2
+RESCHEDULED = 3
 """How many plans are simulated by other schedules. These shorten bubbles: of the plans by 1F1B those are selected that
-would be the fastest without."""
+would be the fastest with the shortest."""
 ESTIMATE_ERROR = 0.03
 """By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
 
@@ -113,6 +111,10 @@ class SimulatedPlan:
     @property
     def plan(self) -> Plan:
         return self.predictor.plan
+
+    @property
+    def bubble_seconds(self) -> float:
+        return self.prediction.breakdown_seconds["bubble"]
 
     @property
     def seconds(self) -> float:
@@ -190,6 +192,12 @@ def _without_garbage_collector() -> Iterator[None]:
 
 
 _by_seconds = operator.attrgetter("seconds")
+
+
+def _if_rescheduled(plan: CutShape | SimulatedPlan) -> float:
+    """Return what a step by 1F1B takes at least by another schedule."""
+    layout = plan if isinstance(plan, CutShape) else plan.layout
+    return layout.rescheduled(plan.seconds, plan.bubble_seconds)
 
 
 class Search:
@@ -295,22 +303,25 @@ class Search:
     def _groups(self) -> Iterator[PlanGroup]:
         """Yield all groups. First all pools side by side, and as one pipeline in the order of their numbers.
 
-        Then the other arrangements: those first that leave no pool unused and have numbers of microbatches by which a
-        plan was fast. That is known when the caller has scored shapes of the first groups.
+        Then the others: those first whose arrangement and number of microbatches promise the shortest steps. The
+        former is bounded by one shape of each; the latter is known when the caller has scored the first groups.
         """
         pools = range(len(self._pools))
         simplest = tuple((pool,) for pool in pools), (tuple(pools),)
         first = [pipelines for pipelines in dict.fromkeys(simplest) if pipelines in self._arrangements]
         yield from itertools.starmap(PlanGroup, itertools.product(first, self._counts))
-        least = self._least(lambda shape: shape.microbatches)
-        counts = sorted(self._counts, key=lambda m: least.get(m, math.inf))
+        by_count = self._least(lambda shape: shape.microbatches)
+        usual = min(by_count, key=by_count.__getitem__, default=self._counts[0])
 
-        def how_late(group: PlanGroup) -> int:
-            num_unused = len(pools) - sum(map(len, group.pipelines))
-            return counts.index(group.microbatches) + COUNTS_PER_UNUSED_POOL * num_unused
+        def optimistic(pipelines: Pipelines) -> float:
+            shapes = itertools.islice(self._shapes(PlanGroup(pipelines, usual)), 1)
+            return min(map(self.scorer.optimistic_seconds, shapes), default=math.inf)
 
-        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
-        yield from sorted(itertools.starmap(PlanGroup, itertools.product(others, self._counts)), key=how_late)
+        others = [(pipelines, optimistic(pipelines)) for pipelines in self._arrangements if pipelines not in first]
+        promising = sorted(
+            itertools.product(others, self._counts), key=lambda g: g[0][1] * by_count.get(g[1], math.inf)
+        )
+        yield from (PlanGroup(pipelines, count) for (pipelines, _), count in promising)
 
     def _nearest(self) -> CutShape:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
@@ -458,7 +469,7 @@ class Search:
         for number, layout in enumerate(self.layouts):
             if self._first and layout is self._first.layout:
                 continue
-            best = min(map(_by_seconds, result), default=math.inf)
+            best = min((max(each.seconds, each.layout.seconds) for each in result), default=math.inf)
             is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
             is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= LEAST_SIMULATED))
             if (result and is_enough) or ((result or number >= LEAST_SIMULATED) and self._is_over(1.0)):
@@ -466,7 +477,11 @@ class Search:
                 break
             result += filter(None, [self._simulate(layout)])
         if most is not None:
-            result.sort(key=lambda each: each.seconds - each.prediction.breakdown_seconds["bubble"])
+            simulated, best = {id(each.layout) for each in result}, min(map(_by_seconds, result), default=0.0)
+            for layout in heapq.nsmallest(RESCHEDULED, self.layouts, key=_if_rescheduled):
+                if id(layout) not in simulated and _if_rescheduled(layout) < best:
+                    result += filter(None, [self._simulate(layout)])
+            result.sort(key=_if_rescheduled)
             promising, others = result[:RESCHEDULED], result[RESCHEDULED:]
             result = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in promising] + others
             all_done = all_done and not others

@@ -215,6 +215,7 @@ class StageCosts:
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
         self.crowd = lru_cache(None)(self._crowd)
+        self.scratch_bytes = lru_cache(None)(self.network.scratch_bytes)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
@@ -403,13 +404,15 @@ class StageCosts:
 
         `largest` are the weights of the largest layer, and a bucket has whole layers.
         """
-        setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0.0, self.setup.bucket_bytes
+        setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0, self.setup.bucket_bytes
         items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
-        unit = SUMMED_BYTES * largest_unit(setup, grid, items)
-        if "z" in setup.overlaps:
-            in_passes += unit * (1 - 1 / grid.z)
-        if zero >= 2 and bucket is not None:
-            in_passes += unit / grid.z * (1 - 1 / stage.holders)
+        unit, where = SUMMED_BYTES * largest_unit(setup, grid, items), (stage.pool, grid, stage.exchanging)
+        if "z" in setup.overlaps and grid.z > 1:
+            ranks = tuple(self.site(*where).tile.rank_at(0, 0, z) for z in range(grid.z))
+            in_passes += self.scratch_bytes("reduce_scatter", unit, ranks, ranks[0])
+        if bucket is not None and stage.exchanging.groups:
+            ranks = self.site(*where).data_ranks
+            in_passes += self.scratch_bytes("reduce_scatter", unit // grid.z, ranks, ranks[0])
         if zero >= 2 or stage.holders == 1:
             return in_passes, 0.0, NOTHING
         summed, packed = self.elements(grid, *stage.ends).times(SUMMED_BYTES), float(stage.meets_mixed)
