@@ -482,7 +482,9 @@ class Search:
                 if id(layout) not in simulated and _if_rescheduled(layout) < best:
                     result += filter(None, [self._simulate(layout)])
             result.sort(key=_if_rescheduled)
-            promising, others = result[:RESCHEDULED], result[RESCHEDULED:]
-            result = [min((each, *self._rescheduled(each)), key=_by_seconds) for each in promising] + others
-            all_done = all_done and not others
+            all_done = all_done and len(result) <= RESCHEDULED
+            for number, base in enumerate(result[:RESCHEDULED]):
+                if _if_rescheduled(base) < best:
+                    result[number] = min((base, *self._rescheduled(base)), key=_by_seconds)
+                    best = min(best, result[number].seconds)
         return sorted(result, key=_by_seconds), all_done
