@@ -49,6 +49,9 @@ class Patience:
         self.phase = phase
         self.grace_seconds = 0.0
         """Longer than that, where a watchdog is to speak first."""
+        self.meanwhile: Callable[[], object] | None = None
+        """Called before each look: moves what is in flight where no thread may call MPI. Else ranks that wait for
+        different operations would wait for each other."""
 
 
 def wait_until(
@@ -65,6 +68,8 @@ def wait_until(
     start = time.monotonic()
     yields, pause = 0, FIRST_SLEEP_SECONDS
     while not ready():
+        if patience.meanwhile is not None:
+            patience.meanwhile()
         if not_before is not None and (early := not_before() - time.monotonic() - WAKE_SECONDS) > 0:
             time.sleep(min(early, LONGEST_KNOWN_SLEEP_SECONDS))
         elif yields < YIELDS:

@@ -255,6 +255,7 @@ class World:
         if self._engine is None:
             device = self.accelerator
             self._engine = ProgressEngine(self.has_threads, device.use if device else None)
+            self.patience.meanwhile = None if self.has_threads else self._engine.poll
             if device:
                 device.launches.meanwhile = self._engine.poll
         return self._engine

@@ -16,6 +16,7 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.topology import Place, Topology, candidates
 from hpctrain.comm.transports.transport import HostTransport
 from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.world import World
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -242,6 +243,25 @@ def test_a_missing_rank_is_named_after_the_timeout(world):
         with pytest.raises(CommError, match=rf"waited \d+ s for rank {comm.size - 1} of {comm.size} in all_reduce"):
             comm.all_reduce(torch.ones(3))
     comm.abandon()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_without_threads_a_rank_that_waits_moves_all_that_is_in_flight(world, monkeypatch):
+    """Else one waits for a step of the other's lane, and that one for the group's operation."""
+    monkeypatch.setattr(World, "has_threads", False)
+    monkeypatch.setattr(world, "_engine", None)
+    monkeypatch.setattr(world, "patience", Patience(Phase("a test", 20.0, "no.key")))
+    group, lane = world.group(range(world.size)), world.lane(range(world.size))
+    many, one = torch.ones(4 << 20), torch.ones(1)
+    work = lane.all_reduce(many)
+    if world.rank == 1:
+        work.wait()
+    group.all_reduce(one)
+    work.wait()
+    assert (many == world.size).all() and one.item() == world.size
+    lane.close()
+    group.close()
 
 
 @pytest.mark.timeout(60)
