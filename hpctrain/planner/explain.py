@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.plan.tiling import counted
+from hpctrain.planner.search.changes import SimulatedPlan
 from hpctrain.planner.search.cut import CutStage
-from hpctrain.planner.search.search import SearchResult, SimulatedPlan
+from hpctrain.planner.search.search import SearchResult
 from hpctrain.planner.search.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
 

@@ -6,12 +6,13 @@ change to much of it. Whether they fit in memory, and are faster, the predictor 
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hpctrain.config.bounds import MOST_PASSES
 from hpctrain.plan.checks import num_passes
 from hpctrain.plan.tiling import Plan, Tile, joined
-from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
 from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
@@ -22,6 +23,39 @@ Stages = tuple[Interval, ...]
 """The items of each stage of a pipeline."""
 LEAST_GAIN = 0.002
 """Of the slowest stage: a plan of whole blocks is easier to read."""
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan that fits, and how long it takes."""
+
+    layout: CutShape
+    predictor: Predictor
+    prediction: Prediction
+    plain_seconds: float | None = None
+    """Of a step by the plan that it was changed from, if it was."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.predictor.plan
+
+    @property
+    def bubble_seconds(self) -> float:
+        return self.prediction.breakdown_seconds["bubble"]
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def virtual_stages(self) -> int:
+        """Return how many tiles a rank has."""
+        return len(self.plan.virtual_stages(self.plan.tiles[0]))
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, as `CutShape.describe`, and how many virtual stages there are."""
+        several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        return self.layout.describe(names) + several
 
 
 def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:

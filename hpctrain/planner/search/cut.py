@@ -119,12 +119,6 @@ class CutShape:
     seconds: float
     """Of a step by 1F1B, by the estimate that ranks layouts."""
     bubble_seconds: float
-    bubbles_shorten: int
-    """How many times shorter the bubbles are at best, by another schedule."""
-
-    def rescheduled(self, seconds: float, bubble_seconds: float) -> float:
-        """Return what a step takes at least by another schedule, if it takes so long by 1F1B, bubbles included."""
-        return seconds - bubble_seconds * (1 - 1 / self.bubbles_shorten)
 
     def items(self, pipeline: int) -> list[Interval]:
         """Return the items of each stage of a pipeline."""

@@ -54,15 +54,12 @@ class Scorer:
             return math.inf
         for each in zip(shape.pipelines, shape.choices, rows, strict=True):
             depth = sum(choice.stages for choice in each[1])
-            bubble = (depth - 1) / self._bubbles_shorten(depth, shape.microbatches)
+            shorter = (
+                ZB_H1_SHORTENS if shape.microbatches % depth else max(ZB_H1_SHORTENS, self.space.most_virtual_stages)
+            )
+            bubble = (depth - 1) / shorter
             longest = max(longest, (shape.microbatches + bubble) * self.balanced_seconds(*each))
         return longest
-
-    def _bubbles_shorten(self, depth: int, microbatches: int) -> int:
-        """Return how many times shorter the bubbles of so many stages are at best, by another schedule than 1F1B."""
-        if microbatches % depth:
-            return ZB_H1_SHORTENS
-        return max(ZB_H1_SHORTENS, min(self.space.most_virtual_stages, self._model.num_layers // depth))
 
     def score(self, shape: Shape) -> CutShape | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
@@ -104,8 +101,7 @@ class Scorer:
             + self.costs.agree_seconds
             for until in (done, busy)
         )
-        bubbles_shorten = min(self._bubbles_shorten(len(stages), shape.microbatches) for stages in pipelines)
-        return CutShape(shape, tuple(rows), tuple(pipelines), seconds, seconds - without_bubbles, bubbles_shorten)
+        return CutShape(shape, tuple(rows), tuple(pipelines), seconds, seconds - without_bubbles)
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""

@@ -6,7 +6,7 @@
    a budget is spent. Shapes that cannot be near the best are skipped.
 3. The layouts with the best scores are *simulated*, instruction by instruction (`prediction/simulate.py`), which alone
    decides, and must fit by `prediction/memory.py`. Of each the *changes* of `changes.py` by 1F1B are tried, and other
-   schedules of those that would be the fastest with the shortest bubbles.
+   schedules of those that would be the fastest with short bubbles.
 
 The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and
 `planner/explain.py` say why a plan was chosen.
@@ -29,15 +29,22 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.offload import format_shortage
-from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
+from hpctrain.planner.prediction.predictor import Predictor, predict_in_parts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.bound import lower_bound
-from hpctrain.planner.search.changes import Change, cuts_inside_blocks, more_in_flight, virtual_stages, zero_bubble
+from hpctrain.planner.search.changes import (
+    Change,
+    SimulatedPlan,
+    cuts_inside_blocks,
+    more_in_flight,
+    virtual_stages,
+    zero_bubble,
+)
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.score import Scorer
 from hpctrain.planner.search.shortlist import Shortlists
-from hpctrain.planner.search.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
+from hpctrain.planner.search.space import BEST, EVEN, Pipelines, PoolUse, Shape, Space, even_choices
 from hpctrain.planner.search.stages import StageCosts
 
 SCORED, SIMULATED = 2000, 13
@@ -58,9 +65,12 @@ FIRST_SIMULATED = 3
 LEAST_SIMULATED = 5
 """How many layouts that fit are simulated even if the next ones are expected to be slower than the best. So many are
 tried, too, if time is over while none fits."""
-RESCHEDULED = 3
-"""How many plans are simulated by other schedules. These shorten bubbles: of the plans by 1F1B those are selected that
-would be the fastest with the shortest."""
+RESCHEDULED, CHECKED = 3, 40
+"""How many plans are simulated by other schedules, and of how many the memory is looked at for that. These shorten
+bubbles, and most need more memory: of the layouts those come first that would be the fastest with short ones."""
+BUBBLES_SHORTEN = 4
+"""How many times shorter bubbles are by other schedules, about and at best. Virtual stages may shorten them more, and
+send more messages."""
 ESTIMATE_ERROR = 0.03
 """By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
 
@@ -96,39 +106,6 @@ class StartedGroup(NamedTuple):
     """Makes no two groups equal."""
     others: Iterator[Shape]
     """The shapes that were not scored yet."""
-
-
-@dataclass(frozen=True)
-class SimulatedPlan:
-    """A plan that fits, and how long it takes."""
-
-    layout: CutShape
-    predictor: Predictor
-    prediction: Prediction
-    plain_seconds: float | None = None
-    """Of a step by the plan that it was made from (`planner/search/changes.py`), if it was."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.predictor.plan
-
-    @property
-    def bubble_seconds(self) -> float:
-        return self.prediction.breakdown_seconds["bubble"]
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.step_seconds
-
-    @property
-    def virtual_stages(self) -> int:
-        """Return how many tiles a rank has."""
-        return len(self.plan.virtual_stages(self.plan.tiles[0]))
-
-    def describe(self, names: Sequence[str]) -> str:
-        """Return what each pool does, as `CutShape.describe`, and how many virtual stages there are."""
-        several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-        return self.layout.describe(names) + several
 
 
 @dataclass(frozen=True)
@@ -195,9 +172,12 @@ _by_seconds = operator.attrgetter("seconds")
 
 
 def _if_rescheduled(plan: CutShape | SimulatedPlan) -> float:
-    """Return what a step by 1F1B takes at least by another schedule."""
-    layout = plan if isinstance(plan, CutShape) else plan.layout
-    return layout.rescheduled(plan.seconds, plan.bubble_seconds)
+    """Return about what a step by 1F1B takes at best by another schedule."""
+    return plan.seconds - plan.bubble_seconds * (1 - 1 / BUBBLES_SHORTEN)
+
+
+def _has_memory(predictor: Predictor) -> bool:
+    return all(stage.fits for stage in predictor.memory)
 
 
 class Search:
@@ -455,8 +435,7 @@ class Search:
             predictor = self._predictor(plan, predictor.setup, predictor)
         for plan in change(predictor):
             predictor = self._predictor(plan, base.predictor.setup, base.predictor)
-            prediction = predictor.predict()
-            if prediction.fits:
+            if _has_memory(predictor) and (prediction := predictor.predict()).fits:
                 yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
 
     def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
@@ -477,14 +456,41 @@ class Search:
                 break
             result += filter(None, [self._simulate(layout)])
         if most is not None:
-            simulated, best = {id(each.layout) for each in result}, min(map(_by_seconds, result), default=0.0)
-            for layout in heapq.nsmallest(RESCHEDULED, self.layouts, key=_if_rescheduled):
-                if id(layout) not in simulated and _if_rescheduled(layout) < best:
-                    result += filter(None, [self._simulate(layout)])
-            result.sort(key=_if_rescheduled)
-            all_done = all_done and len(result) <= RESCHEDULED
-            for number, base in enumerate(result[:RESCHEDULED]):
-                if _if_rescheduled(base) < best:
-                    result[number] = min((base, *self._rescheduled(base)), key=_by_seconds)
-                    best = min(best, result[number].seconds)
+            result, is_cut = self._reschedule(result)
+            all_done = all_done and not is_cut
         return sorted(result, key=_by_seconds), all_done
+
+    def _reschedule(self, plans: Sequence[SimulatedPlan]) -> tuple[list[SimulatedPlan], bool]:
+        """Return simulated plans, and those of other layouts that may be the fastest by another schedule, each by its
+        best schedule; and whether more layouts were left to look at."""
+        every: dict[int, CutShape | SimulatedPlan] = {id(layout): layout for layout in self.layouts}
+        simulated = {id(plan.layout): plan for plan in plans}
+        promising = sorted((every | simulated).values(), key=_if_rescheduled)
+        best, num_checked, num_rescheduled = min(map(_by_seconds, plans), default=math.inf), 0, 0
+        short: set[tuple[int, PoolUse, int]] = set()  # uses of pools that lack memory, for some microbatches
+        for base in promising:
+            layout = base if isinstance(base, CutShape) else base.layout
+            uses = {(stage.pool, stage.choice, layout.shape.microbatches) for stage in layout.all_stages}
+            if _if_rescheduled(base) >= best or num_checked == CHECKED or num_rescheduled == RESCHEDULED:
+                return list(simulated.values()), num_checked == CHECKED or num_rescheduled == RESCHEDULED
+            if not uses.isdisjoint(short):
+                continue
+            num_checked += 1
+            lacking = self._lacking_memory(layout)
+            short |= {use for use in uses if not lacking.isdisjoint(self._pools[use[0]].families)}
+            plan = None if lacking else self._simulate(layout) if isinstance(base, CutShape) else base
+            if plan is not None:
+                simulated[id(layout)] = min((plan, *self._rescheduled(plan)), key=_by_seconds)
+                best, num_rescheduled = min(best, simulated[id(layout)].seconds), num_rescheduled + 1
+        return list(simulated.values()), bool(short)
+
+    def _lacking_memory(self, layout: CutShape) -> set[str]:
+        """Return the families that lack memory by the last of the other schedules of a layout; none if one fits."""
+        plan, lacking = self.scorer.plan(layout), {""}
+        predictor = self._predictor(plan, self._setup_of(plan), None)
+        for changed in itertools.chain.from_iterable(change(predictor) for change in self._schedules):
+            stages = self._predictor(changed, predictor.setup, predictor).memory
+            lacking = {str(stage.tile.family) for stage in stages if not stage.fits}
+            if not lacking:
+                break
+        return lacking
