@@ -58,8 +58,10 @@ AT_ONCE = 8
 """How many plans of the most promising group are scored before it is compared with the others again."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
-SCORING_SHARE = 0.6
-"""Of a limit in seconds; the rest is for simulating."""
+BOUNDED = 500
+"""The promise of how many arrangements is found, of those that leave the fewest pools unused: six pools have 8,463."""
+SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
+"""Of a limit in seconds, until when plans are scored and simulated by 1F1B; the rest is for other schedules."""
 FIRST_SIMULATED = 3
 """How many of the first layouts are simulated at once, until one fits, so that there is a plan."""
 LEAST_SIMULATED = 5
@@ -174,10 +176,6 @@ _by_seconds = operator.attrgetter("seconds")
 def _if_rescheduled(plan: CutShape | SimulatedPlan) -> float:
     """Return about what a step by 1F1B takes at best by another schedule."""
     return plan.seconds - plan.bubble_seconds * (1 - 1 / BUBBLES_SHORTEN)
-
-
-def _has_memory(predictor: Predictor) -> bool:
-    return all(stage.fits for stage in predictor.memory)
 
 
 class Search:
@@ -297,11 +295,13 @@ class Search:
             shapes = itertools.islice(self._shapes(PlanGroup(pipelines, usual)), 1)
             return min(map(self.scorer.optimistic_seconds, shapes), default=math.inf)
 
-        others = [(pipelines, optimistic(pipelines)) for pipelines in self._arrangements if pipelines not in first]
-        promising = sorted(
-            itertools.product(others, self._counts), key=lambda g: g[0][1] * by_count.get(g[1], math.inf)
-        )
+        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
+        others.sort(key=lambda pipelines: -sum(map(len, pipelines)))
+        bounded = [(pipelines, optimistic(pipelines)) for pipelines in others[:BOUNDED]]
+        promising = itertools.product(bounded, self._counts)
+        promising = sorted(promising, key=lambda each: each[0][1] * by_count.get(each[1], math.inf))
         yield from (PlanGroup(pipelines, count) for (pipelines, _), count in promising)
+        yield from itertools.starmap(PlanGroup, itertools.product(others[BOUNDED:], self._counts))
 
     def _nearest(self) -> CutShape:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
@@ -435,7 +435,7 @@ class Search:
             predictor = self._predictor(plan, predictor.setup, predictor)
         for plan in change(predictor):
             predictor = self._predictor(plan, base.predictor.setup, base.predictor)
-            if _has_memory(predictor) and (prediction := predictor.predict()).fits:
+            if all(stage.fits for stage in predictor.memory) and (prediction := predictor.predict()).fits:
                 yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
 
     def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
@@ -451,7 +451,7 @@ class Search:
             best = min((max(each.seconds, each.layout.seconds) for each in result), default=math.inf)
             is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
             is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= LEAST_SIMULATED))
-            if (result and is_enough) or ((result or number >= LEAST_SIMULATED) and self._is_over(1.0)):
+            if (result and is_enough) or ((result or number >= LEAST_SIMULATED) and self._is_over(SIMULATING_SHARE)):
                 all_done = False
                 break
             result += filter(None, [self._simulate(layout)])
@@ -466,14 +466,18 @@ class Search:
         every: dict[int, CutShape | SimulatedPlan] = {id(layout): layout for layout in self.layouts}
         simulated = {id(plan.layout): plan for plan in plans}
         promising = sorted((every | simulated).values(), key=_if_rescheduled)
-        best, num_checked, num_rescheduled = min(map(_by_seconds, plans), default=math.inf), 0, 0
+        best, num_checked, num_rescheduled, is_cut = min(map(_by_seconds, plans), default=math.inf), 0, 0, False
         short: set[tuple[int, PoolUse, int]] = set()  # uses of pools that lack memory, for some microbatches
         for base in promising:
+            if _if_rescheduled(base) >= best:
+                break
+            if num_checked == CHECKED or num_rescheduled == RESCHEDULED or self._is_over(1.0):
+                is_cut = True
+                break
             layout = base if isinstance(base, CutShape) else base.layout
             uses = {(stage.pool, stage.choice, layout.shape.microbatches) for stage in layout.all_stages}
-            if _if_rescheduled(base) >= best or num_checked == CHECKED or num_rescheduled == RESCHEDULED:
-                return list(simulated.values()), num_checked == CHECKED or num_rescheduled == RESCHEDULED
             if not uses.isdisjoint(short):
+                is_cut = True
                 continue
             num_checked += 1
             lacking = self._lacking_memory(layout)
@@ -482,7 +486,7 @@ class Search:
             if plan is not None:
                 simulated[id(layout)] = min((plan, *self._rescheduled(plan)), key=_by_seconds)
                 best, num_rescheduled = min(best, simulated[id(layout)].seconds), num_rescheduled + 1
-        return list(simulated.values()), bool(short)
+        return list(simulated.values()), is_cut
 
     def _lacking_memory(self, layout: CutShape) -> set[str]:
         """Return the families that lack memory by the last of the other schedules of a layout; none if one fits."""
