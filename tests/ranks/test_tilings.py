@@ -115,6 +115,10 @@ def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
 
 
 FIXED = {
+    "different grids, one cuts positions": (
+        tile((0, LAST), (0, 3), (2, 0), (1, 2, 1, True)),
+        tile((0, LAST), (3, 5), (1, 3), (2, 1, 1)),
+    ),
     "different grids in one stage": (
         tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=0),
         tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), state_share=3),
