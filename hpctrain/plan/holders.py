@@ -11,7 +11,9 @@ of the last items can be summed while those of the first are computed.
 Every rank computes its own shard groups by itself, in one plan-wide order: by the first element of each.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly, tiles_exactly
 from hpctrain.sharding.items import block_of
 from hpctrain.sharding.parameters import (
     Box,
@@ -247,25 +249,45 @@ def _counterparts(unit: Unit, users: tuple[Tile, ...], coordinate: tuple[int, in
 
 
 class _Cutter:
-    """Cuts a rank's units where grids differ. Blocks are equal: what is computed for one is used for all."""
+    """Cuts a rank's units where grids differ. What is computed for one item serves all with equal parameters."""
 
     def __init__(self, model: Model, plan: Plan, rank: int):
-        self._model, self._tile = model, plan.tile_of(rank)
+        self._model, self._rank, self._tile = model, rank, plan.tile_of(rank)
         self._index = self._tile.ranks.index(rank)
+        self._first_equal: dict[tuple, int] = {}
         self._stored: dict[tuple[int, TensorGrid], list[dict[Rectangle, list[int]]]] = {}
         self._result: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
 
     def regions(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Region, tuple[int, ...]]]:
-        """Return the regions of this rank's part of a unit, each with its holders in the order of tiles."""
+        """Return the regions of this rank's part of a unit, each with its holders in the order of tiles.
+
+        Raises PlanError where they do not cover this part exactly.
+        """
         item = unit.items[0]
-        like = item if item in (0, self._model.num_items - 1) else 2 - item % 2
         parameters = _parameters(self._model, item)
-        wanted = {p.name for p in unit.parameters}
-        key = (like, users, tuple(p.name in wanted for p in parameters))
+        wanted = tuple(p.name in {p.name for p in unit.parameters} for p in parameters)
+        like = self._first_equal.setdefault(tuple(map(_cutting, parameters)) + wanted, item)
+        key = like, users, wanted
         if key not in self._result:
-            numbers = [number for number, p in enumerate(parameters) if p.name in wanted]
+            numbers = [number for number, is_wanted in enumerate(wanted) if is_wanted]
             self._result[key] = [result for number in numbers for result in self._cut(like, number, users)]
-        return [(Region(parameters[number], *where), ranks) for number, where, ranks in self._result[key]]
+        result = [(Region(parameters[number], *where), ranks) for number, where, ranks in self._result[key]]
+        self._check_coverage(unit, [region for region, _ in result])
+        return result
+
+    def _check_coverage(self, unit: Unit, regions: Sequence[Region]) -> None:
+        """Refuse regions that are not exactly what this rank stores of a unit. Raises PlanError."""
+        covered = dict.fromkeys((p.name for p in unit.parameters), 0)
+        for region in regions:
+            covered[region.parameter.name] += region.size
+        for parameter, rectangles in _stored_rectangles(unit, self._tile.tensor, self._index):
+            stored = sum(rows.size * columns.size for rows, columns in rectangles)
+            if stored != covered[parameter.name]:
+                raise PlanError(
+                    f"rank {self._rank} stores {stored:,} elements of {parameter.name}, and the regions that it shares"
+                    f" with other tensor grids have {covered[parameter.name]:,}: each element must be in one region."
+                    " This is a fault of hpctrain; give all tiles that share items one tensor grid, and report it"
+                )
 
     def _cut(self, item: int, number: int, users: tuple[Tile, ...]):
         grids = dict.fromkeys(tile.tensor for tile in users)
@@ -289,21 +311,47 @@ class _Cutter:
         Rectangles do not overlap: what several ranks store is the same for them. Padding is in none.
         """
         if (item, grid) not in self._stored:
-            names = [p.name for p in _parameters(self._model, item)]
-            result: list[dict[Rectangle, list[int]]] = [{} for _ in names]
-            for index in range(grid.size):
-                x, y, z = grid.coordinate(index)
-                for unit in join_units(item_units(self._model, grid, item)):
-                    layout = unit.layout(grid, x, y)
-                    shard = cut_evenly(layout.size, grid.z)[z]
-                    for parameter, box, placed in layout.placed():
-                        inside = placed.intersect(shard).shift(-placed.start)
-                        runs = whole_rows(parameter, box, inside) if inside.size else ()
-                        for rows, columns, _ in runs:
-                            where = rows, Interval(columns.start, columns.stop)
-                            result[names.index(parameter.name)].setdefault(where, []).append(index)
+            numbers = {p.name: number for number, p in enumerate(_parameters(self._model, item))}
+            result: list[dict[Rectangle, list[int]]] = [{} for _ in numbers]
+            for unit in join_units(item_units(self._model, grid, item)):
+                for index in range(grid.size):
+                    for parameter, rectangles in _stored_rectangles(unit, grid, index):
+                        for where in rectangles:
+                            result[numbers[parameter.name]].setdefault(where, []).append(index)
+                for parameter in unit.parameters:
+                    _check_tiling(parameter, result[numbers[parameter.name]], grid)
             self._stored[item, grid] = result
         return self._stored[item, grid]
+
+
+def _cutting(parameter: Parameter) -> tuple:
+    """Return all that decides how a grid cuts a parameter."""
+    return parameter.shape, parameter.split, parameter.heads, parameter.pad
+
+
+def _stored_rectangles(unit: Unit, grid: TensorGrid, index: int) -> Iterator[tuple[Parameter, list[Rectangle]]]:
+    """Yield of each parameter of a unit the rectangles that a place of a grid stores. Padding is in none."""
+    x, y, z = grid.coordinate(index)
+    layout = unit.layout(grid, x, y)
+    shard = cut_evenly(layout.size, grid.z)[z]
+    for parameter, box, placed in layout.placed():
+        inside = placed.intersect(shard).shift(-placed.start)
+        runs = whole_rows(parameter, box, inside) if inside.size else ()
+        yield parameter, [(rows, Interval(columns.start, columns.stop)) for rows, columns, _ in runs]
+
+
+def _check_tiling(parameter: Parameter, rectangles: Collection[Rectangle], grid: TensorGrid) -> None:
+    """Refuse rectangles that do not cover a parameter exactly once. Raises PlanError."""
+    num_rows, *num_columns = parameter.shape
+    bounds = sorted({0, num_rows, *(bound for rows, _ in rectangles for bound in rows)})
+    for band in itertools.starmap(Interval, itertools.pairwise(bounds)):
+        inside = [columns for rows, columns in rectangles if rows.intersect(band).size]
+        if not tiles_exactly(inside, Interval(0, math.prod(num_columns))):
+            raise PlanError(
+                f"a tensor grid of {grid} stores columns {[list(each) for each in sorted(inside)]} of rows"
+                f" {list(band)} of {parameter.name}, which is not each of {math.prod(num_columns):,} once. This is a"
+                " fault of hpctrain; use another tensor grid, and report it"
+            )
 
 
 def _parameters(model: Model, item: int) -> list[Parameter]:

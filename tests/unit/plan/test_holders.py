@@ -9,24 +9,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.architectures.description import Description
 from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.storage.store import Store
 from hpctrain.plan.checks import check_tiling
-from hpctrain.plan.holders import check_zero, rank_shards_of
+from hpctrain.plan.holders import _check_tiling, _Cutter, check_zero, rank_shards_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
-from hpctrain.sharding.parameters import all_parameters, units, whole_rows
+from hpctrain.sharding.parameters import Parameter, all_parameters, count_parameters, units, whole_rows
 from tests.examples import costly
 from tests.tilings import tilings
+
+
+class TwoWidths(Model):
+    """A model whose second block has a feed-forward part of another width than the rest."""
+
+    @property
+    def description(self) -> Description:
+        given = super().description
+        first, second, *others = given.blocks
+        wide = replace(second, mlp=replace(second.mlp, inner=second.mlp.inner // 2))
+        return replace(given, blocks=(first, wide, *others))
+
 
 MODELS = [
     Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),
     Model(architecture="llama", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=13),
     Model(architecture="gpt2", num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=1, ffn_size=24, vocab_size=7),
+    TwoWidths(
+        architecture="llama", num_layers=3, hidden_size=8, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=7
+    ),
 ]
 EVEN = st.builds(
     lambda model, x, y, z, pipeline, data, zero: (
@@ -180,7 +196,7 @@ def test_equal_grids_exchange_whole_units():
 
 
 def test_shared_heads_and_tied_embeddings_have_more_holders():
-    gpt2, llama, _ = MODELS
+    gpt2, llama, *_ = MODELS
     plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
     shared = [h for h in rank_shards_of(llama, plan, 1).shard_groups if any(u.unit.shared_over_y for u in h.layouts)]
     assert {p.name.split(".")[-2] for h in shared for u in h.layouts for p in u.unit.parameters} == {"k", "v"}
@@ -202,6 +218,40 @@ def test_different_grids_hold_regions_together():
     for rank in (1, 2):
         shards = rank_shards_of(MODELS[0], different_pair(), rank)
         assert [shard_group.ranks for shard_group in shards.shard_groups] == [(0, rank), (0, 1, 2)]
+
+
+def test_regions_of_blocks_of_two_widths_have_every_element():
+    model = MODELS[-1]
+    items = Interval(0, model.num_items)
+    tiles = [Tile(items, Interval(0, 2), (0,)), Tile(items, Interval(2, 4), (1, 2), TensorGrid(x=2))]
+    plan = Plan(tuple(tiles), 1, 4)
+    stored = {}
+    for rank in (0, 1):
+        shards = rank_shards_of(model, plan, rank)
+        stored = dict.fromkeys(all_parameters(model), 0)
+        for region in (region for group in shards.shard_groups for region in group.regions):
+            stored[region.parameter.name] += region.size
+        for layout in shards.cut_units:
+            for parameter, _, placed in layout.placed():
+                assert stored[parameter.name] == placed.size
+        assert sum(stored.values()) == sum(layout.size for layout in shards.cut_units)
+    assert sum(stored.values()) < count_parameters(model), "x cuts most of it"
+
+
+def test_elements_in_no_region_are_refused(monkeypatch):
+    cut = _Cutter._cut
+    monkeypatch.setattr(_Cutter, "_cut", lambda self, *given: list(cut(self, *given))[1:])
+    with pytest.raises(PlanError, match="rank 0 stores 208 elements of embedding.weight, and the regions .* have 96"):
+        rank_shards_of(MODELS[0], different_pair(), 0)
+
+
+def test_rectangles_that_do_not_cover_a_parameter_once_are_refused():
+    parameter = Parameter("w", (4, 6), ("y", "x"), "normal")
+    left, right = Interval(0, 3), Interval(3, 6)
+    _check_tiling(parameter, [(Interval(0, 4), left), (Interval(0, 1), right), (Interval(1, 4), right)], TensorGrid())
+    for rectangles in ([(Interval(0, 4), left)], [(Interval(0, 4), Interval(0, 6)), (Interval(3, 4), left)], []):
+        with pytest.raises(PlanError, match="rows .* of w, which is not each of 6 once"):
+            _check_tiling(parameter, rectangles, TensorGrid())
 
 
 @pytest.mark.parametrize("zero", [0, 1])
