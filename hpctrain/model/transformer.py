@@ -221,13 +221,16 @@ class Block(LayerModule):
 
     def _add_parts(self, hidden: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return hidden states to which attention and feed-forward part have been added."""
+        added = None
         if self._has_attention:
-            added = self.attention(self.normed(self.attention_norm, hidden), documents)
-            hidden = hidden + (self.attention_out_norm(added) if self.attention_out_norm else added)
+            hidden, x = self.normed(self.attention_norm, hidden)
+            added = self.attention(x, documents)
+            added = self.attention_out_norm(added) if self.attention_out_norm else added
         if self._has_mlp:
-            added = self.feed_forward(self.normed(self.ffn_norm, hidden))
-            hidden = hidden + (self.ffn_out_norm(added) if self.ffn_out_norm else added)
-        return hidden
+            hidden, x = self.normed(self.ffn_norm, hidden, added)
+            added = self.feed_forward(x)
+            added = self.ffn_out_norm(added) if self.ffn_out_norm else added
+        return hidden + added
 
     def attention(self, x: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return what attention adds, of normed hidden states."""
@@ -255,12 +258,15 @@ class Block(LayerModule):
             dropping.drop(given, lambda wide: wide.to(dtype), x)
         return layer(given).to(x.dtype)
 
-    def normed(self, norm: NormLayer, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the norm that a product reads. With selective recomputing autograd does not keep it."""
-        result, compute = norm.with_recompute(hidden)
+    def normed(
+        self, norm: NormLayer, hidden: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream with what is added to it, and its norm, which a product reads. With selective
+        recomputing autograd does not keep the norm."""
+        hidden, result, compute = norm.of_sum(hidden, added)
         if self._dropping:
             self._dropping.drop(result, compute, hidden)
-        return result
+        return hidden, result
 
     def computed_and_dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
         """Return what a cheap operator makes of its input. With selective recomputing autograd does not keep it."""

@@ -129,6 +129,31 @@ def _norm(name: str, of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Oper
     )
 
 
+def _norm_of_sum(of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Operator:
+    """Return the sum and its norm as one operator; its output is both, one behind the other."""
+    norm = _norm("norm", of, shape, kernels)
+
+    def compute(x: torch.Tensor, added: torch.Tensor, **weights: Weight) -> torch.Tensor:
+        layer = norms.NormLayer([*weights.values()], ONE_RANK, shape[-1], of, kernels.run)
+        return torch.stack(layer.of_sum(x, added)[:2])
+
+    def reference(x: torch.Tensor, added: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x + added, norms.reference(x + added, of, **weights)])
+
+    # The sum is rounded before it is normed; its gradient is the sum of two that are rounded.
+    roundings = {name: rounding._replace(rounds=rounding.rounds + 1) for name, rounding in norm.roundings.items()}
+    for name in ("d x", "d added"):
+        roundings[name] = Rounding(3, shape[-1])
+    return replace(
+        norm,
+        name="norm_of_sum",
+        values={"x": shape, "added": shape},
+        compute=compute,
+        reference=reference,
+        roundings=roundings,
+    )
+
+
 def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: bool, pin: str = "linear") -> Operator:
     tokens = math.prod(shape)
     roundings = {
@@ -164,13 +189,13 @@ def _block(block: Layer, shape: tuple[int, int], hidden: int, kernels: Kernels) 
     yield _linear("attention.o", shape, of.query_size, hidden, of.out_bias)
     if of.out_norm:
         yield _norm("norm", of.out_norm, whole, kernels)
-    yield _residual(whole)
-    yield _norm("norm", mlp.norm, whole, kernels)
+    yield _norm_of_sum(mlp.norm, whole, kernels)
     yield _linear("ffn.up", shape, hidden, mlp.up_size, mlp.bias)
     yield _activation(mlp, shape, kernels)
     yield _linear("ffn.down", shape, mlp.inner, hidden, mlp.bias)
     if mlp.out_norm:
         yield _norm("norm", mlp.out_norm, whole, kernels)
+    yield _residual(whole)
 
 
 def _residual(whole: tuple[int, ...]) -> Operator:

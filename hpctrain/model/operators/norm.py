@@ -2,6 +2,9 @@
 
 Both compute in fp32 and round once. Where an axis cuts the features, the caller passes sums over all ranks' features;
 else the functions compute them. Shapes: hidden states and dy [..., F], F this rank's features; statistics [..., 1].
+
+A norm of the residual stream is one operator with the sum before it. Its backward pass adds the gradient that comes
+along the residual stream to that of the norm's input, where a kernel has it at hand.
 """
 
 import torch
@@ -89,6 +92,12 @@ class LayerNorm:
         return dx.to(x.dtype), d_weight, d_bias
 
 
+def backward_of_sum(d_total, *operands, backward, **settings):
+    """Return what a norm's `backward` does, with `d_total` added to the gradient of x."""
+    dx, *gradients = backward(*operands, **settings)
+    return dx.add_(d_total), *gradients
+
+
 def _scale(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return weight.float() + offset if offset else weight
 
@@ -140,39 +149,49 @@ class NormLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., features / x]. All ranks of the axis must call."""
-        return self.with_recompute(x)[0]
+        return self.of_sum(x)[1]
 
-    def with_recompute(self, x: torch.Tensor) -> tuple[torch.Tensor, Recompute]:
-        """Return the result of a call, and what computes it once more, of x and the statistics, which are kept: that
-        calls nobody."""
-        return _Norm.apply(x, self)
+    def of_sum(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, Recompute]:
+        """Return x + added, its norm, and what computes that once more, of the sum and the statistics, which are kept:
+        that calls nobody."""
+        return _Norm.apply(x, added, self)
 
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx, x, layer: NormLayer):
+    def forward(ctx, x, added, layer: NormLayer):
         kind, run, features, offset = layer.kind, layer.run, layer.features, layer.offset
+        x = x if added is None else x + added
         sums = kind.sums(x, run, layer.axis, features) if layer.axis.size > 1 else ()
         weights = [weight.data for weight in layer.weights]
         y, *statistics = run(kind.forward, x, *weights, *sums, features=features, epsilon=layer.epsilon, offset=offset)
         ctx.save_for_backward(x, *statistics)
-        ctx.layer = layer
-        return y, lambda x: run(
-            kind.from_statistics, x, *(weight.data for weight in layer.weights), *statistics, offset=offset
-        )
+        ctx.layer, ctx.adds = layer, added is not None
+        ctx.set_materialize_grads(False)
+
+        def again(x: torch.Tensor) -> torch.Tensor:
+            return run(kind.from_statistics, x, *(w.data for w in layer.weights), *statistics, offset=offset)
+
+        return x, y, again
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, d_total, dy, _):
         x, *statistics = ctx.saved_tensors
         layer: NormLayer = ctx.layer
         kind, run, offset = layer.kind, layer.run, layer.offset
         operands = dy, x, *(weight.data for weight in layer.weights), *statistics
         is_cut = layer.axis.size > 1
         sums = [layer.axis.all_reduce(run(kind.backward_sums, *operands, offset=offset))] if is_cut else ()
-        dx, *gradients = run(kind.backward, *operands, *sums, features=layer.features, offset=offset)
+        settings = {"features": layer.features, "offset": offset}
+        if d_total is None:
+            dx, *gradients = run(kind.backward, *operands, *sums, **settings)
+        else:
+            dx, *gradients = run(backward_of_sum, d_total, *operands, *sums, backward=kind.backward, **settings)
         for weight, gradient in zip(layer.weights, gradients, strict=True):
             weight.accumulate(add_part, gradient)
-        return dx, None
+        return dx, dx if ctx.adds else None, None
 
 
 def reference(x: torch.Tensor, of: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -33,7 +33,7 @@ from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 from tests.unit.model.test_model import MODELS, make_stage
 
 LOSS = {"cross_entropy", "head.loss"}
-FUSED = {"norm", "head_norm", "rotary", "activation"} | LOSS
+FUSED = {"norm", "norm_of_sum", "head_norm", "rotary", "activation"} | LOSS
 WORKS, FAILS = Ability(True, "the same numbers"), Ability(False, "torch.compile: no Triton")
 
 
@@ -45,7 +45,8 @@ def kernels(tmp_path_factory) -> Kernels:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("preset", "dtype", "names"), [("tiny-gpt2", "fp32", {"norm", "activation"}), ("gemma3-1b", "bf16", FUSED)]
+    ("preset", "dtype", "names"),
+    [("tiny-gpt2", "fp32", {"norm", "norm_of_sum", "activation"}), ("gemma3-1b", "bf16", FUSED)],
 )
 def test_every_fused_operator_is_within_its_bounds(kernels, preset, dtype, names):
     """The loss, which takes the longest to compile, once: in the dtype that rounds."""
