@@ -22,7 +22,7 @@ from hpctrain.model.operators import activation, loss, norm, rotary
 from hpctrain.model.operators.norm import LayerNorm, RmsNorm
 
 CAPABILITIES = (75, 80, 90, 100)
-N, F, V, FFN, HEADS, HEAD = 8192, 2048, 32000, 5632, 32, 64  # tokens and sizes of llama-1b
+N, F, V, FFN, HEADS, KV_HEADS, HEAD = 8192, 2048, 32000, 5632, 32, 4, 64  # tokens and sizes of llama-1b
 FP32, INT64 = torch.float32, torch.int64
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -31,21 +31,24 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, list[Shape]]]:
     """Yield names, functions, and the shapes of their arguments."""
     x, row, w = ((N, F), dtype), ((N, 1), FP32), ((F,), FP32)
     heads = [((N * HEADS, HEAD), dtype)] * 2 + [((HEAD,), FP32), ((N * HEADS, 1), FP32)]
-    rotated = [((4, N // 4, HEADS, HEAD), dtype), *[((N // 4, 1, HEAD // 2), FP32)] * 2]
+    angles = [((N // 4, 1, HEAD // 2), FP32)] * 2
+    heads_of = [((4, N // 4, count, HEAD), dtype) for count in (HEADS, KV_HEADS, KV_HEADS)]
     part, ids = ((N // 4, V), dtype), ((N // 4,), INT64)
     one = ((N // 4,), FP32)
     of, of_heads = {"features": F, "offset": 0.0}, {"features": HEAD, "offset": 0.0}
     yield "rms_norm", partial(RmsNorm.forward, epsilon=1e-5, **of), [x, w]
     yield "rms_norm, cut by x", partial(RmsNorm.forward, epsilon=1e-5, **of), [x, w, row]
-    yield "rms_norm, again", partial(RmsNorm.normed, offset=0.0), [x, w, row]
+    yield "rms_norm, again", partial(RmsNorm.from_statistics, offset=0.0), [x, w, row]
     yield "squares_of", norm.squares_of, [x]
     yield "rms_norm backward_sums", partial(RmsNorm.backward_sums, offset=0.0), [x, x, w, row]
     yield "rms_norm backward", partial(RmsNorm.backward, features=F, offset=1.0), [x, x, w, row]
+    of_sum = partial(norm.backward_of_sum, backward=RmsNorm.backward)
+    yield "rms_norm of a sum backward", partial(of_sum, **of), [x, x, x, w, row]
     yield "rms_norm backward of heads", partial(RmsNorm.backward, **of_heads), heads
     yield "layer_norm", partial(LayerNorm.forward, epsilon=1e-5, **of), [x, w, w]
     yield "layer_norm backward", partial(LayerNorm.backward, **of), [x, x, w, w, row, row]
-    yield "rotate", rotary.forward, rotated
-    yield "rotate backward", rotary.backward, rotated
+    yield "rotate", rotary.forward, [((4, N // 4, HEADS + KV_HEADS, HEAD), dtype), *angles]
+    yield "rotate backward", rotary.backward, [*angles, *heads_of]
     for kind in ("silu", "gelu"):
         yield f"gated, {kind}", partial(activation.forward, activation=kind), [((N, 2 * FFN), dtype)]
         backward = partial(activation.backward, activation=kind)

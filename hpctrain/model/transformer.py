@@ -235,12 +235,8 @@ class Block(LayerModule):
     def attention(self, x: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return what attention adds, of normed hidden states."""
         qkv = self.linear(self.qkv, x)
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, self.attention_description.head_size)
-        queries_keys, values = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
-        rotated = self.computed_and_dropped(self.normalise_and_rotate, queries_keys)
-        # Queries and keys are views of `rotated`, which is dropped; values are a view of `qkv`, which is kept.
-        queries, keys = rotated.split_with_sizes([heads, kv_heads], dim=2)
+        qkv = qkv.view(*qkv.shape[:2], -1, self.attention_description.head_size)
+        queries, keys, values = self.split_heads(qkv)
         mixed = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), documents)
         return self.linear(self.out, mixed.transpose(1, 2).flatten(2))
 
@@ -271,21 +267,31 @@ class Block(LayerModule):
     def computed_and_dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
         """Return what a cheap operator makes of its input. With selective recomputing autograd does not keep it."""
         result = compute(given)
-        if self._dropping and result is not given:  # as queries and keys without norms and rotary positions are
+        if self._dropping:
             self._dropping.drop(result, compute, given)
         return result
 
-    def normalise_and_rotate(self, queries_keys: torch.Tensor) -> torch.Tensor:
-        """Return queries and keys with their norms and rotary positions, where the model has them."""
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values. With selective recomputing autograd does not keep queries and keys: they are
+        views of one tensor, which is dropped. Values are a view of `qkv`, which is kept."""
+        heads = self.normalise_and_rotate(qkv)
+        if self._dropping and (self.head_norms or self.attention_description.rotary):
+            self._dropping.drop(heads[0], lambda qkv: self.normalise_and_rotate(qkv)[0], qkv)
+        return heads
+
+    def normalise_and_rotate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries and keys with their norms and rotary positions, where the model has them, and values."""
+        counts, values = [self.num_heads, self.num_kv_heads, self.num_kv_heads], ()
         if self.head_norms:
-            parts = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
-            queries_keys = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
-        if self.attention_description.rotary:
-            first = self.cache.length if self.cache else 0
-            cos, sin = self._rotary_tables.get(self.attention_description, first, queries_keys)
-            rotate = partial(rotary.rotate, cos=cos, sin=sin, run=self.kernels.run)
-            queries_keys = self.computed_in("rotary", rotate, queries_keys)
-        return queries_keys
+            *parts, value = qkv.split_with_sizes(counts, dim=2)
+            qkv = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
+            counts, values = counts[:2], (value,)
+        if not self.attention_description.rotary:
+            return *qkv.split_with_sizes(counts, dim=2), *values
+        first = self.cache.length if self.cache else 0
+        cos, sin = self._rotary_tables.get(self.attention_description, first, qkv)
+        dtype = self._computing.dtypes.get("rotary")
+        return *rotary.rotate(qkv, cos, sin, counts, self.kernels.run, dtype), *values
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, documents: Documents | None

@@ -213,13 +213,19 @@ def _rotary(of: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator
     turns = of.rotary
     assert turns is not None, "asked for where there is one"
 
+    counts = of.heads, of.kv_heads, of.kv_heads
+
     def compute(x: torch.Tensor) -> torch.Tensor:
-        return rotary.rotate(x, *rotary.tables(turns, shape[1], of.head_size // 2, x.device), kernels.run)
+        cos, sin = rotary.tables(turns, shape[1], of.head_size // 2, x.device)
+        return torch.cat(rotary.rotate(x, cos, sin, counts, kernels.run), dim=2)
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        turned, values = x.split([of.heads + of.kv_heads, of.kv_heads], dim=2)
+        return torch.cat([rotary.reference(turned, turns), values], dim=2)
 
     # Cosine and sine, each of two products, and their sum.
     roundings = {"output": Rounding(4, 0), "d x": Rounding(4, 0)}
-    values = {"x": (*shape, of.heads + of.kv_heads, of.head_size)}
-    reference = partial(rotary.reference, rotary=turns)
+    values = {"x": (*shape, sum(counts), of.head_size)}
     return Operator("rotary", values, {}, compute, reference, roundings, pin="rotary", settings=turns)
 
 

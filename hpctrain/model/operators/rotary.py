@@ -1,7 +1,10 @@
 """Rotary positions (RoFormer, Su et al. 2021), with the halves of a head as pairs.
 
-Shapes: x [rows, positions, heads, head size]; cos and sin fp32 [positions, 1, head size / 2].
+Shapes: x [rows, positions, heads, head size]; cos and sin fp32 [positions, 1, head size / 2]. The gradients of queries,
+keys and values become one, that of the product which made them, in the pass that turns the first two back.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import Function
@@ -10,38 +13,65 @@ from hpctrain.architectures.description import Attention, Rotary
 from hpctrain.model.operators.running import Run
 
 
-def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (a, b) by its angle."""
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Turn each pair (a, b) by its angle, in another dtype than that of x where one is given."""
+    a, b = x.to(dtype or x.dtype).chunk(2, dim=-1)
+    cos, sin = cos.to(a.dtype), sin.to(a.dtype)
     if torch.compiler.is_compiling():  # it writes into no part of a tensor, and needs no memory for what is between
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    result = torch.empty(x.shape, dtype=a.dtype, device=x.device)
     first, second = result.chunk(2, dim=-1)
     torch.sub(a * cos, b * sin, out=first)
     torch.add(b * cos, a * sin, out=second)
+    return result.to(x.dtype)
+
+
+def backward(
+    cos: torch.Tensor, sin: torch.Tensor, *gradients: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Turn the gradients of queries and keys back; return these and that of values, if it is there, as one."""
+    if torch.compiler.is_compiling():
+        turned = [forward(each, cos, -sin, dtype=dtype) for each in gradients[:2]]
+        return torch.cat([*turned, *gradients[2:]], dim=2)
+    result = torch.cat(gradients, dim=2)
+    turned = result[:, :, : sum(each.shape[2] for each in gradients[:2])]
+    wide = turned.to(dtype or turned.dtype)
+    a, b = wide.chunk(2, dim=-1)
+    cos, sin = cos.to(a.dtype), sin.to(a.dtype)
+    of_a, of_b = a * sin, b * sin
+    a.mul_(cos).add_(of_b)
+    b.mul_(cos).sub_(of_a)
+    if wide is not turned:
+        turned.copy_(wide)
     return result
-
-
-def backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the gradient back."""
-    return forward(dy, cos, -sin)
 
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, run: Run):
-        ctx.cos, ctx.sin, ctx.run = cos, sin, run
-        return run(forward, x, cos, sin)
+    def forward(ctx, x, cos, sin, counts: Sequence[int], run: Run, dtype: torch.dtype | None):
+        ctx.cos, ctx.sin, ctx.run, ctx.dtype = cos, sin, run, dtype
+        rotated = run(forward, x.narrow(2, 0, sum(counts[:2])), cos, sin, dtype=dtype)
+        return *rotated.split_with_sizes(counts[:2], dim=2), *x.split_with_sizes(counts, dim=2)[2:]
 
     @staticmethod
-    def backward(ctx, dy):
-        return ctx.run(backward, dy, ctx.cos, ctx.sin), None, None, None
+    def backward(ctx, *gradients):
+        dx = ctx.run(backward, ctx.cos, ctx.sin, *gradients, dtype=ctx.dtype)
+        return dx, None, None, None, None, None
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, run: Run) -> torch.Tensor:
-    """Apply rotary positions to queries or keys."""
-    return _Rotate.apply(x, cos, sin, run)
+def rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    counts: Sequence[int],
+    run: Run,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return queries and keys with rotary positions, which lie in one tensor, and values as they are, if x has them.
+
+    `counts` are the heads of each. Positions are computed in `dtype`, if it is given.
+    """
+    return _Rotate.apply(x, cos, sin, counts, run, dtype)
 
 
 def frequencies(rotary: Rotary, half: int) -> torch.Tensor:
