@@ -28,7 +28,7 @@ class KernelChoice(Table):
 
     logits_mib: Annotated[Annotated[int, Field(gt=0)] | None, AUTO] = None
     """MiB of logits, as if in fp32, that may be there at once: the head goes through its tokens in parts. auto: 256
-    where any rank is a CPU, else a 32nd of the smallest device's memory, at most 2048."""
+    where any rank is a CPU, else a ninth of the smallest device's memory, at most 8192."""
 
     def fused_of(self, family: str) -> bool | None:
         """Return what ranks of a family do; None where that is not resolved yet."""
@@ -60,10 +60,10 @@ class KernelChoice(Table):
         return LOGITS_BYTES if self.logits_mib is None else self.logits_mib << 20
 
 
-LOGITS_BYTES, MOST_LOGITS_BYTES, LOGITS_SHARE = 256 << 20, 2 << 30, 32
-"""Of logits, as if in fp32, that may be there at once, on CPUs and on devices, of whose memory they are a share. Small
-models never have as many, and are computed at once. A device is busy with larger parts: 4,096 tokens of 128 thousand
-ids, not 512."""
+LOGITS_BYTES, MOST_LOGITS_BYTES, LOGITS_SHARE = 256 << 20, 8 << 30, 9
+"""Of logits, as if in fp32, that may be there at once, on CPUs and on devices, of whose memory they are a share. What
+is computed at once is computed once: 16,384 tokens of 128 thousand ids on a device of 80 GB. In half precision they are
+half as large."""
 TOKEN_MULTIPLE = 256
 """Parts of a batch have a multiple of so many tokens, where they have more: kernels for products like such sizes."""
 

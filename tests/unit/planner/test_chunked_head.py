@@ -47,17 +47,18 @@ def test_memory_has_a_chunk_of_logits_and_keeps_none(dtype):
 
 
 def test_devices_have_larger_parts_than_cpus():
-    """512 tokens of 128 thousand ids with any CPU, 4,096 where all ranks are devices of 64 GiB or more."""
+    """512 tokens of 128 thousand ids with any CPU, 16,384 where all ranks are devices of 80 GB or more."""
 
-    def family(kind: str, memory_gib: int) -> Family:
-        return CLUSTER.families["fast"].model_copy(update={"kind": kind, "memory_bytes": memory_gib << 30})
+    def family(kind: str, gigabytes: int) -> Family:
+        return CLUSTER.families["fast"].model_copy(update={"kind": kind, "memory_bytes": gigabytes * 10**9})
 
     def tokens_of(*families: Family, asked: int | None = None) -> int:
         choice = KernelChoice(logits_mib=asked).with_logits(families)
         return tokens_at_once(16384, MANY, choice.logits_bytes)
 
-    cpu, small, large = family("cpu", 256), family("cuda", 32), family("cuda", 141)
-    assert [tokens_of(cpu), tokens_of(large, cpu), tokens_of(large), tokens_of(large, small)] == [512, 512, 4096, 2048]
+    cpu, small, large = family("cpu", 256), family("cuda", 32), family("cuda", 80)
+    assert [tokens_of(cpu), tokens_of(large, cpu), tokens_of(large, small)] == [512, 512, 6656]
+    assert tokens_of(large) == tokens_of(family("cuda", 141)) == 16384, "all, so that no product is computed twice"
     assert tokens_of(large, asked=512) == 1024, "as the job says"
     assert KernelChoice().logits_bytes == LOGITS_BYTES, "of runs from before there was a choice"
 
