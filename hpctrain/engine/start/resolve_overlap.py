@@ -1,6 +1,6 @@
 """Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.topology import Topology, places_of
@@ -11,7 +11,7 @@ from hpctrain.config.parallelism import Overlap
 from hpctrain.engine.start.facts import with_values
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.launch_order import check_launch_order
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import PAYS, Prediction, Predictor, predict, predict_in_parts
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
@@ -34,23 +34,30 @@ def spreads(topology: Topology, job: Job, plan: Plan) -> dict[str, Spread]:
     """Return of each switch where the plan's groups are. Pure.
 
     Asked are the first and the last rank of each tile: where ranks of a host follow each other, no group between theirs
-    is on more hosts.
+    is on more hosts. Holders are those of a kind of rank: tiles with the same items and grid have the same ones.
     """
-    groups: dict[str, list[tuple[int, ...]]] = {key: [] for key in EXCHANGED}
+    groups: dict[str, set[tuple[int, ...]]] = {key: set() for key in EXCHANGED}
+    asked: set[tuple] = set()
     for tile in plan.tiles:
         for rank in dict.fromkeys((tile.ranks[0], tile.ranks[-1])):
-            for key, of_rank in hidden_groups(job, plan, rank).items():
-                groups[key] += of_rank
+            kind = tuple(each.items for each in plan.tiles_of(rank)), tile.tensor, rank == tile.ranks[0]
+            of_rank = axis_groups(tile, rank) if kind in asked else hidden_groups(job, plan, rank)
+            asked.add(kind)
+            for key, of_key in of_rank.items():
+                groups[key].update(of_key)
     return {key: _spread(topology, of_key) for key, of_key in groups.items()}
 
 
-def _spread(topology: Topology, groups: Sequence[Sequence[int]]) -> Spread:
+def _spread(topology: Topology, groups: Iterable[Sequence[int]]) -> Spread:
+    several = [ranks for ranks in groups if len(ranks) > 1]
+
     def is_composite(ranks: Sequence[int]) -> bool:
         families = topology.domains(ranks, "family")
         launching = [each for each in families if len(each) > 1 and topology.places[ranks[each[0]]].kind != "cpu"]
         return len(families) > 1 and bool(launching)
 
-    return Spread(any(len(topology.domains(ranks, "host")) > 1 for ranks in groups), any(map(is_composite, groups)))
+    crosses_hosts = any(len(topology.domains(ranks, "host")) > 1 for ranks in several)
+    return Spread(crosses_hosts, any(map(is_composite, several)))
 
 
 def launch_refusal(plan: Plan) -> str | None:
@@ -62,12 +69,16 @@ def launch_refusal(plan: Plan) -> str | None:
     return None
 
 
+def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return of each switch the groups of a rank's tensor grid whose communication it hides. Pure."""
+    x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
+    return {"tensor": [x, y], "z": [z]}
+
+
 def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """Return of each switch the groups of a rank whose communication it hides. Pure."""
-    tile = plan.tile_of(rank)
-    x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
     shard_groups = rank_shards_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups
-    return {"tensor": [x, y], "data": [shard_group.ranks for shard_group in shard_groups], "z": [z]}
+    return axis_groups(plan.tile_of(rank), rank) | {"data": [shard_group.ranks for shard_group in shard_groups]}
 
 
 def resolve_overlap(

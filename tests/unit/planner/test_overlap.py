@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.overlap_variants import Operation, exposed_seconds, seconds_alone
 from benchmarks.pairs import ratio_of
@@ -19,6 +21,7 @@ from hpctrain.engine.start.resolve import check_plan
 from hpctrain.engine.start.resolve_overlap import (
     Spread,
     continued,
+    hidden_groups,
     launch_refusal,
     resolve_on,
     resolve_overlap,
@@ -30,7 +33,9 @@ from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.pretended import CLUSTER, cluster_with
+from tests.tilings import tilings
 
 MODEL = Model(architecture="llama", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64)
 TIED = Model(architecture="gpt2", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64, tie_head=True)
@@ -82,6 +87,28 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
     summary = spreads(topology, job, plan)
     assert tuple(summary[key].crosses_hosts for key in ("tensor", "data", "z")) == expected
+
+
+def test_one_rank_of_a_kind_is_asked_for_its_holders(monkeypatch):
+    """A search asks this of each plan that it simulates, which may have thousands of ranks."""
+    plan, asked = even_plan(MODEL.num_items, TensorGrid(1, 2, 1), 2, 64, 1, 64), []
+    monkeypatch.setattr(f"{spreads.__module__}.rank_shards_of", lambda *of: asked.append(of) or rank_shards_of(*of))
+    topology = Topology(tuple(Place(f"host{rank // 2}", "cpu") for rank in range(256)))
+    summary = spreads(topology, SimpleNamespace(model=MODEL, overlap=Overlap()), plan)
+    assert len(asked) == 4, "the first and the last rank of each stage"
+    assert summary == {"tensor": Spread(False, False), "data": Spread(True, False), "z": Spread(False, False)}
+
+
+@settings(max_examples=costly(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_holders_of_one_rank_of_a_kind_are_on_as_many_hosts_as_those_of_all(data):
+    plan = data.draw(tilings(MODEL, data.draw(st.integers(2, 6)), 6, 2, exchanging=True))
+    topology = Topology(tuple(data.draw(st.sampled_from([HERE, THERE])) for _ in range(max(plan.ranks) + 1)))
+    job = SimpleNamespace(model=MODEL, overlap=Overlap())
+    ends = [rank for tile in plan.tiles for rank in (tile.ranks[0], tile.ranks[-1])]
+    for key, spread in spreads(topology, job, plan).items():
+        groups = [ranks for rank in ends for ranks in hidden_groups(job, plan, rank)[key]]
+        assert spread.crosses_hosts == any(len(topology.domains(ranks, "host")) > 1 for ranks in groups)
 
 
 H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
