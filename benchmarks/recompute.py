@@ -26,7 +26,7 @@ from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.job import Job, Model, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.memory import layer_kept
+from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.cost import SQUARES_PASSED, seen_share
 from hpctrain.planner.prices.setup import FLASH_2, HPCTRAIN, Setup

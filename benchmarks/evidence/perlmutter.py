@@ -20,7 +20,8 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
-from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict_in_parts
+from hpctrain.planner.prediction.cut_products import predict_in_parts
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.parameters import check_grid

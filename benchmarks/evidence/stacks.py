@@ -11,7 +11,8 @@ from typing import ClassVar
 from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
 from hpctrain.architectures.description import Attention, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
-from hpctrain.planner.prediction.memory import MASTER_BYTES, branch_kept
+from hpctrain.planner.prediction.activations import branch_kept
+from hpctrain.planner.prediction.memory import MASTER_BYTES
 from hpctrain.planner.prices.cost import heads_on
 from hpctrain.planner.prices.setup import EAGER_PASSES, FLASH_2, FUSED_PASSES, GRADIENT_BYTES, BytePasses, Setup, Stack
 from hpctrain.sharding.grid import TensorGrid
@@ -108,7 +109,7 @@ class Software(Stack):
         if recompute != "selective":
             return own
         if self.again_operations is None:  # there are no scores to drop
-            return branch_kept(setup, grid, branch, "none")
+            return branch_kept(setup, grid, branch, "none", rows=1)
         if isinstance(branch, Mlp):  # its input is computed again from attention's output
             own += b * hidden * (self.keeps_outputs - ("output" in self.dropped))
             gate = positions * branch.inner / grid.y if branch.gated and "gate" in self.dropped else 0.0

@@ -1,8 +1,13 @@
 """What ranks need, as the planner says, against the storages that rehearsed ranks really hold at their peak."""
 
+import itertools
+from dataclasses import fields
+
 import pytest
 
+from hpctrain.architectures.description import Attention, Description, Mlp, Norm
 from hpctrain.config.clusters.truth import PretendDevice, Truth
+from hpctrain.config.job import Model
 from hpctrain.data.order import open_datasets
 from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.tiling import Plan, Tile, even_plan
@@ -117,22 +122,61 @@ SELECTED = (
 SELECTED_OVERLAPPED = "replicas, ZeRO 2", "z"
 
 
+FAMILIES = {
+    "llama": {},
+    "gpt2": {"num_kv_heads": None, "tie_head": True},
+    "qwen3": {},
+    "gemma2": {"window": 16, "global_every": 2, "score_cap": 50.0, "logit_cap": 30.0, "score_divisor": 8.0},
+    "qwen2": {},
+    "gemma3": {"window": 16, "global_every": 3, "score_divisor": 8.0, "tie_head": True},
+}
+"""With the keys that give them all their parts. Together they have each part of a `Description`."""
+CAREFUL_FAMILIES = {"gpt2": -0.1, "gemma2": -0.15, "gemma3": -0.1}
+"""More is predicted than these need, where blocks are computed again or activations are on the host; of scores with a
+cap, which go one by one, everywhere."""
+
+
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
         is_all = metafunc.config.getoption("--thorough")
         plain, overlapped = (LAYOUTS, OVERLAPPED) if is_all else (SELECTED, SELECTED_OVERLAPPED)
-        cases = [(name, False) for name in plain] + [(name, True) for name in overlapped]
-        metafunc.parametrize(("layout", "is_overlapped"), cases)
+        layouts = [(name, False) for name in plain] + [(name, True) for name in overlapped]
+        families, cases = itertools.cycle(FAMILIES), []
+        for name, is_overlapped in layouts:
+            tried = FAMILIES if is_all else [next(each for each in families if is_counted(name, each))]
+            cases += [(name, is_overlapped, family) for family in tried if is_counted(name, family)]
+        metafunc.parametrize(("layout", "is_overlapped", "family"), cases)
+
+
+def is_counted(layout: str, family: str) -> bool:
+    """Say whether the planner counts what a family keeps by a layout: of capped scores it does not know what waits for
+    a weight pass, nor which of them stay on the device."""
+    return family != "gemma2" or ("host" not in layout and "zero-bubble" not in layout)
+
+
+def test_all_parts_of_a_description_are_trained():
+    """Each field of what a model is made of has two values at least among the families, but for sizes."""
+    sizes = {"hidden", "heads", "kv_heads", "head_size", "inner", "epsilon", "blocks", "base", "scaling"}
+    values: dict[tuple[type, str], set] = {}
+    for family, keys in FAMILIES.items():
+        architecture = {"architecture": family, "max_positions": 64, "num_layers": 6, "hidden_size": 64}
+        whole = Model.model_validate(architecture | SHAPE | keys).description
+        for part in (whole, whole.norm, *(part for each in whole.blocks for part in (each.attention, each.mlp))):
+            for name in {field.name for field in fields(part)} - sizes:
+                values.setdefault((type(part), name), set()).add(getattr(part, name))
+    assert {kind for kind, _ in values} == {Description, Norm, Attention, Mlp}
+    assert [key for key, seen in values.items() if len(seen) == 1] == []
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, is_overlapped):
-    job = make_job(tokens, "llama", LAYOUTS[layout], shape=SHAPE | {"max_positions": 64}, steps=2, global_batch=16)
+def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, is_overlapped, family):
+    shape = SHAPE | FAMILIES[family] | {"architecture": family, "max_positions": 64}
+    job = make_job(tokens, "llama", LAYOUTS[layout], shape=shape, steps=2, global_batch=16)
     overlap = job.overlap.model_copy(update={"z": is_overlapped})
     data = job.data.model_copy(update={"sequence_length": 64})
     job = job.model_copy(update={"data": data, "overlap": overlap})
-    check_memory(world, job, least=-0.08 if layout in CAREFUL else -0.04)
+    check_memory(world, job, least=min(-0.08 if layout in CAREFUL else -0.04, CAREFUL_FAMILIES.get(family, 0.0)))
 
 
 @pytest.mark.ranks(4)

@@ -12,7 +12,8 @@ from hpctrain.engine.start.facts import with_values
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.predictor import PAYS, Prediction, Predictor, predict, predict_in_parts
+from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
+from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
 

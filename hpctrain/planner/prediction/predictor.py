@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,15 +13,15 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prediction.activations import layer_moved
 from hpctrain.planner.prediction.arrivals import arrivals, crossing
-from hpctrain.planner.prediction.memory import StageMemory, layer_moved, memory_of, splits_backward
+from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.prices.cost import model_flops, update_seconds
 from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.prices import (
-    PART_COUNTS,
     PASSES,
     Costs,
     PassCost,
@@ -29,7 +29,6 @@ from hpctrain.planner.prices.prices import (
     Sharing,
     Site,
     TileCost,
-    part_counts,
 )
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import Interval
@@ -43,9 +42,6 @@ AGREED_BYTES = 24
 """Of loss, norm and stopping, on which all ranks agree."""
 MOST_BUCKETS = 32
 """Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
-
-PAYS = 0.99
-"""Of a step without, one with rows cut must be predicted to take less than this: predictions are not exact."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +278,7 @@ class Predictor:
         if not tile.offloads_activations:
             return 0.0, 0.0
         speed = min(self._devices[family].host_copy_bytes_per_second for family in self._families[tile])
-        moved = (layer_moved(self.setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+        moved = (layer_moved(self.setup, tile.tensor, layer, tile.recompute, rows) for layer in layers(tile.items))
         compute = [(each["forward"].seconds, each["backward"].seconds) for each in passes]
         return exposed_copies(compute, [rows * each / speed for each in moved], not self.plan.downstream(tile))
 
@@ -469,32 +465,3 @@ class Predictor:
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))
-
-
-def predict_in_parts(
-    setup: Setup,
-    plan: Plan,
-    make: Callable[[Setup, Predictor | None], Predictor],
-    promising: Collection[int] = PART_COUNTS,
-) -> tuple[Predictor, Prediction]:
-    """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
-
-    `make` makes a predictor of the plan for a setup, like another one. What is selected is in the predictor's. Only
-    `promising` numbers are tried after the first.
-    """
-    first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
-    more = [count for count in more if count in promising]
-    predictor = alone = make(replace(setup, tensor_parts=first), None)
-    whole = last = predictor.predict()
-    best = predictor, whole
-    if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
-        return best
-    for count in more:
-        predictor = make(replace(setup, tensor_parts=count), alone)
-        prediction = predictor.predict()
-        if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
-            break
-        last = prediction
-        if last.step_seconds < PAYS * whole.step_seconds:
-            best = predictor, last
-    return best

@@ -28,8 +28,9 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prediction.cut_products import predict_in_parts
 from hpctrain.planner.prediction.offload import format_shortage
-from hpctrain.planner.prediction.predictor import Predictor, predict_in_parts
+from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.bound import lower_bound
 from hpctrain.planner.search.changes import (
@@ -61,7 +62,7 @@ LOOKING_SHARE = 0.5
 BOUNDED = 500
 """The promise of how many arrangements is found, of those that leave the fewest pools unused: six pools have 8,463."""
 SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
-"""Of a limit in seconds, until when plans are scored and simulated by 1F1B; the rest is for other schedules."""
+"""Of a limit in seconds, until when plans are scored and simulated by 1F1B."""
 FIRST_SIMULATED = 3
 """How many of the first layouts are simulated at once, until one fits, so that there is a plan."""
 LEAST_SIMULATED = 5
@@ -71,8 +72,7 @@ RESCHEDULED, CHECKED = 3, 40
 """How many plans are simulated by other schedules, and of how many the memory is looked at for that. These shorten
 bubbles, and most need more memory: of the layouts those come first that would be the fastest with short ones."""
 BUBBLES_SHORTEN = 4
-"""How many times shorter bubbles are by other schedules, about and at best. Virtual stages may shorten them more, and
-send more messages."""
+"""How many times shorter bubbles are by other schedules, about and at best. Virtual stages may shorten them more."""
 ESTIMATE_ERROR = 0.03
 """By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
 

@@ -17,7 +17,8 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.prediction.memory import RowBytes, gathered_bytes, layer_moved, row_bytes, state_of
+from hpctrain.planner.prediction.activations import RowBytes, layer_moved, row_bytes
+from hpctrain.planner.prediction.memory import gathered_bytes, state_of
 from hpctrain.planner.prediction.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.prediction.predictor import AGREED_BYTES
 from hpctrain.planner.prices.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
@@ -318,7 +319,7 @@ class StageCosts:
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if offload in ("activations", "all"):
-            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute)
+            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute, stage.rows)
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.fixed, max(forward.per_block, copies))
             exposed = 0.0 if stage.ends[1] else copies

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.config.clusters.cluster import Family
 from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice, tokens_at_once
-from hpctrain.planner.prediction.memory import layer_computing, layer_kept
+from hpctrain.planner.prediction.activations import layer_computing, layer_kept
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid

@@ -12,7 +12,7 @@ from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.prediction.memory import layer_kept
+from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import model_flops

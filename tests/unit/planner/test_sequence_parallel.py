@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.planner.prediction.memory import layer_kept
+from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import layer_cost

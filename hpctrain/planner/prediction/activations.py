@@ -1,0 +1,284 @@
+"""Bytes that layers keep of activations between their passes, and compute with, row by row. Pure.
+
+For other software the same parts, as its `Stack` says.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.config.kernels import tokens_at_once
+from hpctrain.planner.prices.cost import heads_on
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.host_buckets import moves
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import EMBEDDING, is_attention
+from hpctrain.sharding.parameters import padded_vocabulary
+
+INDEX_BYTES, STATISTIC_BYTES, HALF_BYTES = 8, 4, 2
+CAPPED_BYTES = 8
+"""Of a score with a cap: in fp32 both are 4, in half precision tanh is 2, and the exponential 4 and a copy of 2."""
+LOSS_BYTES = 28
+"""For each token while its loss is computed: maxima, sums, and its own logit."""
+
+
+class RowBytes(NamedTuple):
+    """Bytes that layers have of one row of a rank."""
+
+    kept: float
+    """From the forward pass to the backward one, on the device."""
+    moved: float
+    """The same in host memory."""
+    deferred: float
+    """From the input pass to the weight pass, where the backward pass is split."""
+    computing: float
+    """At the peak of a pass, in addition to what is kept."""
+
+    def minus(self, other: "RowBytes") -> "RowBytes":
+        return RowBytes(*(own - its for own, its in zip(self, other, strict=True)))
+
+
+def row_bytes(
+    setup: Setup,
+    grid: TensorGrid,
+    every: Sequence[Interval],
+    recompute: str,
+    *,
+    offloads: bool,
+    splits: bool,
+    rows: int,
+    wraps: bool = True,
+    more_rows: float = 1.0,
+) -> RowBytes:
+    """Return the bytes of a row that a rank with some layers keeps, and computes with.
+
+    In a backward pass, what the layers after one have kept is gone, or has become what weight passes need: of
+    `more_rows` times as many rows, where only a chunk is computed at once. It computes `rows` at once.
+    In a forward pass that offloads, there are what a block has kept and the block before it, which may be the last one
+    of another microbatch (`wraps`).
+    """
+
+    def bytes_of(layer: Interval) -> tuple[float, float, float, float, float]:
+        """Return what a layer moves, keeps, defers, has inside and computes with."""
+        moved = layer_moved(setup, grid, layer, recompute, rows) if offloads else 0.0
+        stays = layer_kept(setup, grid, layer, recompute, rows) - moved
+        inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
+        deferred = layer_deferred(setup, grid, layer) if splits else 0.0
+        return moved, stays, deferred, inner, layer_computing(setup, grid, layer, recompute, rows)
+
+    kinds = [setup.first_equal[slice(*layer)] for layer in every]
+    of_kind = {kind: bytes_of(layer) for kind, layer in dict(zip(kinds, every, strict=True)).items()}
+    moved, stays, deferred, *_ = zip(*(of_kind[kind] for kind in kinds), strict=True)
+    hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+    blocks = [number for number, each in enumerate(moved) if each]
+    most = more = behind = 0.0
+    for number, kind in reversed(list(enumerate(kinds))):
+        *_, inner, computing = of_kind[kind]
+        taken = computing + sum(moved[max(0, number - 1) : number + 1])
+        most = max(most, taken + more + (inner if splits else 0.0))
+        if moved[number]:  # in the forward pass
+            before = moved[number - 1] if number > blocks[0] else moved[blocks[-1]] if wraps else 0.0
+            again = inner if recompute == "selective" else 0.0
+            most = max(most, 2 * hidden + again - behind + moved[number] + before)
+        behind += stays[number]
+        change = deferred[number] - stays[number]
+        more += change * (more_rows if change > 0 else 1.0)
+    return RowBytes(sum(stays), sum(moved), sum(deferred), most)
+
+
+def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
+    """Return the bytes that a layer computes with and does not keep, for one of `rows` of a rank.
+
+    While it goes backward, gradients of about half of what it keeps are there too; what was computed again is whole.
+    While the loss is computed, logits are there more than once.
+    """
+    kept = layer_kept(setup, grid, layer, "none", rows)
+    if layer == setup.head:
+        whole, chunk = _logits(setup, grid, rows)
+        loss_bytes = setup.stack.loss_bytes.get(setup.item_bytes, 0)
+        overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
+        overlapped = max(kept / 2, overlapped)
+    else:
+        overlapped = kept / 2
+    has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
+    mask = setup.positions**2 if has_mask else 0
+    if grid.sequence_parallel and layer != EMBEDDING:
+        is_whole = recompute == "full"
+        overlapped = _whole_hidden_states(setup, grid, layer, is_whole, rows, overlapped)
+    return _again_bytes(setup, grid, layer, recompute, rows) + overlapped + mask
+
+
+def _whole_hidden_states(
+    setup: Setup, grid: TensorGrid, layer: Interval, again: bool, rows: int, gradients: float
+) -> float:
+    """Return the bytes that a block or the head computes with where y cuts positions, for one of `rows` of a rank.
+
+    They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
+    inputs, and the gradient of one. With several rows some are there twice, while their positions are put
+    in order or taken apart, when half of the gradients are gone; how often is fitted to tests/ranks/test_memory.py.
+    """
+    whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
+    if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
+        cast = sum(_logits(setup, grid, rows)) * setup.item_bytes if setup.item_bytes <= HALF_BYTES else 0.0
+        return max(gradients, cast + (6 if rows > 1 else 3) * whole * (1 - 1 / grid.y))
+    if again:
+        inputs = sum(branch is not None for branch in setup.branches(layer))
+        return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
+    if rows > 1:
+        return gradients / 2 + 2.75 * whole
+    return gradients + 2 * whole * (1 - 1 / grid.y)
+
+
+def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int) -> float:
+    """Return the bytes of what a layer computes again that are there at once, for one of `rows` of a rank.
+
+    Of operators that follow each other it is the largest result: the input of the last product, or capped scores.
+    """
+    is_block, stack = setup.is_block(layer), setup.stack
+    if recompute == "none" or (recompute == "full" and not is_block and not stack.is_hpctrain):
+        return 0.0
+    if recompute == "full" or not stack.again_operations:
+        return layer_kept(setup, grid, layer, "none", rows)
+    if not is_block:
+        return 0.0
+    attention, _ = setup.branches(layer)
+    scores = _core_bytes(setup, grid, attention) if attention and attention.score_cap is not None else 0.0
+    return max(scores, inner_bytes(setup, grid, layer))
+
+
+def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
+    """Return the bytes that attention in one kernel keeps of a row in addition to its operands and its result: sums of
+    exponentials; or with a cap, of each score its tanh and its exponential."""
+    numbers = setup.positions * attention.heads / grid.y
+    return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * CAPPED_BYTES)
+
+
+def _mask_bytes(setup: Setup, attention: Attention, recompute: str, rows: int) -> float:
+    """Return the bytes that attention keeps of a mask, for one of `rows` of a rank: numbers that are added to scores,
+    or with a cap a bit a byte, which is computed again with the scores.
+
+    One is of all rows, where it says nothing of documents. Without window, cap and documents there is none, nor in
+    kernels of other software, which have windows of their own.
+    """
+    is_windowed = attention.window is not None and attention.window < setup.positions
+    is_capped = attention.score_cap is not None
+    is_masked = setup.stack.is_hpctrain and (is_windowed or is_capped or setup.masks_documents)
+    if not is_masked or (is_capped and recompute == "selective"):
+        return 0.0
+    size = setup.positions**2 * (1 if is_capped else setup.item_bytes)
+    return size if setup.masks_documents else size / rows
+
+
+def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
+    """Return the bytes of the inner features of a layer, for one row of a rank."""
+    _, mlp = setup.branches(layer)
+    return setup.positions * mlp.inner / grid.y * setup.item_bytes if mlp else 0.0
+
+
+def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
+    """Return the bytes that a layer keeps between its input and its weight pass, for one row of a rank: both operands
+    of each product that is a weight's gradient."""
+    model = setup.model
+    hidden = model.hidden_size / grid.x
+    if layer == EMBEDDING:
+        numbers = hidden
+    elif layer == setup.head:
+        numbers = hidden + padded_vocabulary(model, grid) / grid.y
+    else:
+        attention, mlp = setup.branches(layer)
+        numbers = 2 * hidden + 2 * sum(heads_on(attention, grid)) if attention else 0.0
+        numbers += 2 * hidden + (mlp.inner + mlp.up_size) / grid.y if mlp else 0.0
+    return setup.positions * numbers * setup.item_bytes
+
+
+def _norm_statistics(setup: Setup, norm: Norm) -> float:
+    """Return the bytes that a norm keeps of a row apart from its input: the scale of each token, or mean and scale."""
+    return setup.positions * STATISTIC_BYTES * (2 if norm.has_bias else 1)
+
+
+def _head_statistics(setup: Setup, grid: TensorGrid, attention: Attention) -> tuple[float, float]:
+    """Return the bytes that norms of heads keep of a row apart from their inputs: of queries, and of keys."""
+    if attention.head_norm is None:
+        return 0.0, 0.0
+    queries, keys = (size / attention.head_size for size in heads_on(attention, grid))
+    statistics = _norm_statistics(setup, attention.head_norm)
+    return queries * statistics, keys * statistics
+
+
+def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int) -> float:
+    """Return the bytes of what a layer keeps that an offload moves to host memory, for one of `rows` of a rank: all
+    that a block keeps but statistics and masks of bits. Other layers keep theirs on the device."""
+    if not setup.is_block(layer):
+        return 0.0
+    kept = layer_kept(setup, grid, layer, recompute, rows)
+    if recompute == "full":
+        return kept
+    given = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+    for branch in filter(None, setup.branches(layer)):
+        norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
+        kept -= sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
+        if isinstance(branch, Attention):
+            small, mask = list(_head_statistics(setup, grid, branch)), _mask_bytes(setup, branch, recompute, rows)
+            if branch.score_cap is None:
+                small += _core_bytes(setup, grid, branch), mask
+            else:
+                kept -= mask
+            kept -= sum(each for each in small if not moves(each, given, grid.y))
+    return kept
+
+
+def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
+    """Return the bytes that a layer keeps for its backward pass, for one of `rows` of a rank.
+
+    For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
+    """
+    model, b = setup.model, setup.item_bytes
+    cut = setup.position_parts(grid)
+    hidden = setup.positions * model.hidden_size / grid.x
+    if layer == EMBEDDING:
+        return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
+    if recompute == "full":
+        return hidden * setup.gathered_bytes / cut
+    if layer == setup.head:
+        logits, _ = _logits(setup, grid, rows)
+        return (
+            hidden * 2 * b / grid.position_parts
+            + logits * (b if setup.stack.is_hpctrain else STATISTIC_BYTES)
+            + setup.positions * (INDEX_BYTES + STATISTIC_BYTES)  # targets, and logarithms of sums
+            + _norm_statistics(setup, model.description.norm) / grid.position_parts
+        )
+    own = ((branch, branch_kept(setup, grid, branch, recompute, rows)) for branch in setup.branches(layer) if branch)
+    return sum(setup.stack.branch_kept(setup, grid, branch, recompute, kept) for branch, kept in own)
+
+
+def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
+    """Return how many logits of each of `rows` a rank keeps, and how many there are besides while it computes.
+
+    All and none, or none and those of as many tokens as it goes through at once.
+    """
+    columns = padded_vocabulary(setup.model, grid) // grid.y
+    at_once = setup.positions
+    if setup.stack.is_hpctrain:
+        at_once = tokens_at_once(setup.positions, columns, setup.logits_bytes // rows)
+    return (0.0, at_once * columns) if at_once < setup.positions else (at_once * columns, 0.0)
+
+
+def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, rows: int) -> float:
+    """Return the bytes that our engine keeps of a branch, for one of `rows`: its input, normed, too; queries, keys,
+    values, mixed; gate and up. Selective recomputing drops what is between products."""
+    drops, b = recompute == "selective", setup.item_bytes
+    hidden = setup.positions * setup.model.hidden_size / grid.x
+    norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
+    kept = b * (1 + len(norms) - drops) * hidden / setup.position_parts(grid)
+    kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
+    if isinstance(branch, Mlp):
+        return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
+    query, key = (setup.positions * features for features in heads_on(branch, grid))
+    kept += b * (2 * query + 2 * key) + sum(_head_statistics(setup, grid, branch))
+    kept += _mask_bytes(setup, branch, recompute, rows)
+    if drops:
+        return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))
+    # Rotary positions keep nothing of what norms of heads return: attention reads one copy, whichever there are.
+    kept += b * (query + key) * (branch.rotary is not None or branch.head_norm is not None)
+    return kept + _core_bytes(setup, grid, branch)
