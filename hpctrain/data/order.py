@@ -142,6 +142,16 @@ class Sequences:
         first = self.first_tokens(positions) + 1
         return int((self._learnt_before(first + self.sequence_length) - self._learnt_before(first)).sum())
 
+    @property
+    def num_targets(self) -> int:
+        """Number of targets of an epoch that the loss is of."""
+        if not self.has_loss_mask:
+            return self.num_sequences * self.sequence_length
+        first = np.array([self.interval.start + 1])
+        return int(
+            (self._learnt_before(first + self.num_sequences * self.sequence_length) - self._learnt_before(first))[0]
+        )
+
     def _learnt_before(self, tokens: np.ndarray) -> np.ndarray:
         """Return how many tokens before these, of the whole file, the loss is of."""
         ends = np.append(self.source.documents[1:], self.source.num_tokens)
@@ -180,6 +190,11 @@ class Mixture:
     @property
     def identity(self) -> str:
         return "; ".join(f"{share:g} of {s.identity}" for share, s in zip(self._shares, self.sources, strict=True))
+
+    @property
+    def num_targets(self) -> int:
+        """Number of targets that the loss is of, of an epoch of each source."""
+        return sum(source.num_targets for source in self.sources)
 
     def by_source(self, positions: np.ndarray) -> Iterator[tuple[Sequences, np.ndarray, np.ndarray]]:
         """Yield for each source which of the positions are its own, bool, and these in its own count."""
@@ -265,9 +280,9 @@ class Batch:
         return self._filled(rows, Sequences.loss_mask, self.sequences.sequence_length, 0).astype(bool)
 
     def num_targets(self) -> int:
-        """Return how many tokens of the whole batch the loss is of."""
+        """Return how many tokens of the whole batch the loss is of; 0 where all are of prompts."""
         placed = self.sequences.by_source(np.arange(self.first, self.stop))
-        return max(1, sum(source.count_targets(inner) for source, _, inner in placed))
+        return sum(source.count_targets(inner) for source, _, inner in placed)
 
     def _filled(
         self, rows: Interval, get: Callable[[Sequences, np.ndarray], np.ndarray], length: int, filler: int
@@ -320,6 +335,22 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, Any
     if data.validation is None and validation is not None:
         validation = Mixture([held_out for _, held_out in parts if held_out], weights, seed)
     return source, mixed, validation
+
+
+def check_targets(data: Data, training: AnySequences, validation: AnySequences | None, num_validated: int) -> None:
+    """Raise DataError where the loss would be of no token: of none in training, or of none that is validated with."""
+    why = "every token is of a prompt, or the first of its document"
+    if training.num_targets == 0:
+        raise DataError(f"{data.tokens}: has no token to learn: {why}; give texts with answers")
+    if validation is None:
+        return
+    count = min(num_validated, validation.num_sequences)
+    if Batch(validation, 0, count).num_targets() == 0:
+        raise DataError(
+            f"{data.validation or data.tokens}: the {count} sequences that a validation reads have no token to learn:"
+            f" {why}; raise train.validation_sequences ({num_validated}) or data.validation_fraction"
+            f" ({data.validation_fraction:g}), or name a larger data.validation"
+        )
 
 
 def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str) -> None:

@@ -260,7 +260,7 @@ def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> 
     plan = even_plan(job.model.num_items, TensorGrid(), 1, 1, job.train.global_batch // rows, rows)
     trainer = Trainer(OfflineWorld(0, 1), accelerator, job, plan)  # pyright: ignore[reportArgumentType] - a world of one
     trainer.initialise()
-    return [trainer.step(training)[0]["loss"] for _ in range(steps)]
+    return [trainer.step(training)[0].get("loss", 0.0) for _ in range(steps)]
 
 
 def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job, read_region
-from hpctrain.config.errors import CheckpointError, JobError
-from hpctrain.data.order import check_tokenizer
+from hpctrain.config.errors import CheckpointError, DataError, JobError
+from hpctrain.data.order import NO_TOKEN, Batch, Sequences, check_tokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
@@ -54,9 +55,13 @@ class WholeModel:
         return head.logits(value[:, -last:] if last else value)[..., : self.model.num_ids]
 
     @torch.no_grad()
-    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> float:
-        """Return the summed loss of ids [rows, positions]; targets below 0 are left out."""
-        return self._stage.forward(ids, targets, training=False)[0].item()
+    def loss(self, batch: Batch, rows: Interval) -> float:
+        """Return the summed loss of rows of a batch, of the targets that training learns from."""
+        tokens, learnt, starts = batch.rows(rows), batch.loss_mask(rows), batch.document_starts(rows)
+        targets = tokens[:, 1:] if learnt is None else np.where(learnt, tokens[:, 1:], NO_TOKEN)
+        given = None if starts is None else torch.from_numpy(starts)
+        ids, expected = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(targets)
+        return self._stage.forward(ids, expected, training=False, starts=given)[0].item()
 
     def keep(self, positions: int) -> None:
         """Begin anew, and keep keys and values of so many positions from now on; 0: keep none."""
@@ -93,6 +98,11 @@ class Evaluation(NamedTuple):
     perplexity: float
     sequences: int
     tokens: int
+    """Of which the loss is the mean."""
+    left_out: int
+    """Tokens of the sequences that training does not learn either."""
+    masks: tuple[str, ...]
+    """What the loss does not count, and attention does not see."""
 
 
 def evaluate(
@@ -100,7 +110,8 @@ def evaluate(
 ) -> Evaluation:
     """Return the loss of a checkpoint's model on the first sequences of a token file, or on all.
 
-    Raises CheckpointError, DataError, JobError.
+    It is that of a validation: prompts do not count, nor does attention reach other documents where the model was
+    trained so. Raises CheckpointError, DataError, JobError.
     """
     model = WholeModel(checkpoint)
     length = sequence_length or model.job.data.sequence_length
@@ -113,15 +124,17 @@ def evaluate(
                 f"{data} has {source.vocab_size} token ids and the model {model.model.num_ids}: make it with the"
                 " model's own tokenizer (hpctrain prepare --tokenizer)"
             )
-        there = (source.num_tokens - 1) // length
-        if there < 1:
+        if source.num_tokens <= length:
             raise JobError(f"{data}: {source.num_tokens} tokens are no sequence of {length}; lower --sequence-length")
-        count, total = min(sequences or there, there), 0.0
-        for i in range(count):
-            tokens = torch.from_numpy(source.read(i * length, length + 1).astype("int64"))
-            total += model.loss(tokens[None, :-1], tokens[None, 1:])
-    loss = total / (count * length)
-    return Evaluation(loss, math.exp(loss), count, count * length)
+        masks_documents, everything = model.job.data.mask_documents, Interval(0, source.num_tokens)
+        read = Sequences(source, everything, length, shuffle=False, mask_documents=masks_documents)
+        count = min(sequences or read.num_sequences, read.num_sequences)
+        batch = Batch(read, 0, count)
+        if not (learnt := batch.num_targets()):
+            raise DataError(f"{data}: the {count} sequences have prompts alone, and no token to learn")
+        loss = sum(model.loss(batch, Interval(i, i + 1)) for i in range(count)) / learnt
+        masks = ("prompts",) * (source.answers is not None) + ("other documents",) * masks_documents
+    return Evaluation(loss, math.exp(loss), count, learnt, count * length - learnt, masks)
 
 
 class Generator:

@@ -125,14 +125,14 @@ class Trainer:
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.step_stopwatch(), self.world.tracer.now()
             self.accelerator.launches.blocks = not self._is_warm
-            totals = self.pipeline.train(batch, step, num_targets, asked)
+            totals = self.pipeline.train(batch, step, max(1, num_targets), asked)
             self.accelerator.launches.blocks, self._is_warm = False, True
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1
         metrics: SavedMetrics = {
             "step": self.steps_done,
-            "loss": totals.loss / num_targets,
+            **({"loss": totals.loss / num_targets} if num_targets else {}),
             "grad_norm": totals.norm,
             "learning_rate": learning_rate(self.job.train, step),
             "step_seconds": seconds,

@@ -14,6 +14,9 @@ from hpctrain.jobs.arguments import LARGE_COUNT, PATH, json_option, print_result
 def command(path, data, sequences, sequence_length, as_json):
     """Print loss and perplexity of the model in RUN, a run folder (its latest checkpoint) or a checkpoint, on FILE.
 
+    The loss is that of training's own validation: the mean over answers, where FILE has prompts, and over what follows
+    in its own document, where the model was trained with data.mask_documents.
+
     FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
     """
     from hpctrain.checkpoint.folder import locate_checkpoint
@@ -22,4 +25,5 @@ def command(path, data, sequences, sequence_length, as_json):
     result = evaluate(locate_checkpoint(path), data, sequences, sequence_length)
     text = f"loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.3f};"
     text += f" {result.sequences:,} sequences, {result.tokens:,} tokens"
+    text += f" (without {result.left_out:,}: {' and '.join(result.masks)} left out)" if result.masks else " (all)"
     print_result(result._asdict(), text, as_json)

@@ -78,7 +78,7 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
         raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no manifest.json)")
     summary = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:
-        summary |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
+        summary |= {"last_step": metrics[-1]["step"], "loss": metrics[-1].get("loss")}  # None: it had no targets
         if validated := [m for m in metrics if "validation_loss" in m]:
             summary["validation_loss"] = validated[-1]["validation_loss"]
 

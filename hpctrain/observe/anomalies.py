@@ -45,11 +45,11 @@ class JumpWatch:
     def look(self, metrics: SavedMetrics) -> list[Jump]:
         """Return the figures that jumped in a step. One that stays high is a jump once.
 
-        A step that fp16 skipped has no norm, and does not count.
+        A step that fp16 skipped has no norm, and one without targets no loss: they do not count.
         """
         jumps = []
         for figure, last in self._last.items():
-            if not self._factor or (value := metrics[figure]) <= 0:
+            if not self._factor or (value := metrics.get(figure, 0.0)) <= 0:
                 continue
             usual = median(np.array(last)) if len(last) >= MIN_STEPS else value
             was_high, self._is_high[figure] = self._is_high[figure], value > self._factor * usual

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console as RichConsole
@@ -148,7 +148,7 @@ class Console:
         if stopped_by:
             self.say(f"stopped by {stopped_by}; start the same command with --run {path} to continue")
         if last:
-            self.say(f"loss {last['loss']:.4f} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
+            self.say(f"{describe_loss(last)} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
         if "validation_loss" in last:
             share = last["validation_loss"] / entropy - 1
             self.say(
@@ -163,7 +163,7 @@ def progress_parts(
     metrics: SavedMetrics, ranks: SavedFigures, until: int, tokens_per_second: float, seconds_left: float
 ) -> list[str]:
     """Return the parts of a line of progress, the most important ones first."""
-    parts = [f"step {metrics['step']}/{until}", f"loss {metrics['loss']:.4f}"]
+    parts = [f"step {metrics['step']}/{until}", describe_loss(metrics)]
     if "validation_loss" in metrics:
         parts.append(f"validation loss {metrics['validation_loss']:.4f}")
     parts.append(f"{tokens_per_second:,.0f} tokens/s")
@@ -180,6 +180,11 @@ def progress_parts(
     if slowest := ranks.get("slowest"):
         parts.append(f"slowest rank {slowest['rank']}: {describe_slowest(slowest)}")
     return parts
+
+
+def describe_loss(metrics: Mapping) -> str:
+    """Return the loss of a step, or that it had no token to learn."""
+    return f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no targets: all tokens are of prompts"
 
 
 def describe_slowest(slowest: SavedSlowest) -> str:

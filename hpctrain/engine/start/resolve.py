@@ -21,7 +21,7 @@ from hpctrain.config.clusters.cluster import part_of
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
-from hpctrain.data.order import check_tokenizer, open_datasets
+from hpctrain.data.order import check_targets, check_tokenizer, open_datasets
 from hpctrain.engine.requests import refuse_if_interrupted
 from hpctrain.engine.routes import choose_bridge
 from hpctrain.engine.start.continuing import (
@@ -93,6 +93,7 @@ def check_data(run: Prepared) -> Prepared:
     with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])
+    check_targets(job.data, run.training, run.validation, job.train.validation_sequences)
     if job.model.vocab_size is None:
         reason = f"{source.vocab_size}: that of {job.data.tokens}"
         return run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))

@@ -88,7 +88,8 @@ class SavedLosses(SavedTable):
     """The keys of a line of metrics.jsonl that other commands compute with."""
 
     step: Annotated[int, Field(ge=0, le=MOST_NUMBER)]
-    loss: float
+    loss: NotRequired[float]
+    """Left out of a step whose tokens are all of prompts: no token is learnt then."""
     validation_loss: NotRequired[float]
     grad_norm: NotRequired[float]
 

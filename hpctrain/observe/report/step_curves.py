@@ -43,8 +43,9 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def loss_panel(runs: Sequence[RunRecord]) -> Panel:
     """Return training and validation losses by step."""
     run, title = runs[0], "Losses of the runs, by step"
-    if len(runs) == 1 and run.metrics:
-        first, last = run.metrics[0]["loss"], run.metrics[-1]["loss"]
+    losses = [line["loss"] for line in run.metrics if "loss" in line]
+    if len(runs) == 1 and losses:
+        first, last = losses[0], losses[-1]
         shown = [sourced(loss, f"{loss:.3f}", f"{run.name}/{METRICS.name}:loss") for loss in (first, last)]
         fell = "fell" if last < first else "did not fall: it went"
         title = Markup("The loss {} from {} to {} nats").format(fell, *shown)
