@@ -19,8 +19,10 @@ from hpctrain.architectures.description import (
 from hpctrain.architectures.huggingface import (
     LLAMA_KEYS,
     LLAMA_PARTS,
+    ROPE_KEYS,
     HuggingFace,
     Keys,
+    UnknownConfigError,
     read_layer_pattern,
     read_rope,
     whole,
@@ -84,26 +86,55 @@ PARTS = LLAMA_PARTS | {
     "ffn_out_norm": "post_feedforward_layernorm",
 }
 DEFAULTS: Keys = {
+    "num_key_value_heads": 4,
     "head_dim": 256,
+    "intermediate_size": 9216,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
+    "rope_parameters": None,
 }
+NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
+BY_RULE = (*ROPE_KEYS, "layer_types", "sliding_window")
+WITHOUT_EFFECT = ("hidden_act",)
+"""hidden_activation is read in its place."""
+
+
+def check_divisor(config: Keys) -> None:
+    """Raise UnknownConfigError for a divisor of scores that is no whole number, which the library refuses."""
+    if not isinstance(config["query_pre_attn_scalar"], int):
+        raise UnknownConfigError(f"query_pre_attn_scalar = {config['query_pre_attn_scalar']!r} is no whole number")
+
+
+def _read_more(config: Keys) -> Keys:
+    check_divisor(config)
+    return read_rope(config) | read_layer_pattern(config, 2)
 
 
 def write_more(model: ModelShape) -> Keys:
-    caps = {"attn_logit_softcapping": model.score_cap, "final_logit_softcapping": model.logit_cap}
-    return write_rope(model) | write_layer_pattern(model) | caps | {"query_pre_attn_scalar": whole(model.score_divisor)}
+    divisor = whole(model.score_divisor or head_size_of(model))
+    return write_rope(model) | write_layer_pattern(model) | {"query_pre_attn_scalar": divisor}
 
 
 HUGGING_FACE = HuggingFace(
     "gemma2",
     "Gemma2ForCausalLM",
     keys=KEYS,
-    defaults=DEFAULTS,
-    must_be={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    defaults=DEFAULTS
+    | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    nullable=NULLABLE,
+    must_be={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    },
+    read_by_rule=BY_RULE,
+    without_effect=WITHOUT_EFFECT,
+    whole_heads=True,
     parts=PARTS,
-    read_more=lambda config: read_rope(config) | read_layer_pattern(config, 2),
+    read_more=_read_more,
     write_more=write_more,
 )

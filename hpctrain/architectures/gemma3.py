@@ -8,8 +8,9 @@ from hpctrain.architectures.description import Description, Layer, ModelShape, N
 from hpctrain.architectures.huggingface import (
     HuggingFace,
     Keys,
+    UnknownConfigError,
     read_layer_pattern,
-    read_rope,
+    rotary_keys,
     write_rope,
 )
 
@@ -64,10 +65,17 @@ PRESETS = {
 
 
 def _read_more(config: Keys) -> Keys:
-    rope = {"rope_theta": 1000000.0, **config}
-    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    base = local.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
-    return read_rope(rope, "full_attention") | {"rope_local_base": float(base)} | read_layer_pattern(config, 6)
+    gemma2.check_divisor(config)
+    given, longest = config.get("rope_parameters") or {}, config["max_position_embeddings"]
+    if odd := [key for key in given if key not in ("full_attention", "sliding_attention")]:
+        raise UnknownConfigError(f"rope_parameters has {odd[0]!r}, and a table for each kind of layer is expected")
+    whole = (given.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    keys = rotary_keys(whole, config.get("rope_theta") or 1000000.0, longest)
+    local = rotary_keys(given.get("sliding_attention") or {}, config.get("rope_local_base_freq") or 10000.0, longest)
+    if "rope_scaling" in local:
+        raise UnknownConfigError("rope_parameters scales layers with a window, which cannot be followed")
+    layers = read_layer_pattern(config, 6)
+    return keys | layers | ({"rope_local_base": local["rope_base"]} if layers else {})
 
 
 def _write_more(model: ModelShape) -> Keys:
@@ -81,12 +89,20 @@ HUGGING_FACE = HuggingFace(
     "gemma3_text",
     "Gemma3ForCausalLM",
     keys=gemma2.KEYS,
-    defaults=gemma2.DEFAULTS,
+    defaults=gemma2.DEFAULTS | {"max_position_embeddings": 131072},
+    nullable=gemma2.NULLABLE,
     must_be={
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
     },
+    read_by_rule=(
+        *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+        *("layer_types", "sliding_window", "sliding_window_pattern"),
+    ),
+    without_effect=(*gemma2.WITHOUT_EFFECT, "_sliding_window_pattern"),
+    whole_heads=True,
     parts=gemma2.PARTS | {f"attention.{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
     read_more=_read_more,
     write_more=_write_more,

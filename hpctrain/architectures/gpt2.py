@@ -60,7 +60,19 @@ HUGGING_FACE = HuggingFace(
         "norm_epsilon": "layer_norm_epsilon",
         "init_std": "initializer_range",
     },
-    defaults={"tie_word_embeddings": True},
+    defaults={
+        "n_positions": 1024,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
+    nullable=("n_inner",),
+    without_effect=(
+        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    ),
     must_be={
         "activation_function": "gelu_new",
         "scale_attn_by_inverse_layer_idx": False,

@@ -1,12 +1,14 @@
 """Translate a `Description` to and from Hugging Face files: names of parameters, keys of `config.json`. Pure.
 
-Each family has a `HuggingFace` table; what is common is here. A config says more than we can do: what would change the
-numbers and is not known here is refused, not ignored.
+Each family has a `HuggingFace` table; what is common is here. A config says more than we can do: a key is followed, is
+known to change no number, or is refused by its name. What a config leaves out is what the transformers library takes.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from hpctrain.architectures.description import head_size_of, inner_of, kv_heads_of
 
 Keys = dict[str, Any]
 """Of a job's `[model]`, or of a config.json."""
@@ -42,18 +44,50 @@ class UnknownConfigError(ValueError):
     """A config that a family here cannot follow, with what it says."""
 
 
+LLAMA_DEFAULTS: Keys = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+}
+"""What most families mean by a config that leaves a key out."""
+WITHOUT_EFFECT = {
+    *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_commit_hash"),
+    *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation"),
+    *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "problem_type"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "suppress_tokens"),
+    *("id2label", "label2id", "num_labels", "finetuning_task", "task_specific_params", "torchscript", "_num_labels"),
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty"),
+    *("attention_dropout", "gradient_checkpointing", "pretraining_tp", "unsloth_version", "unsloth_fixed"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "tokenizer_class", "model_max_length"),
+}
+"""Keys of a config that change no number of a causal model: names, tokens, dtypes, generation, and dropout, which
+hpctrain has not."""
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """A family's names and keys there."""
 
     model_type: str
     class_name: str
+    defaults: Mapping[str, Any]
+    """By key of theirs: what a config means that leaves it out, as the transformers library has it."""
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
     """From a key of `[model]` to theirs."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """By key of theirs: what a config means that leaves it out."""
+    nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    """Keys of theirs that may be null, which is what `[model]` means by None too."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
     """By key of theirs: the one value that we can follow."""
+    read_by_rule: tuple[str, ...] = ()
+    """Keys of theirs that `read_more` follows."""
+    without_effect: tuple[str, ...] = ()
+    """Keys of theirs that change no number, in addition to those of all families."""
+    whole_heads: bool = False
+    """Whether the library refuses a hidden size that is no multiple of the number of heads."""
     parts: Mapping[str, str] = field(default_factory=lambda: LLAMA_PARTS)
     """From a part of a block to theirs."""
     ends: Mapping[str, str] = field(default_factory=lambda: LLAMA_ENDS)
@@ -69,21 +103,42 @@ class HuggingFace:
     """Returns the keys of a config that follow from a model by other rules than `keys`."""
 
     def model_keys(self, config: Keys) -> Keys:
-        """Return the keys of `[model]` that a config says. Raises UnknownConfigError."""
-        config = {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+        """Return the keys of `[model]` that a config says.
+
+        Raises UnknownConfigError for a key that is not followed, unless it has no effect.
+        """
+        followed = {*self.keys.values(), *self.must_be, *self.read_by_rule, *self.defaults}
+        harmless = WITHOUT_EFFECT.union(self.without_effect)
+        if unknown := [key for key, value in config.items() if key not in followed | harmless and value is not None]:
+            values = ", ".join(f"{key} = {config[key]!r:.60}" for key in unknown)
+            raise UnknownConfigError(
+                f"{values}: not known in a config of {self.model_type}, so nobody can say whether the numbers follow"
+                " it; remove the key if they do not"
+            )
+        config = {**self.defaults, **config}
         for key, value in self.must_be.items():
-            if config.get(key, value) != value:
-                raise UnknownConfigError(f"{key} = {config[key]!r}, and only {value!r} can be followed")
-        missing = [theirs for ours, theirs in self.keys.items() if theirs not in config and ours in REQUIRED]
-        if missing:
+            given = config.get(key, value)
+            if given != value and not (given is None and value is False):
+                raise UnknownConfigError(f"{key} = {given!r}, and only {value!r} can be followed")
+        if missing := [theirs for ours, theirs in self.keys.items() if config.get(theirs) is None and ours in REQUIRED]:
             raise UnknownConfigError(f"has no {', '.join(missing)}")
-        known = {ours: config[theirs] for ours, theirs in self.keys.items() if theirs in config}
-        return known | self.read_more(config)
+        for key in self.keys.values():
+            if config.get(key) is None and key not in self.nullable:
+                raise UnknownConfigError(f"{key} = null, and a {self.model_type} model needs a value")
+        hidden, heads = config[self.keys["hidden_size"]], config[self.keys["num_heads"]]
+        are_whole = isinstance(hidden, int) and isinstance(heads, int)  # else the keys of [model] say what is wrong
+        if self.whole_heads and are_whole and heads and hidden % heads:
+            raise UnknownConfigError(
+                f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}, which the library refuses"
+            )
+        read = {ours: config[theirs] for ours, theirs in self.keys.items()}
+        read |= self.read_more(config)
+        return {ours: value for ours, value in read.items() if value is not None}
 
     def config(self, model: Any) -> Keys:
         """Return a config.json for a model."""
-        known = {theirs: getattr(model, ours) for ours, theirs in self.keys.items()}
-        known = {key: value for key, value in known.items() if value is not None}
+        resolved = {"num_kv_heads": kv_heads_of(model), "head_size": head_size_of(model), "ffn_size": inner_of(model)}
+        known = {theirs: resolved.get(ours, getattr(model, ours)) for ours, theirs in self.keys.items()}
         head = {"architectures": [self.class_name], "model_type": self.model_type}
         return head | dict(self.must_be) | known | self.write_more(model)
 
@@ -98,25 +153,51 @@ class HuggingFace:
 
 
 REQUIRED = {"num_layers", "hidden_size", "num_heads", "vocab_size"}
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+"""What a config has on rotary positions: `rope_parameters`, or the others, of older versions."""
 
 
-def read_rope(config: Keys, which: str | None = None) -> Keys:
-    """Return `rope_base` and `rope_scaling` of a config, new (`rope_parameters`) or old (`rope_theta`).
+def read_rope(config: Keys) -> Keys:
+    """Return `rope_base` and `rope_scaling` of a config, by the rules of the transformers library.
 
-    `which` is the kind of layer whose they are, where kinds differ. Raises UnknownConfigError.
+    `rope_scaling` comes before `rope_parameters`, whose `rope_theta` comes before that beside it. Raises
+    UnknownConfigError.
     """
-    parameters = config.get("rope_parameters") or {}
-    if which and which in parameters:
-        parameters = parameters[which]
-    parameters = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {}), **parameters}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    keys: Keys = {"rope_base": float(parameters["rope_theta"])}
-    if kind in ("linear", "llama3"):
-        names = LLAMA3_SCALING if kind == "llama3" else {}
-        more = {ours: parameters[theirs] for ours, theirs in names.items() if theirs in parameters}
-        keys["rope_scaling"] = {"kind": kind, "factor": float(parameters["factor"]), **more}
-    elif kind != "default":
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, beside = parameters.get("rope_type") or parameters.get("type"), config.get("original_max_position_embeddings")
+    if kind == "llama3" and beside:
+        parameters = parameters | {"original_max_position_embeddings": beside}
+    base, partial = config.get("rope_theta") or 10000.0, config.get("partial_rotary_factor")
+    return rotary_keys(parameters, base, config["max_position_embeddings"], partial)
+
+
+def rotary_keys(parameters: Keys, base: float, original_positions: int, partial: float | None = None) -> Keys:
+    """Return `rope_base` and `rope_scaling` of a table of rotary positions; the others are its defaults.
+
+    Raises UnknownConfigError for another kind than we have, and for a key that such a kind has not.
+    """
+    parameters = {"partial_rotary_factor": partial, **parameters}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
         raise UnknownConfigError(f"rope_type = {kind!r}, and only default, linear and llama3 can be followed")
+    if parameters.pop("partial_rotary_factor") not in (None, 1.0):
+        raise UnknownConfigError("partial_rotary_factor is not 1, and only whole heads can be rotated")
+    keys: Keys = {"rope_base": float(parameters.get("rope_theta") or base)}
+    own = () if kind == "default" else ("factor", *LLAMA3_SCALING.values()) if kind == "llama3" else ("factor",)
+    if odd := [key for key in parameters if key not in ("rope_theta", "rope_type", "type", *own)]:
+        raise UnknownConfigError(f"{odd[0]} = {parameters[odd[0]]!r:.60} is not known in a rope of type {kind}")
+    if kind != "default":
+        given = {"original_max_position_embeddings": original_positions, **parameters}
+        if lacking := [key for key in own if given.get(key) is None]:
+            raise UnknownConfigError(f"a rope of type {kind} has no {lacking[0]}")
+        more = {ours: given[theirs] for ours, theirs in LLAMA3_SCALING.items() if theirs in own}
+        keys["rope_scaling"] = {"kind": kind, "factor": float(given["factor"]), **more}
     return keys
 
 
@@ -136,15 +217,23 @@ def read_layer_pattern(config: Keys, every: int) -> Keys:
 
     Raises UnknownConfigError where the kinds of layers are in no such order.
     """
-    kinds = config.get("layer_types")
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", every))
-    if kinds:
-        all_local = "full_attention" not in kinds
-        every = len(kinds) + 1 if all_local else kinds.index("full_attention") + 1
-        expected = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))]
-        if list(kinds) != expected:
-            raise UnknownConfigError("layer_types are in no regular order, which cannot be followed")
-    return {"window": config["sliding_window"], "global_every": every}
+    count = config["num_hidden_layers"]
+    every = config.get("sliding_window_pattern") or every
+    kinds = config.get("layer_types") or [_kind_of(i, every) for i in range(count)]
+    if len(kinds) != count:
+        raise UnknownConfigError(f"layer_types has {len(kinds)} layers, and num_hidden_layers = {count}")
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else count + 1
+    if list(kinds) != [_kind_of(i, every) for i in range(count)]:
+        raise UnknownConfigError("layer_types are in no regular order, which cannot be followed")
+    if every == 1:
+        return {}
+    if config["sliding_window"] is None:
+        raise UnknownConfigError("sliding_window = null, and layer_types has layers with a window")
+    return {"window": config["sliding_window"], "global_every": every if every <= count else None}
+
+
+def _kind_of(layer: int, every: int) -> str:
+    return "sliding_attention" if (layer + 1) % every else "full_attention"
 
 
 def whole(number: float | None) -> float | int | None:

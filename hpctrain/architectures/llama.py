@@ -15,7 +15,7 @@ from hpctrain.architectures.description import (
     inner_of,
     kv_heads_of,
 )
-from hpctrain.architectures.huggingface import HuggingFace, read_rope, write_rope
+from hpctrain.architectures.huggingface import LLAMA_DEFAULTS, ROPE_KEYS, HuggingFace, read_rope, write_rope
 
 
 def describe(shape: ModelShape) -> Description:
@@ -58,6 +58,9 @@ PRESETS = {
 HUGGING_FACE = HuggingFace(
     "llama",
     "LlamaForCausalLM",
+    defaults=LLAMA_DEFAULTS | {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    read_by_rule=ROPE_KEYS,
+    whole_heads=True,
     must_be={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     read_more=read_rope,
     write_more=write_rope,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hpctrain.architectures import llama
 from hpctrain.architectures.description import Description, ModelShape
-from hpctrain.architectures.huggingface import HuggingFace, read_rope, write_rope
+from hpctrain.architectures.huggingface import LLAMA_DEFAULTS, ROPE_KEYS, HuggingFace, read_rope, write_rope
 
 
 def describe(shape: ModelShape) -> Description:
@@ -21,7 +21,15 @@ PRESETS = {
 HUGGING_FACE = HuggingFace(
     "mistral",
     "MistralForCausalLM",
+    defaults=LLAMA_DEFAULTS
+    | {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
     must_be={"hidden_act": "silu"},
-    read_more=lambda config: read_rope(config) | {"window": config.get("sliding_window")},
+    read_by_rule=(*ROPE_KEYS, "sliding_window"),
+    read_more=lambda config: read_rope(config) | {"window": config["sliding_window"]},
     write_more=lambda model: write_rope(model) | {"sliding_window": model.window},
 )

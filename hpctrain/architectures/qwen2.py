@@ -4,7 +4,15 @@ from dataclasses import replace
 
 from hpctrain.architectures import llama
 from hpctrain.architectures.description import Description, ModelShape
-from hpctrain.architectures.huggingface import LLAMA_KEYS, HuggingFace, read_rope, write_rope
+from hpctrain.architectures.huggingface import (
+    LLAMA_DEFAULTS,
+    ROPE_KEYS,
+    HuggingFace,
+    Keys,
+    UnknownConfigError,
+    read_rope,
+    write_rope,
+)
 
 
 def describe(shape: ModelShape) -> Description:
@@ -29,11 +37,29 @@ PRESETS = {
         "vocab_size": 152064,
     },
 }
+QWEN_DEFAULTS = LLAMA_DEFAULTS | {
+    "num_key_value_heads": 32,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+}
+WINDOW_SIZES = ("sliding_window", "max_window_layers", "use_mrope")
+"""Keys that mean something with use_sliding_window alone."""
+
+
+def read_more(config: Keys) -> Keys:
+    """Return the rotary positions. Raises UnknownConfigError where layers have a window."""
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise UnknownConfigError("layer_types has others than full_attention, which cannot be followed")
+    return read_rope(config)
+
+
 HUGGING_FACE = HuggingFace(
     "qwen2",
     "Qwen2ForCausalLM",
-    keys={ours: theirs for ours, theirs in LLAMA_KEYS.items() if ours != "head_size"},
+    defaults=QWEN_DEFAULTS,
     must_be={"hidden_act": "silu", "use_sliding_window": False},
-    read_more=read_rope,
+    read_by_rule=(*ROPE_KEYS, "layer_types"),
+    without_effect=WINDOW_SIZES,
+    read_more=read_more,
     write_more=write_rope,
 )

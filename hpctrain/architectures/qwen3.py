@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from hpctrain.architectures import llama
 from hpctrain.architectures.description import Description, ModelShape, Norm
-from hpctrain.architectures.huggingface import LLAMA_PARTS, HuggingFace, read_rope, write_rope
+from hpctrain.architectures.huggingface import LLAMA_PARTS, ROPE_KEYS, HuggingFace, write_rope
+from hpctrain.architectures.qwen2 import QWEN_DEFAULTS, WINDOW_SIZES, read_more
 
 
 def describe(shape: ModelShape) -> Description:
@@ -29,9 +30,12 @@ PRESETS = {
 HUGGING_FACE = HuggingFace(
     "qwen3",
     "Qwen3ForCausalLM",
-    defaults={"head_dim": 128},
+    defaults=QWEN_DEFAULTS | {"head_dim": 128},
+    nullable=("num_key_value_heads",),
+    read_by_rule=(*ROPE_KEYS, "layer_types"),
+    without_effect=WINDOW_SIZES,
     must_be={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     parts=LLAMA_PARTS | {f"attention.{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
-    read_more=read_rope,
+    read_more=read_more,
     write_more=write_rope,
 )

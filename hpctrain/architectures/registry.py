@@ -2,8 +2,10 @@
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import hpctrain.architectures as folder
 
@@ -25,3 +27,61 @@ def presets() -> dict[str, dict]:
         for family, module in families().items()
         for name, sizes in module.PRESETS.items()
     }
+
+
+OPTIONAL: dict[str, Any] = {
+    "num_kv_heads": None,
+    "head_size": None,
+    "ffn_size": None,
+    "rope_base": 10000.0,
+    "rope_scaling": None,
+    "rope_local_base": None,
+    "window": None,
+    "global_every": None,
+    "score_divisor": None,
+    "score_cap": None,
+    "logit_cap": None,
+}
+"""Keys of `[model]` that not every family has, with the value of a job that does not give them."""
+EVERYTHING = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_heads": 2,
+    **{key: 2 for key in OPTIONAL if key != "rope_scaling"},
+}
+"""A small shape that gives all of them."""
+
+
+class _NotedShape:
+    """A shape that notes which of its keys a family reads."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = {"max_positions": 8, "tie_head": False, "norm_epsilon": 1e-5, **OPTIONAL, **values}
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add("rope_scaling" if name == "rope" else name)
+        return None if name == "rope" else self._values[name]
+
+
+def keys_read(family: str, values: Mapping[str, Any]) -> set[str]:
+    """Return the keys of `[model]` that a family reads of these values."""
+    shape = _NotedShape(values)
+    families()[family].describe(shape)
+    return shape.read
+
+
+def unread_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a `[model]` that are given, and have no effect on its family with its other keys."""
+    given = [key for key, default in OPTIONAL.items() if values.get(key) not in (None, default)]
+    read = keys_read(values["architecture"], values) if given else set()
+    return [key for key in given if key not in read]
+
+
+def describe_unread(family: str, key: str) -> str:
+    """Say why a key of `[model]` has no effect on a family."""
+    having = [name for name in families() if key in keys_read(name, EVERYTHING)]
+    if family in having:
+        needs = "window" if key in ("global_every", "rope_local_base") else "others"
+        return f"has no effect on a {family} without {needs}; set model.{needs} too, or remove it"
+    return f"has no effect on a {family}; remove it, or take a family that has it: {', '.join(having)}"

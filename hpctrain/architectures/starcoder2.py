@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hpctrain.architectures import gpt2, llama
 from hpctrain.architectures.description import Description, ModelShape
-from hpctrain.architectures.huggingface import ATTENTION, LLAMA_KEYS, HuggingFace, read_rope, write_rope
+from hpctrain.architectures.huggingface import ATTENTION, LLAMA_KEYS, ROPE_KEYS, HuggingFace, read_rope, write_rope
 
 
 def describe(shape: ModelShape) -> Description:
@@ -38,9 +38,23 @@ PRESETS = {
 HUGGING_FACE = HuggingFace(
     "starcoder2",
     "Starcoder2ForCausalLM",
-    keys={ours: theirs for ours, theirs in LLAMA_KEYS.items() if ours not in ("head_size", "norm_epsilon")}
-    | {"norm_epsilon": "norm_epsilon"},
-    defaults={"tie_word_embeddings": True},
+    keys=LLAMA_KEYS | {"norm_epsilon": "norm_epsilon"},
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": None,
+        "intermediate_size": 12288,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.018042,
+        "norm_epsilon": 1e-5,
+        "rope_parameters": None,
+        "sliding_window": None,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    },
+    nullable=("head_dim",),
+    read_by_rule=ROPE_KEYS,
+    without_effect=("residual_dropout", "embedding_dropout"),
     must_be={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
     parts=ATTENTION
     | {
@@ -49,6 +63,6 @@ HUGGING_FACE = HuggingFace(
         "ffn.up": "mlp.c_fc",
         "ffn.down": "mlp.c_proj",
     },
-    read_more=lambda config: read_rope(config) | {"window": config.get("sliding_window")},
+    read_more=lambda config: read_rope(config) | {"window": config["sliding_window"]},
     write_more=lambda model: write_rope(model) | {"sliding_window": model.window},
 )

@@ -19,14 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
-from hpctrain.architectures.registry import families
+from hpctrain.architectures.registry import OPTIONAL, families
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import KEPT, PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import make_empty, read_job, writing
-from hpctrain.config.errors import CheckpointError, describe_os_error
+from hpctrain.config.errors import CheckpointError, JobError, describe_os_error
 from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
 from hpctrain.config.paths import is_file, read_bytes, refused_as
 from hpctrain.config.tables import explain, one_line, read_text, toml_value
@@ -91,6 +91,26 @@ def names_of(model: Model) -> HuggingFace:
             f"{model.architecture}.py, so nobody knows how its weights are called there; add one, see docs/extending.md"
         )
     return table
+
+
+def check_form(model: Model) -> None:
+    """Refuse a model that an export could not write so that it is read as the same. Raises JobError."""
+    table, described = known_names().get(model.architecture), model.description
+    if table is None:
+        return
+    try:
+        keys = table.model_keys(table.config(model))
+        again = Model.model_validate({"architecture": model.architecture, **keys})
+        what = "" if again.description == described else f"it would be read as {again.description}"
+    except (UnknownConfigError, ValidationError) as error:
+        what = explain(error, Model)[0][1] if isinstance(error, ValidationError) else str(error)
+    if what:
+        differing = [key for key in OPTIONAL if getattr(model, key) != OPTIONAL[key]]
+        given = ", ".join(f"{key} = {getattr(model, key)}" for key in differing) or "its sizes"
+        raise JobError(
+            f"[model]: the family {model.architecture} has no form for {given} at Hugging Face ({what:.300}), so what"
+            " is trained could not be exported; change the key, or take another family"
+        )
 
 
 def known_names() -> dict[str, HuggingFace]:
@@ -266,6 +286,7 @@ class _Weights:
                 f"{self._folder}: has a tensor {extra[0]}, which a {model.architecture} model of this {CONFIG} has not;"
                 " it would be dropped"
             )
+        self._check_tied(tied)
         sizes: dict[str, int] = {}
         for name, theirs in self._theirs.items():
             sizes[theirs.name] = max(sizes.get(theirs.name, 0), theirs.first + parameters[name].shape[0])
@@ -281,6 +302,21 @@ class _Weights:
             if shape != expected:
                 raise CheckpointError(
                     f"{self._describe(theirs.name)} has shape {shape}, and {CONFIG} asks for {expected}"
+                )
+
+    def _check_tied(self, heads: set[str]) -> None:
+        """Refuse a head of its own in a model whose config says that it is the embedding's weight."""
+        embedding = self._theirs["embedding.weight"].name
+        for head in heads & set(self._file_of):
+            ours, theirs = self._slice(head), self._slice(embedding)
+            rows, columns = (*theirs.get_shape(), 1)[:2]
+            at_once = max(1, PART_BYTES // (4 * columns))
+            blocks = [slice(first, first + at_once) for first in range(0, rows, at_once)]
+            is_same = ours.get_shape() == theirs.get_shape()
+            if not is_same or not all(torch.equal(ours[block], theirs[block]) for block in blocks):
+                raise CheckpointError(
+                    f"{self._describe(head)} differs from {embedding}, and {CONFIG} says tie_word_embeddings, which"
+                    " means that they are one; set tie_word_embeddings to false there, or remove the tensor"
                 )
 
 
@@ -372,13 +408,15 @@ def _job_text(model: Model, folder: Path) -> str:
 def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_bytes: int = 5_000_000_000) -> Exported:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors of at most `shard_bytes`, config, tokenizer.
 
-    A tensor larger than `shard_bytes` has a file of its own. Raises CheckpointError; nothing is left then.
+    The config is one that an import reads as the same model. A tensor larger than `shard_bytes` has a file of its own.
+    Raises CheckpointError, and JobError for a model that has no form there; nothing is left then.
     """
     refuse_unless_empty(folder, "--hf")
     partial = folder.with_name(folder.name + PARTIAL)
     with Index(checkpoint) as index:
         model = read_job(index).model
         names_of(model)
+        check_form(model)
         try:
             with writing(partial):
                 make_empty(partial)

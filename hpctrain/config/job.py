@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hpctrain.architectures.description import Description, RotaryScaling, head_size_of
-from hpctrain.architectures.registry import families, presets
+from hpctrain.architectures.registry import describe_unread, families, presets, unread_keys
 from hpctrain.config.bounds import (
     MOST_NUMBER,
     Count,
@@ -130,6 +130,9 @@ class Model(Table):
             raise ValueError(
                 f"architecture '{self.architecture}' is not known{did_you_mean(self.architecture, families())}"
             )
+        if unread := unread_keys(vars(self)):
+            key = unread[0]
+            raise ValueError(f"{key} = {getattr(self, key)} {describe_unread(self.architecture, key)}")
         if self.head_size is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads};"

@@ -6,10 +6,12 @@ runs live on. A job file of a person is refused with what to write instead.
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from functools import reduce
 from typing import Any
 
+from hpctrain.architectures.registry import describe_unread, unread_keys
 from hpctrain.config.tables import as_table
 
 REMOVED = {
@@ -34,13 +36,19 @@ def say_on_stderr(text: str) -> None:
 def without_removed(tree: dict[str, Any], where: str, say: Callable[[str], None] = ignore) -> dict[str, Any]:
     """Return the job that hpctrain wrote, as plain data, without keys that are gone; say for each that it was there.
 
-    Those whose value was "auto" or false had no effect before, so nothing is said of them.
+    Those whose value was "auto" or false had no effect before, so nothing is said of them. Keys of `[model]` that the
+    family does not read never had one: they are left out too.
     """
     tree = deepcopy(tree)
     for key in removed_keys(tree):
         section, last = _place(tree, key)
         if section.pop(last) not in ("auto", False):
             say(f"{where}: {key} is of an older version and has no effect any more; now: {REMOVED[key]}")
+    model = as_table(tree.get("model"))
+    with suppress(KeyError, TypeError, ValueError):  # what is wrong with it is reported when it is checked
+        for key in unread_keys(model):
+            reason = describe_unread(model["architecture"], key)
+            say(f"{where}: model.{key} = {model.pop(key)} is passed over: it {reason}")
     return tree
 
 

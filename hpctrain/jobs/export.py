@@ -34,6 +34,7 @@ def command(path, folder, dtype, shard_gb, as_json):
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     tokenizer = "with its tokenizer" if exported.has_tokenizer else "without a tokenizer: the run has none of that kind"
     summary = {"folder": str(exported.folder), "files": exported.num_files, "bytes": exported.num_bytes}
-    summary |= {"tokenizer": exported.has_tokenizer}
-    text = f"{exported.folder}: {exported.num_bytes:,} bytes in {files} of weights, {tokenizer}"
+    summary |= {"dtype": dtype, "tokenizer": exported.has_tokenizer}
+    rounded = "exact in fp32" if dtype == "fp32" else f"rounded from fp32 to {dtype} (--dtype fp32 for exact ones)"
+    text = f"{exported.folder}: {exported.num_bytes:,} bytes in {files} of weights, {rounded}, {tokenizer}"
     print_result(summary, text, as_json)

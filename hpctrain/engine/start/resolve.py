@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpctrain.checkpoint.convert import check_form
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.comm.bind import bind_accelerator
@@ -93,6 +94,8 @@ def check_data(run: Prepared) -> Prepared:
     with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])
+    if run.resume_from is None:
+        check_form(job.model)
     check_targets(job.data, run.training, run.validation, job.train.validation_sequences)
     if job.model.vocab_size is None:
         reason = f"{source.vocab_size}: that of {job.data.tokens}"

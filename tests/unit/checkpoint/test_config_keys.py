@@ -1,0 +1,272 @@
+"""Each key of a config.json, removed, changed, set to null or added: the library's logits, or a refusal."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from hpctrain.architectures.registry import EVERYTHING, OPTIONAL, families, keys_read
+from hpctrain.checkpoint.convert import check_form, export_model, import_model, names_of
+from hpctrain.checkpoint.folder import locate_checkpoint
+from hpctrain.config.errors import CheckpointError, JobError
+from hpctrain.config.job import Model
+from hpctrain.config.removed import without_removed
+from hpctrain.engine.decode import WholeModel
+from tests.examples import costly
+
+transformers = pytest.importorskip("transformers")
+TOLERANCE = 1e-4
+VOCAB, LENGTH = 40, 24
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12}
+ROPES = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=32),
+    "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8, rope_parameters=LINEAR),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=6),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
+}
+KINDS = [["full_attention", "sliding_attention"] * 2, ["full_attention"] * 4, ["sliding_attention"] * 4]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ADDED: dict[str, list] = {
+    "rope_scaling": [YARN, LINEAR, {"type": "linear", "factor": 3.0}, {"rope_type": "llama3", "factor": 2.0}],
+    "rope_parameters": [YARN, {"rope_theta": 77.0}, {"factor": 3.0}, {}],
+    "rope_theta": [77.0],
+    "partial_rotary_factor": [0.5],
+    "original_max_position_embeddings": [8],
+    "layer_types": [*KINDS, [*KINDS[0]][:3], KINDS[0][::-1]],
+    "sliding_window": [3, None],
+    "sliding_window_pattern": [3],
+    "use_sliding_window": [True],
+    "max_window_layers": [1],
+    "rope_local_base_freq": [77.0],
+    "head_dim": [4, 8, None],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "use_bias": [False],
+    "hidden_act": ["relu", "gelu"],
+    "final_logit_softcapping": [1.0, None],
+    "attn_logit_softcapping": [1.0, None],
+    "query_pre_attn_scalar": [7, 7.5],
+    "n_inner": [32],
+    "scale_attn_by_inverse_layer_idx": [True],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "use_bidirectional_attention": [True],
+    "some_key_of_another_program": [1],
+}
+
+
+def variants(config: dict, prefix: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
+    """Return configs that differ in one key, each with what was done."""
+    result = []
+    for key, value in config.items():
+        name = ".".join((*prefix, key))
+        result += [(f"{name} removed", {k: v for k, v in config.items() if k != key})]
+        result += [(f"{name} = {other!r}", config | {key: other}) for other in [*others(value), *ADDED.get(key, [])]]
+        if isinstance(value, dict) and "rope" in name:
+            result += [(what, config | {key: inner}) for what, inner in variants(value, (*prefix, key))]
+    if not prefix:
+        added = {key: values for key, values in ADDED.items() if key not in config}
+        result += [(f"{key} = {value!r}", config | {key: value}) for key, values in added.items() for value in values]
+    return result
+
+
+def others(value) -> list:
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, None]
+    if isinstance(value, float):
+        return [1.5 * value + 0.01, None]
+    if isinstance(value, list) and len(value) > 1:
+        return [value[::-1], None]
+    return ["other", None]
+
+
+def save_small(family: str, folder: Path) -> dict:
+    """Write a model whose logits depend on all that its config says; return the config."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the library's logits; None where it refuses the folder, or would take weights that are not there."""
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        with torch.no_grad():
+            return None if any(info.values()) else model.eval()(ids).logits
+    except Exception:  # the library has no common one
+        return None
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_key_is_followed_or_refused(family, tmp_path):
+    config, ids = save_small(family, tmp_path / "theirs"), torch.arange(LENGTH)[None] * 7 % VOCAB
+    count, wrong = Counter(), []
+    for number, (what, changed) in enumerate([("nothing", config), *variants(config)]):
+        folder, run = tmp_path / f"{number}", tmp_path / f"{number}-run"
+        folder.mkdir()
+        os.link(tmp_path / "theirs/model.safetensors", folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(changed))
+        try:
+            import_model(folder, run)
+            ours = WholeModel(locate_checkpoint(run)).logits(ids)
+        except CheckpointError:
+            count["refused"] += 1
+            continue
+        count["followed"] += 1
+        theirs = their_logits(folder, ids)
+        if theirs is None:
+            count["refused by the library alone"] += 1
+        elif (difference := (ours - theirs).abs().max().item()) > TOLERANCE:
+            wrong.append(f"{what}: {difference:.3g}")
+    assert not wrong
+    assert count["followed"] > 20 and count["refused"] > 20
+
+
+def test_a_head_of_its_own_under_a_tied_config_is_refused(tmp_path):
+    save_small("llama", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight, and config.json"):
+        import_model(tmp_path / "theirs", tmp_path / "run")
+    tensors = load_file(tmp_path / "theirs/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "theirs/model.safetensors", metadata={"format": "pt"})
+    assert import_model(tmp_path / "theirs", tmp_path / "run").model.tie_head
+
+
+SIZES = {"num_layers": 3, "hidden_size": 16, "num_heads": 4, "vocab_size": VOCAB, "max_positions": 32}
+VALUES = {
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "ffn_size": 24,
+    "rope_base": 77.0,
+    "rope_scaling": {"kind": "linear", "factor": 2.0},
+    "rope_local_base": 55.0,
+    "window": 5,
+    "global_every": 2,
+    "score_divisor": 5.0,
+    "score_cap": 2.0,
+    "logit_cap": 2.0,
+}
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_each_key_of_a_model_changes_it_or_is_refused(family, key):
+    needed = {"global_every": {"window": 5}, "rope_local_base": {"window": 5}}.get(key, {})
+    if key in keys_read(family, EVERYTHING):
+        plain = Model.model_validate({"architecture": family, **SIZES, **needed})
+        assert Model.model_validate({**plain.model_dump(), key: VALUES[key]}).description != plain.description
+        if needed:
+            with pytest.raises(ValidationError, match=f"{key} = .* has no effect on a {family} without window"):
+                Model.model_validate({"architecture": family, **SIZES, key: VALUES[key]})
+        return
+    having = [name for name in families() if key in keys_read(name, EVERYTHING)]
+    with pytest.raises(ValidationError, match=rf"{key} = .* has no effect on a {family}.*{', '.join(having)}"):
+        Model.model_validate({"architecture": family, **SIZES, key: VALUES[key]})
+
+
+def test_a_key_without_effect_is_passed_over_in_a_saved_job():
+    job = {"model": {"architecture": "llama", **SIZES, "window": 5, "rope_base": 10000.0}}
+    said: list[str] = []
+    assert "window" not in without_removed(job, "step-1", said.append)["model"]
+    assert "step-1: model.window = 5 is passed over: it has no effect on a llama" in said[0]
+    assert without_removed({"model": {"architecture": "none", "window": 5}}, "step-1")["model"]["window"] == 5
+
+
+def has_form(model: Model) -> bool:
+    try:
+        check_form(model)
+    except JobError:
+        return False
+    return True
+
+
+@settings(max_examples=costly(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_is_exported_is_loaded_and_imported_as_the_same(tmp_path_factory, data):
+    """A random model is refused at the start of a training, or the library and the import take it for what it is."""
+    family = data.draw(st.sampled_from(sorted(families())))
+    keys = {key: value for key, value in VALUES.items() if key in keys_read(family, EVERYTHING)}
+    chosen = {key: value for key, value in keys.items() if data.draw(st.booleans())}
+    if "window" not in chosen:
+        chosen = {key: value for key, value in chosen.items() if key not in ("global_every", "rope_local_base")}
+    tied = data.draw(st.booleans())
+    model = Model.model_validate({"architecture": family, **SIZES, "tie_head": tied, **chosen})
+    if not has_form(model):
+        event("refused")
+        return
+    event("exported")
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.for_model(**names_of(model).config(model))
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.3 * torch.randn(parameter.shape))
+    theirs.save_pretrained(folder / "theirs")
+    imported = import_model(folder / "theirs", folder / "run")
+    assert imported.model.description == model.description
+    export_model(imported.checkpoint, folder / "out", "fp32")
+    assert import_model(folder / "out", folder / "again").model == imported.model
+    ids = torch.arange(LENGTH)[None] * 7 % VOCAB
+    loaded = their_logits(folder / "out", ids)
+    assert loaded is not None
+    torch.testing.assert_close(WholeModel(imported.checkpoint).logits(ids), loaded, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            {"architecture": "gpt2", "num_kv_heads": 2},
+            "the family gpt2 has no form for num_kv_heads = 2 at Hugging Face",
+        ),
+        ({"architecture": "llama", "hidden_size": 18, "head_size": 4}, "hidden_size = 18 is no multiple of"),
+        ({"architecture": "gemma2", "score_divisor": 7.5}, "query_pre_attn_scalar = 7.5 is no whole number"),
+    ],
+)
+def test_what_could_not_be_exported_is_refused_at_the_start(model, said):
+    with pytest.raises(JobError, match=said):
+        check_form(Model.model_validate({**SIZES, **model}))
