@@ -186,7 +186,8 @@ class Data(Table):
     """The files that tokens come from."""
 
     tokens: FilePath
-    """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""
+    """A token file made by `hpctrain prepare`, Megatron's `.bin` with its `.idx`, or nanoGPT's `.bin`. Relative to the
+    current directory."""
     validation: FilePath | None = None
     """Tokens for validation; None: the last `validation_fraction` of each token file."""
     weight: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0

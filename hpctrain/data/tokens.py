@@ -6,7 +6,7 @@ and, where documents have prompts, `answers` (int64, where the answer of each st
 Attributes: `format`, `version`, `vocab_size` and `tokenizer` (JSON), strings as bytes of fixed length. Everything but
 `tokens` is small and guarded by HDF5's own checksums.
 
-nanoGPT's `.bin` files (little-endian uint16, nothing else) are read too. They do not say how large their vocabulary
+Megatron's `.bin` files with their `.idx` are read too, and nanoGPT's (little-endian uint16, nothing else). They do not say how large their vocabulary
 is. It is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT does (50304 for GPT-2). That
 takes a pass over the file when first asked for.
 """
@@ -25,7 +25,8 @@ import h5py
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
-from hpctrain.config.paths import open_file, sync
+from hpctrain.config.paths import is_file, open_file, sync
+from hpctrain.data.indexed import LOOKED_AT, index_of, open_indexed, refuse_other_kinds
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.sharding.intervals import Interval
 
@@ -88,9 +89,12 @@ class TokenSource:
 
     @cached_property
     def largest_token(self) -> int:
-        """The largest token that occurs."""
+        """The largest token that occurs. Raises DataError where one is negative."""
         if self.declares_vocabulary:
             return int(np.flatnonzero(self.counts)[-1])
+        signed = self._fetch(0, 1).dtype.kind == "i"
+        if signed and (least := min(int(self._block(i).min()) for i in range(self.num_blocks))) < 0:
+            raise DataError(f"{self.path}: has a token {least}, and ids are 0 or more; write the file again")
         return max(int(self._block(i).max()) for i in range(self.num_blocks))
 
     @cached_property
@@ -174,7 +178,7 @@ class TokenSource:
 
 
 def open_tokens(path: Path | str) -> TokenSource:
-    """Open a token file of `hpctrain prepare`, or a nanoGPT `.bin`.
+    """Open a token file of `hpctrain prepare`, Megatron's `.bin` and `.idx`, or nanoGPT's `.bin`.
 
     Raises DataError if it is missing, cut short, damaged, or something else, saying which and what to do.
     """
@@ -185,6 +189,8 @@ def open_tokens(path: Path | str) -> TokenSource:
             size = os.fstat(file.fileno()).st_size
             begins_with_hole = size > 0 and _begins_with_hole(file.fileno())
     except FileNotFoundError:
+        if is_file(binary := path.with_name(f"{path.name}.bin")):
+            raise DataError(f"{path}: no such token file, but there is {binary}: name that") from None
         raise DataError(f"{path}: no such token file; make it with: hpctrain prepare PATH… --out {path}") from None
     except IsADirectoryError:
         raise DataError(
@@ -199,6 +205,8 @@ def open_tokens(path: Path | str) -> TokenSource:
         raise DataError(f"{path}: has {size:,} bytes, of which the first were never written; copy it again")
     if path.suffix == ".bin":
         return _open_bin(path, size)
+    if path.suffix == ".idx":
+        raise DataError(f"{path}: is the index of tokens; name {path.with_suffix('.bin')}, and it is read too")
     if HDF5_SIGNATURE.startswith(head):  # an empty file, too
         raise DataError(f"{path}: is cut short: it has {size} bytes; copy it again, or prepare it again")
     raise DataError(
@@ -216,10 +224,10 @@ def _begins_with_hole(file: int) -> bool:
 
 
 def _open_bin(path: Path, size: int) -> TokenSource:
-    if size == 0 or size % 2:
-        raise DataError(
-            f"{path}: has {size} bytes, and a .bin holds tokens of 2 bytes each, at least one; copy it again"
-        )
+    if index := index_of(path):
+        return TokenSource(path, *open_indexed(path, index, size))
+    with open_file(path) as file:
+        refuse_other_kinds(path, file.read(4 * LOOKED_AT), size)
     return TokenSource(path, np.memmap(path, "<u2", mode="r").view(np.ndarray), np.zeros(1, np.int64))
 
 

@@ -273,8 +273,8 @@ def test_a_token_outside_the_vocabulary_is_detected(tmp_path):
         ("a.bin", None, "a.bin: no such token file; make it with: hpctrain prepare PATH… --out .*a.bin$"),
         ("a.txt", b"It was the best", "its 15 bytes start with b'It was t'.* hpctrain prepare .*a.txt --out .*a.h5"),
         ("a.h5", b"", "a.h5: is cut short: it has 0 bytes; copy it again"),
-        ("a.bin", b"", "a.bin: has 0 bytes, and a .bin holds tokens of 2 bytes each"),
-        ("a.bin", b"abc", "a.bin: has 3 bytes, and a .bin holds tokens of 2 bytes each"),
+        ("a.bin", b"", "a.bin: has 0 bytes, and a .bin without an .idx beside it holds"),
+        ("a.bin", b"abc", "a.bin: has 3 bytes, and a .bin without an .idx beside it holds"),
     ],
 )
 def test_what_is_not_a_token_file_is_refused(tmp_path, name, content, message):
