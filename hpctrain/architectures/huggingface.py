@@ -170,9 +170,12 @@ def read_rope(config: Keys) -> Keys:
     UnknownConfigError.
     """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind, beside = parameters.get("rope_type") or parameters.get("type"), config.get("original_max_position_embeddings")
-    if kind == "llama3" and beside:
-        parameters = parameters | {"original_max_position_embeddings": beside}
+    kind, original = (
+        parameters.get("rope_type") or parameters.get("type"),
+        config.get("original_max_position_embeddings"),
+    )
+    if kind == "llama3" and original:
+        parameters = parameters | {"original_max_position_embeddings": original}
     base, partial = config.get("rope_theta") or 10000.0, config.get("partial_rotary_factor")
     return rotary_keys(parameters, base, config["max_position_embeddings"], partial)
 

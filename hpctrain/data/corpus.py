@@ -2,170 +2,27 @@
 
 import codecs
 import hashlib
-import json
 import os
 import sysconfig
-from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
-from hpctrain.config.paths import open_file, refused_as
+from hpctrain.config.paths import is_file, is_folder, open_file
+from hpctrain.data.chat import Chat, ChatTemplate, read_template
+from hpctrain.data.indexed import index_of
+from hpctrain.data.records import PLAIN, RECORD_FILES, Fields, RecordPlace, Records, open_records
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
-from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
+from hpctrain.data.tokens import HDF5_SIGNATURE, TokenSource, TokenWriter, open_tokens
+from hpctrain.data.unpacked import Unpacked
 
-JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
-RECORD_FILES = JSON_LINES + PARQUET
-MAX_LINE_BYTES = 100_000_000
-
-
-class Texts(NamedTuple):
-    """The texts of one record."""
-
-    prompt: str
-    """The context, which the loss leaves out; empty where a file has none."""
-    text: str
-
-
-class Fields(NamedTuple):
-    """The names of a record's texts."""
-
-    text: str = "text"
-    prompt: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return [self.text, self.prompt] if self.prompt else [self.text]
-
-
-PLAIN = Fields()
-"""Texts alone, which are called `text`."""
-
-
-class RecordPlace(NamedTuple):
-    """The place of a record in its file."""
-
-    group: int
-    """What is read together with it; groups are shuffled, and not the records of one."""
-    row: int = 0
-
-
-class Records(ABC):
-    """The texts of one file, one by one or each by its place. Close it, or use it in a `with`."""
-
-    _file: Any
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
-        """Yield the place and the texts of each record."""
-
-    @abstractmethod
-    def texts(self, place: RecordPlace) -> Texts:
-        """Return the texts of a record."""
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-
-def open_records(path: Path, fields: Fields) -> Records:
-    """Open a file whose records have their texts in fields. Raises DataError, then and while it is read."""
-    with refused_as(DataError, f"{path}: cannot be read"):
-        return (JsonLines if path.suffix in JSON_LINES else Parquet)(path, fields)
-
-
-def _texts_of(record: Any, fields: Fields, where: str) -> Texts:
-    """Return the texts of a record. Raises DataError, with where it is, for one that has not all of them."""
-    there, texts = record if isinstance(record, dict) else {}, {}
-    for name in fields.names:
-        if name not in there:
-            names = ", ".join(there) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"{where}: has no field '{name}' (it has: {names:.80}); name one with --field")
-        if not isinstance(value := there[name], str):
-            raise DataError(f"{where}: '{name}' is {value!r:.60} and no text; name another with --field")
-        # JSON may name halves of characters, which no text has.
-        texts[name] = value.encode(errors="replace").decode()
-    return Texts(texts[fields.prompt] if fields.prompt else "", texts[fields.text])
-
-
-class JsonLines(Records):
-    """One JSON object a line. A line is a group, whose number is where it begins, in bytes."""
-
-    def __init__(self, path: Path, fields: Fields):
-        self._path, self._fields = path, fields
-        self._file = open_file(path)
-
-    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
-        at = 0
-        for number, line in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES), b""), 1):
-            if len(line) == MAX_LINE_BYTES:
-                raise DataError(f"{self._path}, line {number}: has {MAX_LINE_BYTES:,} bytes or more; divide it")
-            if line.strip():
-                yield RecordPlace(at), self._parse(line, f"{self._path}, line {number}")
-            at += len(line)
-
-    def texts(self, place: RecordPlace) -> Texts:
-        self._file.seek(place.group)
-        return self._parse(self._file.readline(), f"{self._path}, byte {place.group}")
-
-    def _parse(self, line: bytes, where: str) -> Texts:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON: {error}") from None
-        return _texts_of(record, self._fields, where)
-
-
-class Parquet(Records):
-    """A record a row. Row groups are read whole, so their rows stay together."""
-
-    def __init__(self, path: Path, fields: Fields):
-        try:
-            from pyarrow import ArrowException
-            from pyarrow.parquet import ParquetFile
-        except ImportError:
-            raise DataError(f"{path}: Parquet needs pyarrow; pip install 'hpctrain[parquet]'") from None
-        self._path, self._error = path, ArrowException
-        self._fields = fields
-        self._group, self._texts = -1, []
-        try:
-            self._file = ParquetFile(path)
-        except ArrowException as error:
-            raise DataError(f"{path}: is damaged or no Parquet file: {error}") from None
-        names = self._file.schema_arrow.names
-        if lacking := [name for name in fields.names if name not in names]:
-            raise DataError(f"{path}: has no column '{lacking[0]}' (it has: {', '.join(names)}); name one with --field")
-
-    def __iter__(self) -> Iterator[tuple[RecordPlace, Texts]]:
-        for group in range(self._file.num_row_groups):
-            for row, texts in enumerate(self._read(group)):
-                yield RecordPlace(group, row), texts
-
-    def texts(self, place: RecordPlace) -> Texts:
-        return self._read(place.group)[place.row]
-
-    def _read(self, group: int) -> list[Texts]:
-        if group != self._group:
-            try:
-                rows = self._file.read_row_group(group, columns=self._fields.names).to_pylist()
-            except (self._error, OSError) as error:
-                raise DataError(f"{self._path}: row group {group} is damaged: {error}") from None
-            where = f"{self._path}, row group {group}"
-            self._group, self._texts = group, [_texts_of(row, self._fields, where) for row in rows]
-        return self._texts
-
-
+TOKENIZER_FILE = "tokenizer.json"
 PART_BYTES = 1 << 18  # large files are encoded in parts that end with a line
 BATCH_CHARACTERS = 1 << 22  # at once, for all cores; an encoding takes about 100 times its tokens' bytes
 TRAINING_BYTES = 1 << 28  # of text that BPE learns from: enough for its statistics, and bounds its time
@@ -186,6 +43,8 @@ class Summary:
     text_bytes: int
     unigram_entropy_nats: float
     file_bytes: int
+    special_tokens: int
+    """How often the text of a special token stands in plain text."""
     skipped: dict[str, int]
     """Number of files left out, by reason: "not text" (not UTF-8, or has zero bytes), "empty", "unreadable"."""
 
@@ -201,7 +60,7 @@ class Document:
     """Path relative to the folder that was searched: the same on another machine."""
     num_bytes: int
     place: RecordPlace | None = None
-    """Where it is in a file of records; None where it is a file of text."""
+    """Where it is in a file of records or of tokens; None where it is a file of text."""
 
 
 class NotTextError(Exception):
@@ -217,37 +76,40 @@ def prepare(
     globs: Sequence[str] = (),
     stdlib: bool = False,
     fields: Fields = PLAIN,
+    keeps_special: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Write the token file `out` from text files and folders of them, each file a document.
 
     In JSON Lines and Parquet files each record is one, whose texts are in `fields`: a prompt, which is not learnt, and
-    what follows.
+    what follows; or a chat, of which the assistant's tokens are learnt. In Megatron's `.bin` each document is one. What
+    is compressed by gzip or zstd is unpacked beside `out` meanwhile.
 
     Documents are shuffled by a hash of their relative path, so every machine gets the same file. The end of the file,
     which becomes validation, is then a fair sample. `tokenizer` is `byte`, `bpe` (trained here, to
-    `vocab_size`), a `tokenizer.json`, or a token file whose tokenizer to use again. `on_progress` is called with
-    (bytes done, bytes in all). Raises DataError if there is nothing to prepare, or it cannot be written.
+    `vocab_size`), a `tokenizer.json` or a folder with it, or a token file whose tokenizer to use again. With
+    `keeps_special` the text of a special token becomes that token. `on_progress` is called with (bytes done, bytes in
+    all). Raises DataError if there is nothing to prepare, or it cannot be written.
     """
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
     files, skipped = list_files(paths, globs, stdlib)
-    documents = shuffled(_documents(files, skipped, fields, frozenset(map(Path, paths))))
-    _refuse_to_overwrite(Path(out), {document.path for document in documents} | {Path(tokenizer)})
-    if not documents:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"nothing to prepare: no text in the {len(files)} files seen ({reasons}); give UTF-8 text")
-    if tokenizer == "bpe":
-        vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
-        encoder = train_bpe(_sample(documents, fields), vocab_size)
-    else:
-        encoder = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
-    if encoder.separator is None:
-        raise DataError(
-            f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
-        )
-    with TokenWriter(out, encoder.vocab_size, encoder) as writer:
-        _encode(documents, fields, encoder, writer, on_progress)
+    with Unpacked(Path(out).parent) as unpacked:
+        files = [unpacked.replace(path, name, fields) for path, name in files]
+        documents = shuffled(_documents(files, skipped, fields, frozenset(map(Path, paths))))
+        _refuse_to_overwrite(Path(out), {unpacked.original(each.path) for each in documents} | {Path(tokenizer)})
+        if not documents:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+            raise DataError(f"nothing to prepare: no text in the {len(files)} files seen ({reasons}); give UTF-8 text")
+        if tokenizer == "bpe":
+            vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
+            encoder = train_bpe(_sample(documents, fields), vocab_size)
+        else:
+            encoder = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
+        _refuse_to_prepare_with(encoder, tokenizer)
+        template = read_template(Path(tokenizer)) if is_folder(Path(tokenizer)) else None
+        with TokenWriter(out, encoder.vocab_size, encoder) as writer:
+            num_special = _encode(documents, _Reader(fields, template), encoder, writer, keeps_special, on_progress)
     with open_tokens(out) as source:
         return Summary(
             path=Path(out),
@@ -258,7 +120,21 @@ def prepare(
             text_bytes=sum(document.num_bytes for document in documents),
             unigram_entropy_nats=source.unigram_entropy(),
             file_bytes=Path(out).stat().st_size,
+            special_tokens=num_special,
             skipped=dict(skipped),
+        )
+
+
+def _refuse_to_prepare_with(encoder: Tokenizer, name: str) -> None:
+    """Raise DataError for a tokenizer that cannot end a document, or whose tokens do not say what the text was."""
+    if encoder.separator is None:
+        raise DataError(
+            f"{name}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
+        )
+    if encoder.is_lossy:
+        raise DataError(
+            f"{name}: is a WordPiece tokenizer, as BERT's: it drops blanks and line ends, so a model cannot learn to"
+            " write them; give one of byte-level BPE or of SentencePiece's kinds"
         )
 
 
@@ -271,7 +147,14 @@ def _refuse_to_overwrite(out: Path, read: Iterable[Path]) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer in a `tokenizer.json` or in a token file. Raises DataError if it has none."""
+    """Return the tokenizer in a `tokenizer.json`, in a folder with one, or in a token file. Raises DataError."""
+    if is_folder(path):
+        if not is_file(path / TOKENIZER_FILE):
+            raise DataError(
+                f"{path}: has no {TOKENIZER_FILE}; write one by AutoTokenizer.from_pretrained(…).save_pretrained(…) of"
+                " the transformers library"
+            )
+        return Tokenizer.load(path / TOKENIZER_FILE)
     try:
         with open_file(path) as file:
             is_token_file = file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
@@ -321,17 +204,26 @@ def list_files(
 def _walk(
     root: Path, globs: Sequence[str], pruned: frozenset[str], skipped: Counter[str]
 ) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a folder, those of linked folders last; each folder once, whatever leads to it."""
+
     def unreadable(error: OSError) -> None:
         skipped["unreadable"] += 1
 
-    for folder, subfolders, names in os.walk(root, onerror=unreadable):
-        subfolders[:] = sorted(name for name in subfolders if name not in pruned and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            relative = path.relative_to(root)
-            wanted = not globs or any(PurePath(relative).match(glob) for glob in globs)
-            if wanted and not name.startswith(".") and path.is_file():  # a pipe would never end
-                yield path, relative.as_posix()
+    waiting, seen = deque([root]), set()
+    while waiting:
+        for folder, subfolders, names in os.walk(waiting.popleft(), onerror=unreadable):
+            if (real := os.path.realpath(folder)) in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
+            subfolders[:] = sorted(name for name in subfolders if name not in pruned and not name.startswith("."))
+            waiting += [path for name in subfolders if (path := Path(folder, name)).is_symlink()]
+            for name in sorted(names):
+                path = Path(folder, name)
+                relative = path.relative_to(root)
+                wanted = not globs or any(PurePath(relative).match(glob) for glob in globs)
+                if wanted and not name.startswith(".") and path.is_file():  # a pipe would never end
+                    yield path, relative.as_posix()
 
 
 def _documents(
@@ -344,11 +236,19 @@ def _documents(
     for path, name in files:
         if path.suffix in RECORD_FILES:
             with open_records(path, fields) as records:
-                for place, texts in records:
-                    if texts.text:
-                        yield Document(path, f"{name}#{place.group}", len("".join(texts).encode()), place)
+                for place, content in records:
+                    if content.messages if isinstance(content, Chat) else content.text:
+                        yield Document(path, f"{name}#{place.group}", content.num_bytes, place)
                     else:
                         skipped["empty"] += 1
+            continue
+        if path.suffix == ".idx" and is_file(path.with_suffix(".bin")):
+            continue  # it is read with its tokens
+        if path.suffix == ".bin" and index_of(path):
+            with open_tokens(path) as tokens:
+                ends = [*tokens.documents.tolist()[1:], tokens.num_tokens]
+                for start, stop in zip(tokens.documents.tolist(), ends, strict=True):
+                    yield Document(path, f"{name}#{start}", 2 * (stop - start), RecordPlace(start, stop))
             continue
         try:
             num_bytes = sum(len(text.encode()) for text in texts_in(path))
@@ -397,87 +297,166 @@ def texts_in(path: Path) -> Iterator[str]:
             at, rest = at + num_bytes, data[num_bytes:]
 
 
+class Passage(NamedTuple):
+    """A part of a document that is encoded at once."""
+
+    text: str
+    begins_document: bool = False
+    is_learnt: bool = True
+    ids: np.ndarray | None = None
+    """Tokens that a file has already."""
+    spans: list[tuple[int, int]] | None = None
+    """Of a chat: the characters that are learnt."""
+    ends_document: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode(errors="replace")) if self.ids is None else 2 * len(self.ids)
+
+
 class _Reader:
-    """The texts of documents in any order; files of many records stay open, some at a time."""
+    """The content of documents in any order; files of many records stay open, some at a time."""
 
     MAX_OPEN = 16
 
-    def __init__(self, fields: Fields):
-        self._fields = fields
-        self._open: dict[Path, Records] = {}
+    def __init__(self, fields: Fields, template: ChatTemplate | None = None):
+        self._fields, self._template = fields, template
+        self._open: dict[Path, Records | TokenSource] = {}
 
-    def parts(self, document: Document) -> Iterator[str]:
+    def passages(self, document: Document) -> Iterator[Passage]:
         """Yield the parts of a document that was text when it was checked; of a record with a prompt the prompt first.
 
         Raises DataError where it changed meanwhile.
         """
-        path = document.path
-        if document.place is not None:
-            records = self._open.pop(path, None) or open_records(path, self._fields)
-            if len(self._open) >= self.MAX_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[path] = records  # the last one used is the last to be closed
-            yield from records.texts(document.place)
+        path, place = document.path, document.place
+        if place is None:
+            try:
+                for number, text in enumerate(texts_in(path)):
+                    yield Passage(text, number == 0)
+            except (NotTextError, OSError) as error:
+                reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
+                raise DataError(f"{path}: changed while it was being read: {reason}; run it again") from None
             return
-        try:
-            yield from texts_in(path)
-        except (NotTextError, OSError) as error:
-            reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
-            raise DataError(f"{path}: changed while it was being read: {reason}; run it again") from None
+        file = self._opened(path)
+        if isinstance(file, TokenSource):
+            yield Passage("", True, ids=file.read(place.group, place.row - place.group))
+        elif isinstance(content := file.read(place), Chat):
+            if self._template is None:
+                raise DataError(
+                    f"{path}: has chats, and no chat template is known: give --tokenizer FOLDER, a folder with"
+                    " tokenizer.json and chat_template.jinja (or tokenizer_config.json)"
+                )
+            text, spans = self._template.render(content, f"{path}, record at {place.group}")
+            yield Passage(text, True, spans=spans)
+        elif self._fields.prompt:
+            yield Passage(content.prompt, True, is_learnt=False)
+            yield Passage(content.text)
+        else:
+            yield Passage(content.text, True)
+
+    def _opened(self, path: Path) -> Records | TokenSource:
+        file = self._open.pop(path, None)
+        if file is None:
+            file = open_tokens(path) if path.suffix == ".bin" else open_records(path, self._fields)
+        if len(self._open) >= self.MAX_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[path] = file  # the last one used is the last to be closed
+        return file
 
 
 def _sample(documents: Iterable[Document], fields: Fields) -> Iterator[str]:
     """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
     num_bytes, reader = 0, _Reader(fields)
     for document in documents:
-        for text in reader.parts(document):
+        for passage in reader.passages(document):
             if num_bytes >= TRAINING_BYTES:
                 return
-            yield text
-            num_bytes += len(text.encode())
+            yield passage.text
+            num_bytes += passage.num_bytes
 
 
 def _encode(
     documents: Sequence[Document],
-    fields: Fields,
+    reader: _Reader,
     tokenizer: Tokenizer,
     writer: TokenWriter,
+    keeps_special: bool,
     on_progress: Callable[[int, int], None],
-) -> None:
-    """Write all documents, a separator between two, a batch of parts at a time."""
-    total, done = sum(document.num_bytes for document in documents), 0
-    for batch in _batches(documents, fields):
-        encoded = tokenizer.encode_batch([part.text for part in batch])
-        for part, ids in zip(batch, encoded, strict=True):
-            if part.begins_document:
-                if writer.num_tokens:
-                    writer.append(np.array([tokenizer.separator]))
+) -> int:
+    """Write all documents, a separator between two, a batch of passages at a time.
+
+    Return how often the text of a special token stands in plain text.
+    """
+    total, done, special = sum(document.num_bytes for document in documents), 0, 0
+    last, is_chat = -1, False
+    for batch in _batches(documents, reader):
+        if tokenizer.special:
+            plain = (passage.text for passage in batch if passage.spans is None)
+            special += sum(1 for text in plain for _ in tokenizer.special.finditer(text))
+        encoded = _encode_passages(batch, tokenizer, keeps_special)
+        for passage, runs in zip(batch, encoded, strict=True):
+            if passage.begins_document:
+                if writer.num_tokens and last != tokenizer.separator:
+                    writer.append(np.array([tokenizer.separator]), learnt=not is_chat)
                 writer.begin_document()
-            if part.begins_answer:
-                writer.begin_answer()
-            writer.append(ids)
-            done += len(part.text.encode())
-        on_progress(done, total)
+                is_chat = passage.spans is not None
+            for ids, is_learnt in runs:
+                writer.append(ids, is_learnt)
+                last = int(ids[-1]) if len(ids) else last
+            done += passage.num_bytes
+        on_progress(min(done, total), total)  # what a template writes is not of the files
+    return special
 
 
-class DocumentPart(NamedTuple):
-    """Text of a document that is encoded at once."""
+def _encode_passages(
+    batch: Sequence[Passage], tokenizer: Tokenizer, keeps_special: bool
+) -> Iterator[list[tuple[np.ndarray, bool]]]:
+    """Yield for each passage its ids, cut where learnt ones begin and end, and which of them are learnt."""
+    first = [passage.text for passage in batch if passage.begins_document and passage.ids is passage.spans is None]
+    later = [passage.text for passage in batch if not passage.begins_document]
+    chats = [passage.text for passage in batch if passage.spans is not None]
+    begun = iter(tokenizer.encode_batch(first, keeps_special))
+    following = iter(tokenizer.encode_next(later, keeps_special))
+    rendered = iter(tokenizer.encode_spans(chats) if chats else ())
+    for passage in batch:
+        if passage.ids is not None:
+            yield [(passage.ids, True)]
+        elif passage.spans is not None:
+            yield _cut_at_spans(*next(rendered), passage.spans)
+        else:
+            ids = next(begun if passage.begins_document else following)
+            before = tokenizer.begin if passage.begins_document else ()
+            after = tokenizer.end if passage.ends_document else ()
+            whole = np.concatenate([before, ids, after]).astype(np.int64) if before or after else ids
+            yield [(whole, passage.is_learnt)]
 
-    text: str
-    begins_document: bool
-    begins_answer: bool
+
+def _cut_at_spans(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[np.ndarray, bool]]:
+    """Return runs of ids, each learnt or not: learnt is a token with a character in one of the spans."""
+    learnt = np.zeros(len(ids), bool)
+    for start, stop in spans:
+        learnt |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+    cuts = np.flatnonzero(np.diff(learnt)) + 1
+    parts = zip(np.split(ids, cuts), np.split(learnt, cuts), strict=True)
+    runs = [(part, bool(is_learnt[0])) for part, is_learnt in parts if len(part)]
+    return [(ids[:0], False), *runs]
 
 
-def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[DocumentPart]]:
-    """Yield lists of parts that together have about BATCH_CHARACTERS."""
-    batch, size, reader = [], 0, _Reader(fields)
+def _batches(documents: Iterable[Document], reader: _Reader) -> Iterator[list[Passage]]:
+    """Yield lists of passages that together have about BATCH_CHARACTERS."""
+    batch, size = [], 0
     for document in documents:
-        has_prompt = document.place is not None and fields.prompt is not None
-        for number, text in enumerate(reader.parts(document)):
-            batch.append(DocumentPart(text, number == 0, number == 1 and has_prompt))
-            size += len(text)
+        last = None
+        for passage in reader.passages(document):
+            if last is not None:
+                batch.append(last)
+                size += len(last.text)
+            last = passage
             if size >= BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0
+        if last is not None:
+            batch.append(last._replace(ends_document=True))
+            size += len(last.text) or 0
     if batch:
         yield batch

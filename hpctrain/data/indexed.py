@@ -53,7 +53,7 @@ def index_of(path: Path) -> Path | None:
 
 
 def open_indexed(path: Path, index: Path, size: int) -> IndexedTokens:
-    """Map the tokens of a `.bin` file of so many bytes, by its index. Raises DataError where they contradict each other."""
+    """Map the tokens of a `.bin` file of so many bytes by its index. Raises DataError where these contradict."""
     try:
         data = read_bytes(index)
     except OSError as error:
@@ -80,7 +80,8 @@ def open_indexed(path: Path, index: Path, size: int) -> IndexedTokens:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     if size != starts[-1] * dtype.itemsize or (lengths < 0).any():
         raise DataError(
-            f"{path}: has {size:,} bytes, and {index.name} says {starts[-1]:,} tokens of {dtype.itemsize}; copy both again"
+            f"{path}: has {size:,} bytes, and {index.name} says {starts[-1]:,} tokens of {dtype.itemsize};"
+            " copy both again"
         )
     if not size:
         raise DataError(f"{path}: has no tokens")

@@ -90,8 +90,8 @@ class Sequences:
         self.masks_documents = mask_documents
         self.has_loss_mask = mask_documents or source.answers is not None
         """Whether the loss leaves some targets out."""
-        self._learnt_from = source.documents + mask_documents
-        """For each document the first token that the loss is of."""
+        self._learnt_from = source.turns + (mask_documents & np.isin(source.turns, source.documents))
+        """For each turn the first token that the loss is of."""
         if source.answers is not None:
             self._learnt_from = np.maximum(self._learnt_from, source.answers)
         self.num_sequences = max(0, interval.size - 1) // sequence_length
@@ -133,7 +133,7 @@ class Sequences:
     def loss_mask(self, positions: np.ndarray) -> np.ndarray:
         """Return for each target of sequences whether the loss is of it, bool [positions, length]."""
         targets = self.first_tokens(positions)[:, None] + np.arange(1, self.sequence_length + 1)
-        return targets >= self._learnt_from[self._document_of(targets)]
+        return targets >= self._learnt_from[self._turn_of(targets)]
 
     def count_targets(self, positions: np.ndarray) -> int:
         """Return how many targets of sequences the loss is of."""
@@ -154,10 +154,13 @@ class Sequences:
 
     def _learnt_before(self, tokens: np.ndarray) -> np.ndarray:
         """Return how many tokens before these, of the whole file, the loss is of."""
-        ends = np.append(self.source.documents[1:], self.source.num_tokens)
-        in_documents = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._learnt_from))])
-        document = self._document_of(tokens - 1)
-        return in_documents[document] + np.maximum(0, tokens - self._learnt_from[document])
+        ends = np.append(self.source.turns[1:], self.source.num_tokens)
+        in_turns = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._learnt_from))])
+        turn = self._turn_of(tokens - 1)
+        return in_turns[turn] + np.maximum(0, tokens - self._learnt_from[turn])
+
+    def _turn_of(self, tokens: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.source.turns, tokens, side="right") - 1
 
     def _document_of(self, tokens: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.source.documents, tokens, side="right") - 1

@@ -5,6 +5,7 @@ library is imported where it is used: ranks that only train never load it.
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
 # Names for the end of a document in well-known tokenizers: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+ANCHOR = "\n"
+"""Put before a text that follows another one, where the tokenizer would put a blank before it."""
 ENCODING_PARTS = ("normalizer", "pre_tokenizer", "model")
 """The parts of a `tokenizer.json` that decide which ids a text becomes."""
 
@@ -26,21 +29,44 @@ ENCODING_PARTS = ("normalizer", "pre_tokenizer", "model")
 class Tokenizer(ABC):
     """Turns text into token ids in `range(vocab_size)` and back.
 
-    The text of a special token is text like any other: `<|endoftext|>` written in a document does not end it.
+    The text of a special token is text like any other, unless one asks for it: `<|endoftext|>` written in a document
+    does not end it.
     Characters that UTF-8 cannot hold (lone surrogates) become `?`.
     """
 
     vocab_size: int
     separator: int | None
     """The id between two documents; None: this tokenizer has none."""
+    begin: tuple[int, ...] = ()
+    """The ids with which its post-processor begins a text."""
+    end: tuple[int, ...] = ()
+    """The ids with which its post-processor ends a text."""
+    is_lossy: bool = False
+    """Whether blanks are lost, as in WordPiece."""
+    special: re.Pattern[str] | None = None
+    """Finds the special tokens that are written in a text; None: it has none."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [tokens]."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, int64 [tokens] each; on several cores where the library can."""
+    def encode_batch(self, texts: Sequence[str], keeps_special: bool = False) -> list[np.ndarray]:
+        """Return the ids of several texts, int64 [tokens] each; on several cores where the library can.
+
+        With `keeps_special` the text of a special token is that token.
+        """
+
+    def encode_next(self, texts: Sequence[str], keeps_special: bool = False) -> list[np.ndarray]:
+        """Return the ids of texts that follow others: without the blank that some tokenizers put before a text."""
+        return self.encode_batch(texts, keeps_special)
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ids of texts with special tokens, and of which characters each is, int64 [tokens, 2].
+
+        Raises DataError where the tokenizer cannot say.
+        """
+        raise DataError("a chat needs the tokenizer of its model: --tokenizer FOLDER, which has its template too")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, separators included; what is not UTF-8 (a character cut in two) becomes U+FFFD.
@@ -109,7 +135,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 256
     separator = 0
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], keeps_special: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64) for text in texts]
 
     def _decode(self, ids: np.ndarray) -> str:
@@ -143,11 +169,46 @@ class LibraryTokenizer(Tokenizer):
                 f" {MOST_WIDTH - 1:,}; give another tokenizer"
             )
         self.separator = next((ids[name] for name in SEPARATORS if name in ids), None)
+        self.is_lossy = type(self._library.model).__name__ == "WordPiece"
+        self.begin, self.end = self._added_around()
+        added = self._library.get_added_tokens_decoder().values()
+        contents = sorted((token.content for token in added if token.special and token.content), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, contents))) if contents else None
+        self._puts_blank = [ids.tolist() for ids in self.encode_batch(["a"])] != [
+            ids.tolist() for ids in self._encode_behind_anchor(["a"], False)
+        ]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        clean = [text.encode(errors="replace").decode() for text in texts]
-        encodings = self._library.encode_batch_fast(clean, add_special_tokens=False)
+    def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the post-processor puts before and behind a text."""
+        bare, full = (self._library.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        if not bare:
+            return (), ()
+        before = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+        return ((), ()) if before is None else (tuple(full[:before]), tuple(full[before + len(bare) :]))
+
+    def encode_batch(self, texts: Sequence[str], keeps_special: bool = False) -> list[np.ndarray]:
+        self._library.encode_special_tokens = not keeps_special
+        encodings = self._library.encode_batch_fast(_clean(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_next(self, texts: Sequence[str], keeps_special: bool = False) -> list[np.ndarray]:
+        return (self._encode_behind_anchor if self._puts_blank else self.encode_batch)(texts, keeps_special)
+
+    def _encode_behind_anchor(self, texts: Sequence[str], keeps_special: bool) -> list[np.ndarray]:
+        """Return the ids of texts as they are behind a line end, whose own ids are left out."""
+        self._library.encode_special_tokens = not keeps_special
+        texts = [ANCHOR + text for text in _clean(texts)]
+        encodings = self._library.encode_batch(texts, add_special_tokens=False)
+        result = []
+        for encoding in encodings:
+            own = [id for id, (_, stop) in zip(encoding.ids, encoding.offsets, strict=True) if stop > len(ANCHOR)]
+            result.append(np.array(own, np.int64))
+        return result
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self._library.encode_special_tokens = False
+        encodings = self._library.encode_batch(_clean(texts), add_special_tokens=False)
+        return [(np.array(e.ids, np.int64), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     def _decode(self, ids: np.ndarray) -> str:
         return self._library.decode(ids.tolist(), skip_special_tokens=False)
@@ -158,6 +219,10 @@ class LibraryTokenizer(Tokenizer):
     def encoding_rules(self) -> object:
         tree = json.loads(self.to_json())
         return [tree.get(key) for key in ENCODING_PARTS], self._library.get_vocab(with_added_tokens=True)
+
+
+def _clean(texts: Sequence[str]) -> list[str]:
+    return [text.encode(errors="replace").decode() for text in texts]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

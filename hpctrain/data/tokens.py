@@ -2,13 +2,14 @@
 
 Datasets: `tokens` (contiguous, so that it can be memory-mapped; uint8, uint16 or uint32 by vocabulary size),
 `documents` (int64, where each starts), `counts` (int64 per token id), `checksums` (CRC-32 of every MiB of `tokens`)
-and, where documents have prompts, `answers` (int64, where the answer of each starts).
+and, where documents have prompts, `answers` (int64, where the answer of each starts). Where documents have several
+turns, each a prompt and an answer, `turns` (int64) has where these start, and `answers` is by turn.
 Attributes: `format`, `version`, `vocab_size` and `tokenizer` (JSON), strings as bytes of fixed length. Everything but
 `tokens` is small and guarded by HDF5's own checksums.
 
-Megatron's `.bin` files with their `.idx` are read too, and nanoGPT's (little-endian uint16, nothing else). They do not say how large their vocabulary
-is. It is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT does (50304 for GPT-2). That
-takes a pass over the file when first asked for.
+Megatron's `.bin` files with their `.idx` are read too, and nanoGPT's (little-endian uint16, nothing else). They do not
+say how large their vocabulary is. It is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT
+does (50304 for GPT-2). That takes a pass over the file when first asked for.
 """
 
 import errno
@@ -56,13 +57,16 @@ class TokenSource:
         counts: np.ndarray | None = None,
         checksums: np.ndarray | None = None,
         answers: np.ndarray | None = None,
+        turns: np.ndarray | None = None,
     ):
         self.path = path
         self.num_tokens = len(tokens)
         self.documents = documents
         """int64, ascending: where each document starts; [0] where the file does not say."""
         self.answers = answers
-        """int64: where in each document the answer starts, which alone is to be learnt; None: all is."""
+        """int64: where in each turn the answer starts, which alone is to be learnt; None: all is."""
+        self.turns = documents if turns is None else turns
+        """int64, ascending: where each turn starts, a prompt and its answer; a document without several is one."""
         self.declares_vocabulary = vocab_size is not None
         self.tokenizer_json = tokenizer_json
         self._tokens: np.ndarray | None = tokens
@@ -80,7 +84,10 @@ class TokenSource:
         """Identifies the tokens of a file: their number, and a CRC of the checksums (of a sample for `.bin`)."""
         sample = self._fetch(step=max(1, self.num_tokens // 65536)) if self._checksums is None else self._checksums
         identity = f"{self.num_tokens} tokens {zlib.crc32(sample.tobytes()):08x}"
-        return identity if self.answers is None else f"{identity} answers {zlib.crc32(self.answers.tobytes()):08x}"
+        if self.answers is None:
+            return identity
+        identity += f" answers {zlib.crc32(self.answers.tobytes()):08x}"
+        return identity if self.turns is self.documents else f"{identity} turns {zlib.crc32(self.turns.tobytes()):08x}"
 
     @cached_property
     def vocab_size(self) -> int:
@@ -259,7 +266,7 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         )
     tokens, *others = (_dataset(file, name) for name in ("tokens", "documents", "counts", "checksums"))
     documents, counts, checksums = map(np.asarray, others)
-    answers = np.asarray(_dataset(file, "answers")) if "answers" in file else None
+    answers, turns = (np.asarray(_dataset(file, name)) if name in file else None for name in ("answers", "turns"))
     vocab_size, named = int(attributes["vocab_size"]), attributes.get("tokenizer")
     tokenizer = named.decode() if isinstance(named, bytes) else None
     offset = tokens.id.get_offset()
@@ -270,22 +277,25 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         and len(checksums) == -(-tokens.nbytes // BLOCK_BYTES)
         and len(counts) == vocab_size
         and counts.sum() == len(tokens)
-        and documents[0] == 0
-        and documents[-1] < len(tokens)
-        and (np.diff(documents) > 0).all()
-        and (answers is None or _are_within(answers, documents, len(tokens)))
+        and _ascend_from_zero(documents, len(tokens))
+        and (turns is None or (_ascend_from_zero(turns, len(tokens)) and np.isin(documents, turns).all()))
+        and (answers is None or _are_within(answers, documents if turns is None else turns, len(tokens)))
     )
     if not consistent:
         raise ValueError("its parts contradict each other")
     if offset is None:
         raise ValueError("its tokens are in chunks, which somebody else has made")
     mapped = np.memmap(path, tokens.dtype, mode="r", offset=offset, shape=tokens.shape).view(np.ndarray)
-    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums, answers)
+    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums, answers, turns)
 
 
-def _are_within(answers: np.ndarray, documents: np.ndarray, num_tokens: int) -> bool:
-    ends = np.append(documents[1:], num_tokens)
-    return answers.shape == documents.shape and bool(((answers >= documents) & (answers <= ends)).all())
+def _ascend_from_zero(starts: np.ndarray, num_tokens: int) -> bool:
+    return bool(starts[0] == 0 and starts[-1] < num_tokens and (np.diff(starts) > 0).all())
+
+
+def _are_within(answers: np.ndarray, turns: np.ndarray, num_tokens: int) -> bool:
+    ends = np.append(turns[1:], num_tokens)
+    return answers.shape == turns.shape and bool(((answers >= turns) & (answers <= ends)).all())
 
 
 def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
@@ -314,7 +324,7 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.num_tokens = 0
         self._dtype = _dtype(vocab_size)
-        self._documents, self._answers = array("q"), array("q")
+        self._documents, self._turns, self._answers = array("q"), array("q"), array("q")
         self._has_answers = False
         self._counts = np.zeros(vocab_size, np.int64)
         self._spool: BinaryIO
@@ -338,15 +348,18 @@ class TokenWriter:
         """Say that the next token starts a document."""
         if not self._documents or self._documents[-1] != self.num_tokens:
             self._documents.append(self.num_tokens)
-            self._answers.append(self.num_tokens)
+            self._begin_turn()
 
-    def begin_answer(self) -> None:
-        """Say that the next token is the first one of this document to be learnt."""
-        self._answers[-1] = self.num_tokens
-        self._has_answers = True
+    def _begin_turn(self) -> None:
+        self._turns.append(self.num_tokens)
+        self._answers.append(self.num_tokens)
 
-    def append(self, ids: np.ndarray) -> None:
-        """Add token ids, integers [tokens]. Raises DataError for one that is not in the vocabulary."""
+    def append(self, ids: np.ndarray, learnt: bool = True) -> None:
+        """Add token ids, integers [tokens], which the loss is of or not. After an answer a prompt begins a turn.
+
+        Raises DataError for one that is not in the vocabulary.
+        """
+        self._has_answers |= not learnt
         if len(ids) == 0:
             return
         if ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -356,12 +369,16 @@ class TokenWriter:
             )
         if not self._documents:
             self.begin_document()
+        if not learnt and self._answers[-1] < self.num_tokens:
+            self._begin_turn()
         self._counts += np.bincount(ids, minlength=self.vocab_size)
         try:
             self._spool.write(ids.astype(self._dtype).tobytes())
         except OSError as error:
             self._refuse(error)
         self.num_tokens += len(ids)
+        if not learnt:
+            self._answers[-1] = self.num_tokens
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
         with self._spool:
@@ -384,8 +401,8 @@ class TokenWriter:
         self._spool.seek(0)
         checksums = array("I")
         if self._documents[-1] == self.num_tokens:
-            self._documents.pop()  # begun, and left empty
-            self._answers.pop()
+            for starts in (self._documents, self._turns, self._answers):
+                starts.pop()  # begun, and left empty
         with h5py.File(self.partial, "w", libver=HDF5_VERSIONS, locking=False) as file:
             # Bytes, not str: HDF5 keeps strings of variable length where it has no checksums, and may loop for ever on
             # a flipped bit there.
@@ -402,6 +419,8 @@ class TokenWriter:
             parts = {"documents": self._documents, "counts": self._counts, "checksums": checksums}
             if self._has_answers:
                 parts["answers"] = self._answers
+                if len(self._turns) > len(self._documents):
+                    parts["turns"] = self._turns
             for name, values in parts.items():
                 file.create_dataset(name, data=np.asarray(values), fletcher32=True)
 

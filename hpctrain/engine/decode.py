@@ -153,7 +153,7 @@ class Generator:
         With `cached` keys and values of what was read are kept; without, all is computed anew for each token. Where the
         context is full, its older half is dropped.
         """
-        start = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.separator or 0]
+        start = [*self.tokenizer.begin, *self.tokenizer.encode(prompt).tolist()] or [self.tokenizer.separator or 0]
         generator = torch.Generator().manual_seed(sampling.seed)
         written: list[int] = []
         for logits in self._logits(start, written, cached):

@@ -132,12 +132,14 @@ class Trainer:
         self.steps_done += 1
         metrics: SavedMetrics = {
             "step": self.steps_done,
-            **({"loss": totals.loss / num_targets} if num_targets else {}),
+            "loss": totals.loss / max(1, num_targets),
             "grad_norm": totals.norm,
             "learning_rate": learning_rate(self.job.train, step),
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
+        if not num_targets:
+            del metrics["loss"]
         if scale := self.optimizer.loss_scale:
             metrics["loss_scale"], metrics["skipped"] = scale.value, totals.skipped
         return metrics, StepRequests(*totals.flags)

@@ -1,11 +1,12 @@
 """`hpctrain prepare`: make a token file from text."""
 
+import os
 import sys
 
 import click
 
 from hpctrain.config.terminal import drawing
-from hpctrain.jobs.arguments import PATH, VOCABULARY, json_option, print_result
+from hpctrain.jobs.arguments import COUNT, PATH, VOCABULARY, json_option, print_result
 
 
 @click.command("prepare", short_help="Make a token file from text.")
@@ -17,7 +18,8 @@ from hpctrain.jobs.arguments import PATH, VOCABULARY, json_option, print_result
     default="byte",
     show_default=True,
     help="byte: a token is a byte. bpe: byte-level BPE, trained on the text itself. FILE: a Hugging Face"
-    " tokenizer.json, or a token file whose tokenizer to use again (as for data.validation).",
+    " tokenizer.json, a folder with it (and a chat template), or a token file whose tokenizer to use again (as for"
+    " data.validation).",
 )
 @click.option("--vocab-size", type=VOCABULARY, help="Number of tokens that bpe trains, at least 257.  [default: 1024]")
 @click.option("--glob", "globs", metavar="PATTERN", multiple=True, help="Which files of folders; may be repeated.")
@@ -26,14 +28,18 @@ from hpctrain.jobs.arguments import PATH, VOCABULARY, json_option, print_result
     "--field", default="text", show_default=True, help="Of JSON Lines and Parquet files: where a record has its text."
 )
 @click.option("--prompt-field", metavar="NAME", help="Where a record has a prompt, which is given and not learnt.")
+@click.option("--special-tokens", is_flag=True, help="The text of a special token, such as <|im_end|>, is that token.")
+@click.option("--workers", type=COUNT, help="Threads that encode.  [default: one for each core]")
 @json_option
-def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_field, as_json):
+def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_field, special_tokens, workers, as_json):
     """Make a token file, which training reads, from text files and folders of them.
 
-    Every file is one document; of .jsonl and .parquet files every record is one. In folders, files that are not UTF-8
-    text are skipped and counted, hidden ones ignored; a file that is named is refused then. Documents are shuffled by
-    a hash of their relative path, so the same folder gives the same token file on any machine. Its end, which training
-    keeps for validation, is a fair sample. The file appears only when it is complete.
+    Every file is one document; of .jsonl, .json and .parquet files every record is one, of Megatron's .bin and .idx
+    every document. Files ending in .gz and .zst are unpacked. A record with a list of messages is a chat: the template
+    of the tokenizer's folder writes it, and the assistant's tokens alone are learnt. In folders, files that are not
+    UTF-8 text are skipped and counted, hidden ones ignored; a file that is named is refused then. Documents are
+    shuffled by a hash of their relative path, so the same folder gives the same token file on any machine. Its end,
+    which training keeps for validation, is a fair sample. The file appears only when it is complete.
 
     \b
     Examples:
@@ -44,7 +50,11 @@ def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_fiel
     The summary ends with the unigram entropy: the loss, in nats, of a model that knows only how frequent each token
     is. A training loss above it has learnt nothing from context yet.
     """
-    from hpctrain.data.corpus import Fields, prepare
+    if workers:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when the tokenizers library encodes for the first time
+
+    from hpctrain.data.corpus import prepare
+    from hpctrain.data.records import Fields
 
     with click.progressbar(length=1, file=drawing(sys.stderr), label="encoding", hidden=not sys.stderr.isatty()) as bar:
 
@@ -60,6 +70,7 @@ def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_fiel
             globs=globs,
             stdlib=stdlib,
             fields=Fields(field, prompt_field),
+            keeps_special=special_tokens,
             on_progress=show,
         )
     fields = vars(summary) | {"path": str(summary.path), "bytes_per_token": round(summary.bytes_per_token, 4)}
@@ -75,4 +86,7 @@ def command(paths, out, tokenizer, vocab_size, globs, stdlib, field, prompt_fiel
         f"  unigram entropy  {summary.unigram_entropy_nats:.4f} nats\n"
         f"  file size        {summary.file_bytes / 1e6:,.1f} MB"
     )
+    if summary.special_tokens:
+        what = "became the tokens" if special_tokens else "are plain text; with --special-tokens they are tokens"
+        text += f"\n  special tokens   {summary.special_tokens:,} are written in texts, and {what}"
     print_result(fields, text, as_json)

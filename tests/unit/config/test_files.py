@@ -10,7 +10,8 @@ from hpctrain.comm.watchdog.flight import read_first_death, read_flights
 from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import load_job
-from hpctrain.data.corpus import Fields, load_tokenizer, open_records, prepare
+from hpctrain.data.corpus import load_tokenizer, prepare
+from hpctrain.data.records import Fields, open_records
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
 from hpctrain.jobs.mpirun import _read_hosts

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.corpus import Fields, prepare
+from hpctrain.data.corpus import prepare
 from hpctrain.data.order import Sequences, open_datasets
+from hpctrain.data.records import Fields
 from hpctrain.data.tokenizer import ByteTokenizer
 from hpctrain.data.tokens import TokenWriter, open_tokens
 from hpctrain.model.operators import attention

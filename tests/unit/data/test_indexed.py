@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx are read as by its own reader, whose answers `megatron/make.py` wrote; others are refused."""
+"""Megatron's .bin and .idx are read as by its own reader, by the answers of `megatron/make.py`; others are refused."""
 
 import json
 import struct

@@ -126,6 +126,7 @@ def test_documents_are_whole_with_a_separator_between_two(corpus, tmp_path):
         text_bytes=size,
         unigram_entropy_nats=summary.unigram_entropy_nats,
         file_bytes=(tmp_path / "t.h5").stat().st_size,
+        special_tokens=0,
         skipped={},
     )
     with open_tokens(tmp_path / "t.h5") as source:

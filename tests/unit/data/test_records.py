@@ -7,7 +7,8 @@ import pytest
 
 from hpctrain.config.errors import DataError
 from hpctrain.data import corpus
-from hpctrain.data.corpus import Fields, prepare
+from hpctrain.data.corpus import prepare
+from hpctrain.data.records import Fields
 from hpctrain.data.tokens import open_tokens
 from hpctrain.observe.folder.run_folder import START, note_event, note_failure, read_events
 from hpctrain.observe.folder.schema import EVENTS

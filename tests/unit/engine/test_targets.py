@@ -45,9 +45,8 @@ def write(path, documents: int, prompt: int, answer: int, seed: int = 0) -> None
     with TokenWriter(path, VOCAB) as writer:
         for _ in range(documents):
             writer.begin_document()
-            writer.append(rng.integers(1, VOCAB, prompt))
             if prompt:
-                writer.begin_answer()
+                writer.append(rng.integers(1, VOCAB, prompt), learnt=False)
             writer.append(np.full(answer, 7) if prompt else rng.integers(1, VOCAB, answer))
 
 

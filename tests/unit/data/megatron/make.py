@@ -4,6 +4,7 @@ Run it where megatron-core is installed: python make.py. It was run with megatro
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,6 @@ for seed, (name, (dtype, vocab)) in enumerate(CASES.items()):
     builder.finalize(prefix + ".idx")
     read = IndexedDataset(prefix)
     bounds = read.document_indices.tolist()
-    documents = [np.concatenate([read[i] for i in range(a, b)]).tolist() for a, b in zip(bounds, bounds[1:]) if b > a]
+    documents = [np.concatenate([read[i] for i in range(a, b)]).tolist() for a, b in pairwise(bounds) if b > a]
     answers[name] = documents
 (HERE / "answers.json").write_text(json.dumps(answers))
