@@ -1,14 +1,15 @@
 """Functions of tensors compiled for a device: several operations become one kernel, by Triton or in C++."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hpctrain.comm.accelerators.kinds import Ability
 
 # In this process: it would start as many others as the host has cores, for each rank. What a compiled function is for
-# is known before it is called, which takes a fraction of the time of torch's own checks. Nothing that orders a sum
-# is selected by a measurement: ranks that hold copies of a norm, and a run that continues, would have other last bits.
+# is known before it is called, so torch's own checks are left out. Nothing that orders a sum is selected by a
+# measurement: ranks that hold copies of a norm, and a run that continues, would have other last bits.
 OPTIONS: dict[str, str | int | bool | Callable] = {
     "compile_threads": 1,
     "guard_filter_fn": lambda guards: [False] * len(guards),
@@ -33,18 +34,55 @@ class Compiled:
         """Return what a function makes of tensors and of arguments that are constants. Autograd sees nothing of it."""
         key = function, *((each.shape, each.stride(), each.dtype) for each in tensors), *constants.values()
         made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = _compile(function, constants)
-        return made(*(each.detach() for each in tensors))
+        if made is not None:
+            return made(tensors)
+        result, self._made[key] = _compile(function, [each.detach() for each in tensors], constants)
+        return result
 
 
-def _compile(function: Callable, constants: dict) -> Callable:
+def _compile(function: Callable, tensors: list[torch.Tensor], constants: dict) -> tuple[Any, Callable]:
+    """Return what a function makes of tensors, and what makes it of others like them.
+
+    That is the callable that torch compiles itself. The one that torch returns looks first at what it is called with,
+    which takes longer than the call. Which tensors it takes and returns, in which order, is seen in the first call.
+    """
+    from torch._dynamo.eval_frame import innermost_fn
+    from torch._inductor.compile_fx import compile_fx
+
+    calls: list[tuple[Callable, tuple, Sequence]] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[torch.Tensor], options: dict) -> Callable:
+        inner = innermost_fn(compile_fx(graph, examples, config_patches=options))
+
+        def noting(*given):
+            calls.append((inner, given, made := inner(*given)))
+            return made
+
+        return noting
+
     def compiled(*tensors: torch.Tensor):
         return function(*tensors, **constants)
 
     compiled.__code__ = compiled.__code__.replace()  # torch keeps what is compiled, and a limit, for each code object
     options = OPTIONS | ({IN_ONE_ORDER: True} if IN_ONE_ORDER in torch._inductor.list_options() else {})
-    return torch.compile(compiled, fullgraph=True, dynamic=False, options=options)
+    wrapped = torch.compile(compiled, backend=backend, fullgraph=True, dynamic=False, options=options)
+    result = wrapped(*tensors)
+    (inner, given, made), is_one = calls.pop(), isinstance(result, torch.Tensor)
+    taken = [_place(each, tensors) for each in given]
+    returned = [_place(each, [*made, *tensors]) for each in ([result] if is_one else result)]
+
+    def call(tensors: tuple[torch.Tensor, ...]):
+        made = inner(*(tensors[place] for place in taken))
+        if is_one:
+            return made[returned[0]]
+        every = *made, *tensors
+        return [every[place] for place in returned]
+
+    return result, call
+
+
+def _place(tensor: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
+    return next(place for place, each in enumerate(among) if each is tensor)
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:
@@ -54,8 +92,9 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 def try_compile(device: torch.device) -> Ability:
     """Say whether functions can be compiled for a device, by a small one: it takes a few seconds. Never raises."""
     try:
-        x = torch.linspace(-1, 1, 64, device=device).view(4, 16)
-        if torch.allclose(Compiled()(_trial, x), _trial(x), atol=1e-5):
+        run, x = Compiled(), torch.linspace(-1, 1, 64, device=device).view(4, 16)
+        results = run(_trial, x), run(_trial, x)  # the second one is called as all later ones are
+        if all(torch.allclose(each, _trial(x), atol=1e-5) for each in results):
             return Ability(True, "torch.compile gives the same numbers as operations one by one")
         return Ability(False, "torch.compile gives other numbers than operations one by one")
     except Exception as error:  # without a compiler, and whatever else a compiler raises

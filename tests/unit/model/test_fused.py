@@ -112,6 +112,23 @@ def test_the_fused_loss_is_that_of_single_operations(kernels, cap, dtype):
 
 
 @pytest.mark.timeout(120)
+def test_later_calls_go_past_torchs_own_checks_and_return_the_same(kernels, monkeypatch):
+    """Also where a function does not read all tensors, returns one of them, or the same twice."""
+
+    def of(a, unused, b, *, factor):
+        product = factor * a * b
+        return b - a, a, product.sum(), product.sum()
+
+    run, (a, b) = Compiled(), torch.randn(2, 3, 4, generator=torch.manual_seed(0))
+    first, negative = run(of, a, a, b, factor=2.0), run(torch.neg, a)
+    monkeypatch.setattr(torch._dynamo.eval_frame, "set_eval_frame", lambda *_: pytest.fail("torch looks at a call"))
+    again, swapped = run(of, a, a, b, factor=2.0), run(of, b.requires_grad_(), b, a, factor=2.0)
+    assert all(torch.equal(*each) for each in zip(first, again, strict=True))
+    assert torch.equal(swapped[0], a - b) and swapped[1] is b and swapped[2] == swapped[3] == again[2]
+    assert torch.equal(run(torch.neg, b), -b) and torch.equal(negative, -a), "one tensor, not a list of one"
+
+
+@pytest.mark.timeout(120)
 def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
     """Torch compiles a long sum for a GPU with several block sizes and keeps the fastest, which differs by rank.
 
