@@ -5,7 +5,7 @@ import click
 from benchmarks.plan_benchmark import PlanBenchmark
 from hpctrain.cli import main
 from hpctrain.jobs.arguments import COUNT, json_option, override_option, print_result, time_scale_option
-from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
 from hpctrain.observe.console import describe_overrun
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search.search import SCORE_ALL, Limits
@@ -33,8 +33,9 @@ def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_j
     All train the same global batch. The yardstick is the sum of what the families do alone (HetHub, arXiv 2405.16256):
     all plans of a family are scored, the best ones simulated, and the best of these measured.
     """
-    with started_world() as world:
-        job, described = start_rehearsal(world, cluster, load_job_on(world, reference, overrides), time_scale)
+    rehearsed = load_described(cluster)
+    with started_world(rehearsed) as world:
+        job, described = start_rehearsal(world, rehearsed, load_job_on(world, reference, overrides), time_scale)
         report = (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
         benchmark = PlanBenchmark(world, described.cluster, job, steps, report)
         measured = {"cluster": cluster, "ranks": world.size} | _measure(benchmark, alone, plans)

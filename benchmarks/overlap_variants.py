@@ -17,7 +17,7 @@ from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.start.resolve_overlap import format_value, hidden_groups
 from hpctrain.jobs.arguments import override_option, rehearse_option
-from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
 from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
     """
     if not (rehearse or pairs):
         raise click.UsageError("say on which rehearsed cluster, --rehearse CLUSTER, or how many pairs here, --pairs 20")
-    with started_world() as world:
-        parsed, described = load_job_on(world, job, overrides), None
-        if rehearse:
-            parsed, described = start_rehearsal(world, rehearse, parsed)
+    described = load_described(rehearse) if rehearse else None
+    with started_world(described) as world:
+        parsed = load_job_on(world, job, overrides)
+        if described:
+            parsed, described = start_rehearsal(world, described, parsed)
         prepared = prepare_run(world, parsed, described=described)
         if pairs:
             summary = compare_pairs(world, prepared, pairs)

@@ -84,8 +84,9 @@ def _saved(folder: Path, number: int, named: Named) -> dict:
 
 def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | None) -> None:
     """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
-    with started_world() as world:
-        job, described = start_rehearsal(world, cluster_name, load_job_on(world, OWN_JOB, ()), time_scale)
+    rehearsed = load_described(cluster_name)
+    with started_world(rehearsed) as world:
+        job, described = start_rehearsal(world, rehearsed, load_job_on(world, OWN_JOB, ()), time_scale)
         benchmark, summary = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
         for name, saved in json.loads(given.read_text()).items():
             result = benchmark.best(1, [Candidate(name, load_plan(Path(saved["path"])), saved["seconds"])])

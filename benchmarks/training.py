@@ -18,7 +18,7 @@ from hpctrain.jobs.arguments import (
     rehearse_option,
     time_scale_option,
 )
-from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
 
 
 @click.command("benchmarks.training")
@@ -35,10 +35,11 @@ def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
     \b
     mpirun -n 4 python -m benchmarks.training tiny --set plan.data=4 --json
     """
-    with started_world() as world:
-        parsed, described = load_job_on(world, job, overrides), None
-        if rehearse:
-            parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
+    described = load_described(rehearse) if rehearse else None
+    with started_world(described) as world:
+        parsed = load_job_on(world, job, overrides)
+        if described:
+            parsed, described = start_rehearsal(world, described, parsed, time_scale)
         prepared = prepare_run(world, parsed, described=described)
         trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     @property
     def host_name(self) -> str:
-        """The name of the host, of which MPI may make several (`hpctrain.comm.world.gather_places`)."""
+        """The name of the host, of which MPI may make several (`hpctrain.comm.mpi_communicators.gather_places`)."""
         return self.host.partition(DOMAIN)[0]
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm.accelerators.kinds import detect_device, use_device_early
 from hpctrain.comm.groups.settings import Settings
+from hpctrain.comm.mpi_communicators import FamilyCommunicators, gather_places
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
 from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.start.process import remove_dead_segments
-from hpctrain.comm.topology import DOMAIN, Place, Topology, split_families
+from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports.members import MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
@@ -50,17 +51,24 @@ STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 class World:
     """All ranks of this start. Made once by `World.start`, passed on, closed by `close`."""
 
-    def __init__(self, mpi, owns_mpi: bool, places: Sequence[Place], timeout_seconds: float, watched: bool):
-        self._mpi, self._owns_mpi = mpi, owns_mpi
-        # All of MPI's communicators: whoever makes another one is one more that has to be revoked where ranks are lost.
-        self._comm, self._alarms = mpi.COMM_WORLD.Dup(), mpi.COMM_WORLD.Dup()
+    def __init__(
+        self,
+        communicators: FamilyCommunicators,
+        places: Sequence[Place],
+        timeout_seconds: float,
+        watched: bool = False,
+        owns_mpi: bool = False,
+    ):
+        """It closes its `communicators`, and ends MPI if it `owns_mpi`. All ranks must call."""
+        self._mpi, self._owns_mpi, self.communicators = communicators.mpi, owns_mpi, communicators
+        self._comm, self._alarms = communicators.bridge, communicators.alarms
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self.settings = Settings(Topology(tuple(places)))
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
-        self.space = MessageSpace(mpi, self._comm, self.patience)
+        self.space = MessageSpace(communicators, self.patience)
         self._waits_for_all = False
-        self.watchdog = Watchdog(mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
+        self.watchdog = Watchdog(self._mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
         self._lane = self.watchdog.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
         self._engine: ProgressEngine | None = None
@@ -68,10 +76,14 @@ class World:
         self._lanes: list[Lane] = []
 
     @classmethod
-    def start(cls, timeout_seconds: float = 1800.0, watched: bool = True) -> "World":
+    def start(
+        cls, timeout_seconds: float = 1800.0, watched: bool = True, rehearsed: Sequence[Place] | None = None
+    ) -> "World":
         """Start MPI and check that the launcher's promise was kept. All ranks must call.
 
-        Without `watched` who waits for too long raises CommError himself, and does not end the others.
+        Without `watched` who waits for too long raises CommError himself, and does not end the others. Where ranks are
+        to impersonate the `rehearsed` devices, MPI's communicators are made for these devices' families; another number
+        of devices than ranks is left to `rehearse`, which refuses it.
 
         Raises LaunchError where `srun` or `mpirun` of another MPI started N jobs of one rank instead of one of N.
         """
@@ -107,7 +119,10 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), device.family, device.kind)
-        return cls(MPI, ours, gather_places(MPI, place, device.memory_bytes), timeout_seconds, watched)
+        places = gather_places(MPI, place, device.memory_bytes)
+        of_families = rehearsed if rehearsed and len(rehearsed) == len(places) else places
+        communicators = FamilyCommunicators(MPI, [each.family for each in of_families])
+        return cls(communicators, places, timeout_seconds, watched, owns_mpi=ours)
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
@@ -357,8 +372,7 @@ class World:
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
         self.watchdog.close()
-        self._comm.Free()
-        self._alarms.Free()
+        self.communicators.close()
         if self._owns_mpi:
             self._mpi.Finalize()
 
@@ -405,27 +419,6 @@ class World:
         if not everywhere:
             message += f"\n  on rank {self.rank} of {self.size}, host {self.place.host}; all ranks are stopped"
         return trace + message
-
-
-def gather_places(mpi, own: Place, memory_bytes: int = 0) -> list[Place]:
-    """Return where all ranks are. All ranks must call, with what their devices have of memory (`split_families`).
-
-    A host is where ranks share memory as MPI sees it, which may be less than what has one name: each node of Slurm is
-    a host to MPICH, and so is each container. Further hosts of a name have the first of their ranks behind it.
-    """
-    comm = mpi.COMM_WORLD
-    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    leader = sharing.bcast(comm.rank)
-    sharing.Free()
-    gathered = comm.allgather((own, leader, memory_bytes))
-    first: dict[str, int] = {}
-    for place, leader, _ in gathered:
-        first.setdefault(place.host, leader)
-    places = [
-        place if first[place.host] == leader else place._replace(host=f"{place.host}{DOMAIN}{leader}")
-        for place, leader, _ in gathered
-    ]
-    return split_families(places, [size for _, _, size in gathered])
 
 
 EXCHANGES = 20

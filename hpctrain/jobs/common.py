@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def started_world() -> Iterator["World"]:
+def started_world(rehearsed: Described | None = None) -> Iterator["World"]:
     """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is printed once.
 
-    Ranks that were started with another hpctrain or another MPI library are refused.
+    Ranks that were started with another hpctrain or another MPI library are refused. The families of ranks that are to
+    impersonate devices are those of the `rehearsed` cluster.
     """
+    from hpctrain.comm.topology import places_of
     from hpctrain.comm.world import World
     from hpctrain.jobs.doctor.software import compare_software, describe_environments
 
-    world = World.start()
+    world = World.start(rehearsed=places_of(rehearsed.cluster) if rehearsed else None)
     try:
         software = compare_software(world)
         if world.rank == 0:
@@ -89,16 +91,18 @@ def load_cluster_on(world: "World", reference: str) -> Described:
         return Described(load_cluster(locate_cluster(reference)).without_environment(), reference)
 
 
-def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float | None = None) -> tuple[Job, Described]:
-    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call.
+def start_rehearsal(
+    world: "World", rehearsed: Described, job: Job, time_scale: float | None = None
+) -> tuple[Job, Described]:
+    """Let the ranks be the devices of a cluster, from now on. All ranks must call, in a world that was started so.
 
     Cluster and job are scaled down together where the file is of real size. Return the job to train, and the cluster
     that it is trained on. A scaled job gets generated tokens: the ids of its own do not fit its vocabulary.
     """
     cores = world.gather_objects(sorted(os.sched_getaffinity(0)))
     num_cores = len(set(itertools.chain(*cores)))
-    miniature = world.on_first_rank(lambda: miniature_of(reference, job, num_cores, time_scale))
-    scale, remark, job = miniature.describe(reference), "", miniature.job
+    miniature = world.on_first_rank(lambda: miniature_of(rehearsed, job, num_cores, time_scale))
+    scale, remark, job = miniature.describe(rehearsed.name), "", miniature.job
     if miniature.is_job_scaled:
         remark, tokens = "; trained on generated tokens", world.on_first_rank(lambda: generated_tokens(job))
         job = with_values(job, "data", tokens=tokens, validation=None)
@@ -108,7 +112,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
     from hpctrain.rehearsal.shaped import rehearse
 
     rehearse(world, miniature.cluster, miniature.truth)
-    return job, Described(miniature.cluster, reference, is_rehearsed=True, truth=miniature.truth, scale=scale)
+    return job, Described(miniature.cluster, rehearsed.name, is_rehearsed=True, truth=miniature.truth, scale=scale)
 
 
 def generated_tokens(job: Job) -> Path:
@@ -119,11 +123,10 @@ def generated_tokens(job: Job) -> Path:
     return folder / "generated.bin"
 
 
-def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
-    """Return what is rehearsed of a cluster, a file or a ready one's name, and a job. Raises TopologyError."""
+def miniature_of(described: Described, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
+    """Return what is rehearsed of a cluster and a job. Raises TopologyError."""
     from hpctrain.rehearsal.miniature import is_finished, miniature
 
-    described = load_described(reference)
     cluster, truth = described.cluster, described.truth
     if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
         job = with_some_vocabulary(job)
@@ -132,7 +135,7 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
 
 def ready_miniature(name: str, job: str | Job = "mixed") -> "Miniature":
     """Return what is rehearsed of a ready cluster and a job, for tests and benchmarks that need no ranks."""
-    return miniature_of(name, load_job(job) if isinstance(job, str) else job, cores=2)
+    return miniature_of(load_described(name), load_job(job) if isinstance(job, str) else job, cores=2)
 
 
 def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> None:

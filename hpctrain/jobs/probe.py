@@ -26,7 +26,7 @@ from hpctrain.config.tables import read_text
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
-from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world, with_vocabulary
+from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world, with_vocabulary
 from hpctrain.planner.prices.curves import is_profiled, model_seconds, profiles_of
 
 MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
@@ -115,10 +115,11 @@ def probe_job(
     as_json: bool,
 ) -> None:
     """Measure a job on the devices of all ranks, and add its profiles to a cluster file. All ranks must call."""
-    with started_world() as world:
-        parsed, rehearsed = load_job_on(world, job, overrides), None
-        if rehearse:
-            parsed, rehearsed = start_rehearsal(world, rehearse, parsed)
+    rehearsed = load_described(rehearse) if rehearse else None
+    with started_world(rehearsed) as world:
+        parsed = load_job_on(world, job, overrides)
+        if rehearsed:
+            parsed, rehearsed = start_rehearsal(world, rehearsed, parsed)
         reference = cluster or rehearse
         own = None if reference else describe_this(world)
 

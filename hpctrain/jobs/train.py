@@ -9,7 +9,7 @@ from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
-from hpctrain.jobs.common import load_cluster_on, load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_cluster_on, load_described, load_job_on, start_rehearsal, started_world
 
 
 @click.command("train")
@@ -66,10 +66,11 @@ def command(
     checkpoint and exit code 75: start it again. A file `stop` in the run folder ends it with a checkpoint and exit code
     0; a file `save` asks for a checkpoint. A run continues where its output is lost.
     """
-    with started_world() as world:
+    rehearsed = load_described(rehearse) if rehearse else None
+    with started_world(rehearsed) as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
-        if rehearse:
-            parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
+        if rehearsed:
+            parsed, described = start_rehearsal(world, rehearsed, parsed, time_scale)
         else:
             described = load_cluster_on(world, cluster) if cluster else None
 

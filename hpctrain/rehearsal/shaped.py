@@ -295,6 +295,8 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
             raise TopologyError(
                 f"truth.devices.{device.family}: missing; say how pretend devices of family '{device.family}' behave"
             )
+    families = tuple(device.family for device in cluster.devices)
+    assert world.communicators.families == families, "the world was started for other families"
     own = cluster.devices[world.rank]
     if len({place.host for place in world.topology.places}) > 1:
         raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")

@@ -43,7 +43,8 @@ def test_the_doctor_says_what_there_is(hpctrain, tmp_path):
     assert {"Python", "packages", "launcher", "shared memory", "file system", "HDF5", "software", "MPI threads"} <= set(
         findings
     )
-    assert {"devices", "cores", "routes", "links", "shared folder"} <= set(findings)
+    assert summary["communicators"] == {"hpctrain family cpu": 2, "hpctrain bridge": 2, "hpctrain alarms": 2}
+    assert {"communicators", "devices", "cores", "routes", "links", "shared folder"} <= set(findings)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 

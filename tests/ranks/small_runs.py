@@ -15,6 +15,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.groups.settings import Settings
+from hpctrain.comm.mpi_communicators import FamilyCommunicators
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
@@ -108,10 +109,17 @@ def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Acceler
     return Trainer(world, accelerator or CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
 
 
+def world_of(world, families=None, timeout_seconds: float | None = None) -> World:
+    """Another world of the same ranks, whose settings and records are its own. All ranks must call."""
+    places = world.topology.places
+    communicators = FamilyCommunicators(world.raw_mpi, families or [place.family for place in places])
+    return World(communicators, places, timeout_seconds or world.patience.phase.seconds)
+
+
 @contextlib.contextmanager
 def rehearsed_world(world, cluster: Cluster, truth: Truth):
     """A world of its own, whose ranks are the devices of a cluster. All ranks must call."""
-    own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
+    own = world_of(world, [device.family for device in cluster.devices])
     rehearse(own, cluster, truth)
     yield own
     own.close()

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.run import Run
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve import prepare_run
-from tests.ranks.small_runs import largest_relative_difference, make_job
+from tests.ranks.small_runs import largest_relative_difference, make_job, world_of
 
 STEPS, FIRST_LEG = 6, 3
 DEVICES = """
@@ -30,7 +29,7 @@ link_bytes_per_second = 1e9
 @pytest.fixture
 def own(world):
     """A world whose settings and records are not those of other tests."""
-    own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
+    own = world_of(world)
     yield own
     own.close()
 

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.architectures.description import inner_of
-from hpctrain.comm.world import World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
@@ -29,6 +28,7 @@ from tests.ranks.small_runs import (
     make_trainer,
     parametrize_by_turns,
     rehearsed_world,
+    world_of,
 )
 from tests.unit.small_searches import cluster_of
 
@@ -139,7 +139,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, tokens, monkeypatch):
-    own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
+    own = world_of(world)
     job = make_job(tokens, "llama", {"tensor": {"y": 2}})
     plan = resolve_plan(job, 2).plan
     reasons = {"overlap.tensor": "off: a reason"}

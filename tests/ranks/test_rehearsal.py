@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hpctrain.comm.world import World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.data.order import open_datasets
@@ -22,6 +21,7 @@ from tests.ranks.small_runs import (
     make_job,
     make_trainer,
     rehearsed_world,
+    world_of,
 )
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
@@ -174,7 +174,7 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
 def test_other_numbers_of_ranks_and_unknown_families_are_refused(world):
     with pytest.raises(TopologyError, match=r"truth.devices.slow: missing; say how pretend devices of family 'slow'"):
         rehearse(world, CLUSTER, Truth(devices={"fast": FAST}))
-    alone = World(world.raw_mpi, False, world.topology.places, 10.0, watched=False)
+    alone = world_of(world, timeout_seconds=10.0)
     alone.size = 3
     with pytest.raises(LaunchError, match=r"has 4 devices \(2 fast and 2 slow on 2 nodes, by ib\), but 3 ranks"):
         rehearse(alone, CLUSTER, TRUTH)

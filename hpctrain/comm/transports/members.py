@@ -1,7 +1,6 @@
-"""Groups on one communicator: what their members agree on while they are made, and messages by tags of their own.
+"""Groups: what their members agree on while they are made, and messages by a tag on one of MPI's communicators.
 
-MPI's communicators are made once for a world (`hpctrain.comm.world`). A communicator for each group would be more to
-make at the start, and more to revoke where ranks are lost; of them MPI has a limited number.
+`hpctrain.comm.mpi_communicators` says on which: that of a family, or the bridge.
 """
 
 import itertools
@@ -9,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from hpctrain.comm.mpi_communicators import FamilyCommunicators
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.config.errors import CommError
 
@@ -21,12 +21,12 @@ MOST_TAGS = 32767
 
 
 class MessageSpace:
-    """The communicator on which all groups of a world send, and the tags that this rank's groups have."""
+    """The communicators on which all groups of a world send, and the tags that this rank's groups have."""
 
-    def __init__(self, mpi, comm, patience: Patience):
-        """`comm` is of all ranks, and nobody else sends on it."""
-        self.mpi, self.comm, self.patience = mpi, comm, patience
-        self.rank: int = comm.rank
+    def __init__(self, communicators: FamilyCommunicators, patience: Patience):
+        """Nobody else sends on these communicators."""
+        self.communicators, self.mpi, self.patience = communicators, communicators.mpi, patience
+        self.rank: int = communicators.rank
         self._taken: set[int] = set()
         self._last = OBJECTS
 
@@ -71,6 +71,8 @@ class Members:
     def __init__(self, space: MessageSpace, ranks: Sequence[int]):
         self.space, self.ranks = space, tuple(ranks)
         self.rank, self.size = self.ranks.index(space.rank), len(self.ranks)
+        self.comm, self.peers = space.communicators.route(self.ranks)
+        """MPI's communicator, and the numbers of the members there."""
 
     def __str__(self) -> str:
         return f"a group of {self.size} ranks ({', '.join(map(str, self.ranks[:4]))}{', ...' * (self.size > 4)})"
@@ -96,7 +98,7 @@ class Members:
 
     def _send(self, value: object, peers: Iterable[int]) -> None:
         space, content = self.space, pickle.dumps((hash(self.ranks), value))
-        requests = [space.comm.Isend([content, space.mpi.BYTE], dest=self.ranks[peer], tag=OBJECTS) for peer in peers]
+        requests = [self.comm.Isend([content, space.mpi.BYTE], dest=self.peers[peer], tag=OBJECTS) for peer in peers]
         wait_until(lambda: space.mpi.Request.Testall(requests), lambda: f"{self} to be made", space.patience)
 
     def _receive(self, peer: int) -> Any:
@@ -105,7 +107,7 @@ class Members:
 
         def has_arrived() -> bool:
             nonlocal message
-            message = space.comm.improbe(source=self.ranks[peer], tag=OBJECTS)
+            message = self.comm.improbe(source=self.peers[peer], tag=OBJECTS)
             return message is not None
 
         wait_until(has_arrived, lambda: f"rank {self.ranks[peer]} in making {self}", space.patience)
@@ -126,11 +128,11 @@ class GroupMessages:
 
     def send(self, buffer, peer: int):
         """Return MPI's request."""
-        return self.space.comm.Isend(buffer, dest=self.members.ranks[peer], tag=self.tag)
+        return self.members.comm.Isend(buffer, dest=self.members.peers[peer], tag=self.tag)
 
     def receive(self, buffer, peer: int):
         """Return MPI's request."""
-        return self.space.comm.Irecv(buffer, source=self.members.ranks[peer], tag=self.tag)
+        return self.members.comm.Irecv(buffer, source=self.members.peers[peer], tag=self.tag)
 
     def close(self) -> None:
         """Give the tag back. All members must call, after all messages, and none whose message may be in flight."""

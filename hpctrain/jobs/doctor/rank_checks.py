@@ -31,7 +31,13 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     environments = describe_environments(software, [place.family for place in world.topology.places])
     text = environments or f"one environment, {software[0].environment}"
     drivers = check_drivers(world.topology.places, world.gather_objects(describe_drivers(world.place.kind)))
-    yield [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), *drivers], {}
+    everybody = world.gather_objects(world.communicators.describe())
+    communicators = {name: size for of_kind in zip(*everybody, strict=True) for name, size in of_kind}
+    made = Finding("communicators", "ok", ", ".join(f"{name} ({size} ranks)" for name, size in communicators.items()))
+    yield (
+        [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), made, *drivers],
+        {"communicators": communicators},
+    )
 
     from hpctrain.comm.bind import DTYPES, bind_accelerator
 

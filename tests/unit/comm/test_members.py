@@ -39,12 +39,16 @@ def test_a_tag_is_used_again_as_late_as_possible():
 
 
 class Answering:
-    """The communicator of rank 0, to which rank 1 says one thing for a group of its own."""
+    """The communicators of rank 0, to which rank 1 says one thing for a group of its own; all of them are one."""
 
     rank = 0
+    mpi = SimpleNamespace(BYTE=1, Request=SimpleNamespace(Testall=lambda requests: True))
 
     def __init__(self, ranks, value):
         self._content = hash(ranks), value
+
+    def route(self, ranks):
+        return self, ranks
 
     def improbe(self, source, tag):
         return SimpleNamespace(recv=lambda: self._content)
@@ -53,13 +57,12 @@ class Answering:
         self.sent = pickle.loads(buffer[0])
 
 
-MPI = SimpleNamespace(BYTE=1, Request=SimpleNamespace(Testall=lambda requests: True))
 PATIENCE = Patience(Phase("a test", 1.0, "no.key"))
 
 
 def test_all_tags_taken_is_an_error_on_all_members():
     comm = Answering((0, 1), (5, list(range(1, MOST_TAGS))))
-    space = MessageSpace(MPI, comm, PATIENCE)
+    space = MessageSpace(comm, PATIENCE)
     members = Members(space, (0, 1))
     assert space.take_tag(members) == MOST_TAGS
     with pytest.raises(CommError, match=r"a group of 2 ranks \(0, 1\) cannot communicate: .* all 32,767 tags of MPI"):
@@ -70,6 +73,6 @@ def test_all_tags_taken_is_an_error_on_all_members():
 
 
 def test_ranks_that_make_groups_in_different_orders_are_told():
-    members = Members(MessageSpace(MPI, Answering((0, 1, 2), None), PATIENCE), (0, 1))
+    members = Members(MessageSpace(Answering((0, 1, 2), None), PATIENCE), (0, 1))
     with pytest.raises(CommError, match=r"rank 1 makes another group than a group of 2 ranks \(0, 1\)"):
         members.barrier()

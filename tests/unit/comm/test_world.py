@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from hpctrain.comm.mpi_communicators import gather_places
 from hpctrain.comm.topology import Place
-from hpctrain.comm.world import gather_places
 
 
 @dataclass
