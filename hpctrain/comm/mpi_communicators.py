@@ -13,6 +13,7 @@ A group is its ranks and a tag on one of the first two (`hpctrain.comm.transport
 group would be more to make at the start, and more to revoke where ranks are lost; of them MPI has a limited number.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class FamilyCommunicators:
         self.family = self._named(parent.Split(self.families.index(own), self.rank), f"hpctrain family {own}")
         self.bridge = self._named(parent.Dup(), "hpctrain bridge")
         self.alarms = self._named(parent.Dup(), "hpctrain alarms")
+        self.made_at: int = parent.bcast(time.time_ns())
+        """When rank 0 made them, in ns: the same on all ranks, and another number for each start."""
         members = [rank for rank, family in enumerate(self.families) if family == own]
         self._positions = {rank: position for position, rank in enumerate(members)}
 

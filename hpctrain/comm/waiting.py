@@ -10,9 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from hpctrain.config.errors import CommError
 
@@ -84,28 +82,6 @@ def wait_until(
         pause = min(max(pause, waited / 50), LONGEST_SLEEP_SECONDS)
 
 
-class PendingNumbers:
-    """A gather that is in flight. Made by `World.gather_numbers`; every rank must wait for its own sooner or later."""
-
-    def __init__(self, comm, numbers: Sequence[float], patience: Patience):
-        """Start it on a communicator of MPI. All ranks must call, with equally many numbers."""
-        self._sent = np.array(numbers, dtype=np.float64)  # MPI reads and writes both until it is done
-        self._received = np.empty((comm.size if comm.rank == 0 else 0, len(self._sent)))
-        self._request = comm.Igather(self._sent, self._received if comm.rank == 0 else None)
-        self._patience = patience
-        self._is_done = False
-
-    def done(self) -> bool:
-        """Say whether this rank's part of it is over; never waits."""
-        self._is_done = self._is_done or self._request.Test()
-        return self._is_done
-
-    def wait(self) -> np.ndarray:
-        """Return [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it is done."""
-        wait_until(self.done, lambda: "all ranks in gather numbers", self._patience)
-        return self._received
-
-
 Ready = Callable[[], bool]
 
 
@@ -126,9 +102,16 @@ class Condition(NamedTuple):
 Steps = Iterator[Condition]
 
 
-def complete(steps: Steps, operation: str, patience: Patience) -> None:
-    """Drive steps to their end. Raises CommError where something does not come within the patience."""
-    for condition in steps:
+def complete(steps: Steps, operation: str, patience: Patience) -> Any:
+    """Drive steps to their end, and return what they return.
+
+    Raises CommError where something does not come within the patience.
+    """
+    while True:
+        try:
+            condition = next(steps)
+        except StopIteration as end:
+            return end.value
         wait_until(condition.ready, lambda c=condition: f"{c.awaited} in {operation}", patience, condition.not_before)
 
 

@@ -8,8 +8,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -22,17 +24,16 @@ from hpctrain.comm.start import pmi
 from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
 from hpctrain.comm.start.process import remove_dead_segments
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.comm.transports.members import MessageSpace
-from hpctrain.comm.waiting import Patience, Phase, wait_until
+from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
+from hpctrain.comm.waiting import Patience, Phase, Steps
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
-from hpctrain.config.errors import HpctrainError, LaunchError
+from hpctrain.config.errors import CommError, HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.groups.channel import Channel
     from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
-    from hpctrain.comm.progress.lanes import ProgressEngine
-    from hpctrain.comm.waiting import PendingNumbers
+    from hpctrain.comm.progress.lanes import PendingNumbers, ProgressEngine, Work
 
 
 T = TypeVar("T")
@@ -56,22 +57,23 @@ class World:
         communicators: FamilyCommunicators,
         places: Sequence[Place],
         timeout_seconds: float,
-        watched: bool = False,
         owns_mpi: bool = False,
     ):
-        """It closes its `communicators`, and ends MPI if it `owns_mpi`. All ranks must call."""
+        """It closes its `communicators`, and ends MPI if it `owns_mpi`. Nothing is started, and nobody is asked."""
         self._mpi, self._owns_mpi, self.communicators = communicators.mpi, owns_mpi, communicators
-        self._comm, self._alarms = communicators.bridge, communicators.alarms
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
+        self.rank, self.size = communicators.rank, len(places)
+        self.hosts = tuple(place.host for place in places)
+        """The hosts of all ranks; those of `topology` are pretended ones in a rehearsal."""
         self.settings = Settings(Topology(tuple(places)))
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
         self.space = MessageSpace(communicators, self.patience)
-        self._waits_for_all = False
-        self.watchdog = Watchdog(self._mpi, self._comm, self._alarms, places, self.patience, watched, self._abort)
-        self._lane = self.watchdog.recorder.add_group("world", range(self.size))
-        self._hosts = [place.host for place in places]
+        self.everybody = self.space.members(range(self.size))
+        """All ranks, for small objects."""
+        self.watchdog = Watchdog(communicators, places, self.patience, self._abort)
+        self._record = self.watchdog.recorder.add_group("world", range(self.size))
         self._engine: ProgressEngine | None = None
+        self._numbers: deque[Work] | None = None
+        """The queue of gathers of numbers."""
         self._made: list[Communicator | Lane | Channel] = []
         self._lanes: list[Lane] = []
 
@@ -122,7 +124,10 @@ class World:
         places = gather_places(MPI, place, device.memory_bytes)
         of_families = rehearsed if rehearsed and len(rehearsed) == len(places) else places
         communicators = FamilyCommunicators(MPI, [each.family for each in of_families])
-        return cls(communicators, places, timeout_seconds, watched, owns_mpi=ours)
+        world = cls(communicators, places, timeout_seconds, owns_mpi=ours)
+        if watched:
+            world.watchdog.start(world.everybody)
+        return world
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
@@ -241,17 +246,14 @@ class World:
         with instruments.recorded("connect"):
             return self._routes().backend(ranks, on_host, instruments.pace, name in PAIRED), instruments
 
-    @contextmanager
-    def _together(self, operation: str) -> Iterator[None]:
-        """Record what all ranks do together in this block, which is entered when all have come.
+    def _combine(self, operation: str, value: object, function: Callable[[list], T]) -> T:
+        """Return what `function`, which must not raise, makes on rank 0 of the values of all ranks. It is recorded."""
+        with self.recorded(operation):
+            return self.everybody.combine(value, function, operation)
 
-        Whoever waits inside MPI spins, and takes a core from those who still work.
-        """
-        with self.watchdog.recorder.recorded(self._lane, operation):
-            self._waits_for_all = True
-            wait_until(self._comm.Ibarrier().Test, lambda: f"all ranks in {operation}", self.patience)
-            self._waits_for_all = False
-            yield
+    def recorded(self, operation: str) -> AbstractContextManager:
+        """Record what all ranks do together in a block."""
+        return self.watchdog.recorder.recorded(self._record, operation)
 
     def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
         rehearsal = self.settings.rehearsal
@@ -289,14 +291,13 @@ class World:
 
         For steps that can fail on some ranks only, such as writing files; the error of the lowest rank is raised.
         """
-        with self._together("agree"):
-            result = self._comm.allgather(None if error is None else (type(error), str(error)))
-        for rank, failure in enumerate(result):
-            if failure is not None:
-                kind, message = failure
-                if error is not None and rank == self.rank:
-                    raise error
-                raise kind(message)
+        own = None if error is None else (self.rank, type(error), str(error))
+        failure = self._combine("agree", own, lambda of_ranks: next(filter(None, of_ranks), None))
+        if failure is not None:
+            rank, kind, message = failure
+            if error is not None and rank == self.rank:
+                raise error
+            raise kind(message)
 
     @contextmanager
     def all_or_none(self):
@@ -321,37 +322,43 @@ class World:
 
     def broadcast_object(self, value):
         """Return rank 0's value on every rank. For small plain objects. All ranks must call."""
-        with self._together("broadcast_object"):
-            return self._comm.bcast(value)
+        return self._combine("broadcast_object", value if self.rank == 0 else None, lambda values: values[0])
 
     def gather_objects(self, value) -> list:
         """Return every rank's value, in their order, on rank 0 (an empty list on others). All ranks must call."""
-        with self._together("gather_objects"):
-            return self._comm.gather(value) or []
+        result: list = []
+        self._combine("gather_objects", value, result.extend)
+        return result
 
     def all_objects(self, value: T) -> list[T]:
         """Return every rank's value, in their order, on every rank. For small plain objects. All ranks must call."""
-        with self._together("all_objects"):
-            return self._comm.allgather(value)
+        return self._combine("all_objects", value, list)
 
     def gather_numbers(self, numbers: Sequence[float]) -> "PendingNumbers":
         """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call."""
-        from hpctrain.comm.waiting import PendingNumbers
+        from hpctrain.comm.progress.lanes import PendingNumbers, Work
 
-        return PendingNumbers(self._comm, numbers, self.patience)
+        engine, received = self._moving(), []
+        if self._numbers is None:
+            self._numbers = engine.add_lane()
+
+        def steps() -> Steps:
+            received.extend((yield from members.gathering(content)))
+
+        members, content = self.space.members(range(self.size), NUMBERS), array("d", numbers).tobytes()
+        # Not in the flight record: it is in flight until the slowest rank comes.
+        observed = Instruments().start("gather_numbers", len(content), is_overlapped=True)
+        work = Work(engine, steps(), self.patience, observed)
+        engine.submit(self._numbers, work)
+        return PendingNumbers(work, received)
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
-        return min(self.all_objects(value))
+        return self._combine("smallest", value, min)
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values. All ranks must call."""
-        return max(self.all_objects(value))
-
-    def clock_offset(self) -> float:
-        """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks must call."""
-        with self._together("align clocks"):
-            return offset_to_first(self._comm, self._hosts)
+        return self._combine("largest", value, max)
 
     @property
     def library(self) -> str:
@@ -387,7 +394,7 @@ class World:
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
         is_first = self.watchdog.note_failure(error)
-        if not self._waits_for_all and self._everybody_failed():  # MPI cannot end in order with a barrier in flight
+        if self._everybody_failed():
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()
@@ -403,12 +410,11 @@ class World:
         self._mpi.COMM_WORLD.Abort(code)
 
     def _everybody_failed(self) -> bool:
-        request = self._alarms.Ibarrier()
-        deadline = time.monotonic() + (AGREEMENT_SECONDS if self.size > 1 else 0.0)
-        while not request.Test():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
+        patience = Patience(Phase("failing", AGREEMENT_SECONDS, ""))
+        try:
+            self.space.members(range(self.size), FAREWELL).barrier("failing", patience)
+        except (CommError, self._mpi.Exception):
+            return False
         return True
 
     def _banner(self, error: BaseException, everywhere: bool) -> str:
@@ -419,35 +425,3 @@ class World:
         if not everywhere:
             message += f"\n  on rank {self.rank} of {self.size}, host {self.place.host}; all ranks are stopped"
         return trace + message
-
-
-EXCHANGES = 20
-
-
-def offset_to_first(comm, hosts: Sequence[str]) -> float:
-    """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks of `comm` must call.
-
-    Ranks of a host share a clock, so one of each host asks rank 0. The error is at most half of the quickest answer
-    (Cristian 1989).
-    """
-    firsts = {host: hosts.index(host) for host in hosts}
-    own = 0.0
-    for first in firsts.values():
-        if first == 0:
-            continue
-        if comm.rank == 0:
-            for _ in range(EXCHANGES):
-                comm.recv(source=first)
-                comm.send(time.monotonic(), dest=first)
-        elif comm.rank == first:
-            own = min(_ask(comm) for _ in range(EXCHANGES))[1]
-    return comm.allgather(own)[firsts[hosts[comm.rank]]]
-
-
-def _ask(comm) -> tuple[float, float]:
-    """Return how long an answer took, and how far off the clock is by it."""
-    asked = time.monotonic()
-    comm.send(None, dest=0)
-    theirs = comm.recv(source=0)
-    answered = time.monotonic()
-    return answered - asked, theirs - (asked + answered) / 2

@@ -18,7 +18,7 @@ from hpctrain.observe.folder.spans import Observed
 from hpctrain.planner.prediction.simulate import EXPOSED
 
 if TYPE_CHECKING:
-    from hpctrain.comm.waiting import PendingNumbers
+    from hpctrain.comm.progress.lanes import PendingNumbers
 
 OWN_WORK = ("compute", "optimizer")
 """The parts of a step in which a rank waits for no other one."""

@@ -1,14 +1,19 @@
 """What is sent on which of MPI's communicators: of two families on two hosts, real ones and rehearsed ones."""
 
+import re
 from collections import Counter
 
 import pytest
 import torch
 
+from hpctrain.comm import world as worlds
 from hpctrain.comm.accelerators.kinds import FAMILY_VARIABLE
+from hpctrain.comm.mpi_communicators import FamilyCommunicators
+from hpctrain.comm.probe.clocks import clock_offset
 from hpctrain.comm.topology import places_of
-from hpctrain.comm.transports.members import OBJECTS, GroupMessages
+from hpctrain.comm.transports.members import FIRST_TAG, GroupMessages
 from hpctrain.comm.world import HOST_VARIABLE, World
+from hpctrain.config.errors import PlanError
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.rehearsal.shaped import rehearse
@@ -21,22 +26,35 @@ from tests.ranks.test_rehearsal import TRUTH
 NUMBERS = 1000
 BYTES = 4 * NUMBERS
 FAMILY, BRIDGE = "family", "bridge"
+REFUSED = re.compile("(?i)bcast|gather|scatter|reduce|barrier|alltoall|scan|split|dup|create")
 
 
 class Counted:
-    """One of MPI's communicators, which counts what groups send on it; not what their members agree on."""
+    """One of MPI's communicators, which counts what groups send on it; not what their members agree on.
+
+    It refuses collectives, and to make further communicators.
+    """
 
     def __init__(self, comm):
         self._comm, self.messages, self.bytes = comm, 0, 0
 
     def Isend(self, buffer, dest, tag):  # noqa: N802 (as in mpi4py)
-        if tag != OBJECTS:
+        if tag >= FIRST_TAG:
             self.messages += 1
             self.bytes += memoryview(buffer).nbytes
         return self._comm.Isend(buffer, dest=dest, tag=tag)
 
     def __getattr__(self, name: str):
+        assert not REFUSED.search(name), f"{name} of MPI was asked for after the start"
         return getattr(self._comm, name)
+
+
+class CountedCommunicators(FamilyCommunicators):
+    """MPI's communicators of a world, which count from the start."""
+
+    def __init__(self, mpi, families):
+        super().__init__(mpi, families)
+        self.family, self.bridge, self.alarms = Counted(self.family), Counted(self.bridge), Counted(self.alarms)
 
 
 @pytest.fixture(params=["on two hosts", "rehearsed"])
@@ -46,11 +64,10 @@ def own(world, request, monkeypatch):
     if not is_rehearsed:  # both families on both hosts, so that MPI carries what a family sends
         monkeypatch.setenv(FAMILY_VARIABLE, ("fast", "slow")[world.rank % 2])
         monkeypatch.setenv(HOST_VARIABLE, ("one", "two")[world.rank // 2])
+    monkeypatch.setattr(worlds, "FamilyCommunicators", CountedCommunicators)
     own = World.start(60.0, watched=False, rehearsed=places_of(CLUSTER) if is_rehearsed else None)
     if is_rehearsed:
         rehearse(own, CLUSTER, TRUTH)
-    communicators = own.communicators
-    communicators.family, communicators.bridge = Counted(communicators.family), Counted(communicators.bridge)
     yield own
     own.close()
 
@@ -123,3 +140,20 @@ def test_a_training_step_sends_sums_of_a_tile_inside_its_family_and_activations_
     result = counted(own)
     assert {name: num_bytes for name, (_, num_bytes) in result.items()} == dict(sent)
     assert min(sent[FAMILY], sent[BRIDGE]) > 10_000
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(60)
+def test_what_all_ranks_agree_on_needs_no_collective_of_mpi(own):
+    first = own.gather_numbers([own.rank, 0.5])
+    second = own.gather_numbers([-own.rank, 1.5])  # while the first is in flight
+    assert own.all_objects(own.rank**2) == [0, 1, 4, 9]
+    assert own.broadcast_object({"a": own.rank}) == {"a": 0}
+    assert own.gather_objects(str(own.rank)) == (["0", "1", "2", "3"] if own.rank == 0 else [])
+    assert (own.smallest(own.rank - 1.0), own.largest(own.rank)) == (-1.0, 3)
+    assert own.on_first_rank(lambda: own.rank) == 0
+    with pytest.raises(PlanError, match="rank 1 failed"):  # the error of the lowest rank
+        own.agree(PlanError(f"rank {own.rank} failed") if own.rank in (1, 3) else None)
+    assert clock_offset(own) == pytest.approx(0.0, abs=0.05)  # the same clock, read on one machine
+    assert second.wait().tolist() == ([[-rank, 1.5] for rank in range(4)] if own.rank == 0 else [])
+    assert first.done() and first.wait().tolist() == ([[rank, 0.5] for rank in range(4)] if own.rank == 0 else [])

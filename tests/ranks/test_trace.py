@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.probe.clocks import clock_offset
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
@@ -135,10 +136,10 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
 def test_clocks_of_hosts_are_aligned(world, monkeypatch):
     """All ranks have one clock here; the test adds an offset to it on every other pretended host."""
     hosts = [f"host {rank // 2}" for rank in range(world.size)]
-    monkeypatch.setattr(world, "_hosts", hosts)
+    monkeypatch.setattr(world, "hosts", hosts)
     extra_warmup, real = 100.0 * (world.rank // 2), time.monotonic
     monkeypatch.setattr("hpctrain.comm.world.time.monotonic", lambda: real() + extra_warmup)
-    offset = world.clock_offset()
+    offset = clock_offset(world)
     assert offset == pytest.approx(-extra_warmup, abs=0.05)  # ranks may share a core
     assert (offset == 0.0) == (world.rank < 2)
 

@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from hpctrain.comm.progress.instruments import ObservedOperation
 from hpctrain.comm.waiting import (
     FIRST_SLEEP_SECONDS,
@@ -75,6 +77,23 @@ class Work:
             self._observed.end()
         self.ended = True
         return True
+
+
+class PendingNumbers:
+    """A gather of numbers that is in flight. Made by `World.gather_numbers`; every rank waits for its own."""
+
+    def __init__(self, work: Work, received: list[bytes]):
+        """`received` has the float64 numbers of each rank when the `work` has ended; it is empty but on rank 0."""
+        self._work, self._received = work, received
+
+    def done(self) -> bool:
+        """Say whether this rank's part of it is over; never waits."""
+        return self._work.done()
+
+    def wait(self) -> np.ndarray:
+        """Return [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it is done."""
+        self._work.wait()
+        return np.array([np.frombuffer(numbers) for numbers in self._received])
 
 
 class Ended:

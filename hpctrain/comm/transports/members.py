@@ -1,23 +1,26 @@
-"""Groups: what their members agree on while they are made, and messages by a tag on one of MPI's communicators.
+"""Groups: what their members agree on, and messages by a tag on one of MPI's communicators.
 
-`hpctrain.comm.mpi_communicators` says on which: that of a family, or the bridge.
+`hpctrain.comm.mpi_communicators` says on which: that of a family, or the bridge. Members tell each other small objects
+along a binomial tree, so that the first of 4,096 hears twelve others. Nothing here needs torch: mistakes in files are
+reported before it is imported.
 """
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from hpctrain.comm.mpi_communicators import FamilyCommunicators
-from hpctrain.comm.waiting import Patience, wait_until
+from hpctrain.comm.waiting import Condition, Patience, Steps, complete, until_all
 from hpctrain.config.errors import CommError
 
 T = TypeVar("T")
 
-OBJECTS = 0
-"""The tag of what members agree on."""
-MOST_TAGS = 32767
-"""What the standard promises of MPI_TAG_UB."""
+OBJECTS, NUMBERS, FAREWELL = range(3)
+"""Tags of what members agree on, of figures that come while ranks compute, and of ranks that all fail."""
+FIRST_TAG, LAST_TAG = 3, 32767
+"""Tags of groups; the standard promises that MPI_TAG_UB is no less than the last."""
+NO_TAG = -1
 
 
 class MessageSpace:
@@ -28,10 +31,11 @@ class MessageSpace:
         self.communicators, self.mpi, self.patience = communicators, communicators.mpi, patience
         self.rank: int = communicators.rank
         self._taken: set[int] = set()
-        self._last = OBJECTS
+        self._last = FIRST_TAG - 1
 
-    def members(self, ranks: Sequence[int]) -> "Members":
-        return Members(self, ranks)
+    def members(self, ranks: Sequence[int], tag: int = OBJECTS) -> "Members":
+        """Return the members of a group. Their objects go by a `tag` that no group has."""
+        return Members(self, ranks, tag)
 
     def take_tag(self, members: "Members") -> int:
         """Return a tag that none of the members' groups has. All of them must call. Raises CommError.
@@ -40,8 +44,9 @@ class MessageSpace:
         of one can therefore be taken for one of the other.
         """
         tag = members.combine((self._last, sorted(self._taken)), choose_tag)
-        if tag == OBJECTS:
-            raise CommError(f"{members} cannot communicate: groups that are open have all {MOST_TAGS:,} tags of MPI")
+        if tag == NO_TAG:
+            count = LAST_TAG - FIRST_TAG + 1
+            raise CommError(f"{members} cannot communicate: groups that are open have all {count:,} tags of MPI")
         self._taken.add(tag)
         self._last = tag
         return tag
@@ -51,70 +56,121 @@ class MessageSpace:
 
 
 def choose_tag(proposals: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Return a tag that nobody has, by the last one and all those of each member; `OBJECTS` if there is none. Pure.
+    """Return a tag that nobody has, by the last one and all those of each member; `NO_TAG` if there is none. Pure.
 
     It is the next one after all that were the last: a message that somebody left lying meets no other group until the
     tags have come round.
     """
     taken = set().union(*(theirs for _, theirs in proposals))
     last = max(last for last, _ in proposals)
-    candidates = itertools.chain(range(last + 1, MOST_TAGS + 1), range(OBJECTS + 1, last + 1))
-    return next((tag for tag in candidates if tag not in taken), OBJECTS)
+    candidates = itertools.chain(range(last + 1, LAST_TAG + 1), range(FIRST_TAG, last + 1))
+    return next((tag for tag in candidates if tag not in taken), NO_TAG)
 
 
 class Members:
     """The ranks of a group, which tell each other small objects, and sleep while they wait.
 
-    All of them must call each method. Two ranks that are in several groups call for them in the same order.
+    All of them must call each method. Two ranks that are in several groups call for them in the same order. Nobody
+    returns from `combine` and what is made of it before all have called.
     """
 
-    def __init__(self, space: MessageSpace, ranks: Sequence[int]):
-        self.space, self.ranks = space, tuple(ranks)
+    def __init__(self, space: MessageSpace, ranks: Sequence[int], tag: int = OBJECTS):
+        self.space, self.ranks, self._tag = space, tuple(ranks), tag
         self.rank, self.size = self.ranks.index(space.rank), len(self.ranks)
         self.comm, self.peers = space.communicators.route(self.ranks)
         """MPI's communicator, and the numbers of the members there."""
+        self._identity = hash(self.ranks)
+        self._parent, self._children = tree_at(self.rank, self.size)
 
     def __str__(self) -> str:
         return f"a group of {self.size} ranks ({', '.join(map(str, self.ranks[:4]))}{', ...' * (self.size > 4)})"
 
-    def combine(self, value: Any, function: Callable[[list], T]) -> T:
-        """Return what `function`, which must not raise, makes on the first member of the values of all, in order."""
-        if self.rank == 0:
-            result = function([value, *(self._receive(peer) for peer in range(1, self.size))])
-            self._send(result, range(1, self.size))
-            return result
-        self._send(value, [0])
-        return self._receive(0)
+    def combine(
+        self, value: Any, function: Callable[[list], T], operation: str = "", patience: Patience | None = None
+    ) -> T:
+        """Return what `function`, which must not raise, makes on the first member of the values of all, in order.
 
-    def allgather(self, value: T) -> list[T]:
-        return self.combine(value, list)
+        An error after the `patience`, that of the space by default, names the `operation`, by default that the group is
+        made.
+        """
+        return complete(
+            self._combining(value, function), operation or f"making {self}", patience or self.space.patience
+        )
 
-    def bcast(self, value: T) -> T:
+    def allgather(self, value: T, operation: str = "") -> list[T]:
+        return self.combine(value, list, operation)
+
+    def bcast(self, value: T, operation: str = "") -> T:
         """Return the value of the first member."""
-        return self.combine(value, lambda values: values[0])
+        return self.combine(value if self.rank == 0 else None, lambda values: values[0], operation)
 
-    def barrier(self) -> None:
-        self.combine(None, lambda _: None)
+    def barrier(self, operation: str = "", patience: Patience | None = None) -> None:
+        self.combine(None, lambda _: None, operation, patience)
 
-    def _send(self, value: object, peers: Iterable[int]) -> None:
-        space, content = self.space, pickle.dumps((hash(self.ranks), value))
-        requests = [self.comm.Isend([content, space.mpi.BYTE], dest=self.peers[peer], tag=OBJECTS) for peer in peers]
-        wait_until(lambda: space.mpi.Request.Testall(requests), lambda: f"{self} to be made", space.patience)
+    def send(self, value: object, peer: int, operation: str) -> None:
+        """Send one member a value; it has to `receive` it."""
+        complete(self.sending([pickle.dumps(value)], [peer]), operation, self.space.patience)
 
-    def _receive(self, peer: int) -> Any:
-        space = self.space
+    def receive(self, peer: int, operation: str) -> Any:
+        (content,) = complete(self.receiving(peer), operation, self.space.patience)
+        return pickle.loads(content)
+
+    def gathering(self, value: object) -> Generator[Condition, None, list]:
+        """Bring all values to the first member, as steps, which return them there, in order; nobody waits for it."""
+        contents = [pickle.dumps(value)]
+        for child in self._children:
+            contents += yield from self.receiving(child)
+        if self._parent is None:
+            return [pickle.loads(content) for content in contents]
+        yield from self.sending(contents, [self._parent])
+        return []
+
+    def _combining(self, value: object, function: Callable[[list], T]) -> Generator[Condition, None, T]:
+        values = yield from self.gathering(value)
+        content = yield from self._spreading(pickle.dumps(function(values)) if self._parent is None else None)
+        return pickle.loads(content)
+
+    def _spreading(self, content: bytes | None) -> Generator[Condition, None, bytes]:
+        """Bring the first member's bytes to all, as steps, which return them."""
+        if self._parent is not None:
+            (content,) = yield from self.receiving(self._parent)
+        assert content is not None, "the first member has something to say"
+        yield from self.sending([content], self._children[::-1])  # those with the most below them first
+        return content
+
+    def sending(self, contents: list[bytes], peers: Iterable[int]) -> Steps:
+        """Send some members bytes, as steps."""
+        message = pickle.dumps((self._identity, contents))
+        buffer = [message, self.space.mpi.BYTE]
+        requests = [self.comm.Isend(buffer, dest=self.peers[peer], tag=self._tag) for peer in peers]
+        yield from until_all([request.Test for request in requests], "members to listen")
+
+    def receiving(self, peer: int) -> Generator[Condition, None, list[bytes]]:
+        """Receive what a member sends next, as steps, which return it. They raise CommError if it is of another
+        group."""
         message: Any = None
 
         def has_arrived() -> bool:
             nonlocal message
-            message = self.comm.improbe(source=self.peers[peer], tag=OBJECTS)
+            message = self.comm.improbe(source=self.peers[peer], tag=self._tag)
             return message is not None
 
-        wait_until(has_arrived, lambda: f"rank {self.ranks[peer]} in making {self}", space.patience)
-        group, value = message.recv()
-        if group != hash(self.ranks):
+        yield from until_all([has_arrived], f"rank {self.ranks[peer]}")
+        group, contents = message.recv()
+        if group != self._identity:
             raise CommError(f"rank {self.ranks[peer]} makes another group than {self}: ranks make them in one order")
-        return value
+        return contents
+
+
+def tree_at(position: int, size: int) -> tuple[int | None, list[int]]:
+    """Return above and below whom a member is in a binomial tree, whose root is the first. Pure.
+
+    Those below the members that are returned follow them without a gap, up to the next one.
+    """
+    lowest = position & -position or 1 << size.bit_length()
+    parent = position & (position - 1) if position else None
+    powers = (1 << power for power in range(lowest.bit_length() - 1))
+    return parent, [position + power for power in powers if position + power < size]
 
 
 class GroupMessages:

@@ -47,18 +47,21 @@ class Guarded:
     Where a guardian cannot be started or reached, nobody names a rank that is killed.
     """
 
-    def __init__(self, comm, host: str):
-        """The lowest rank of each machine starts the guardian, and all of its ranks connect."""
+    def __init__(self, members, host: str):
+        """The lowest rank of each machine starts the guardian, and all of its ranks connect.
+
+        `members` are all ranks (`hpctrain.comm.transports.members`).
+        """
         self._folder: Path | None = None
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen | None = None
-        networks, processes, hosts = zip(*comm.allgather((network_name(), os.getpid(), host)), strict=True)
-        leader, name = networks.index(networks[comm.rank]), ""
-        if leader == comm.rank:
+        networks, processes, hosts = zip(*members.allgather((network_name(), os.getpid(), host)), strict=True)
+        leader, name = networks.index(networks[members.rank]), ""
+        if leader == members.rank:
             here = (rank for rank, network in enumerate(networks) if network == networks[leader])
             with suppress(OSError):
                 self._process, name = start_guardian({processes[rank]: (rank, hosts[rank]) for rank in here})
-        name = comm.allgather(name)[leader]
+        name = members.allgather(name)[leader]
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(OSError):
             link.connect(_address(name))  # waits where others have filled the queue

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpctrain.comm.mpi_communicators import FamilyCommunicators
 from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.topology import Place
 from hpctrain.comm.waiting import Patience, Phase
@@ -61,23 +62,18 @@ class Watchdog:
 
     def __init__(
         self,
-        mpi,
-        comm,
-        alarms,
+        communicators: FamilyCommunicators,
         places: Sequence[Place],
         patience: Patience,
-        watched: bool,
         abort: Callable[[int], object],
     ):
-        """All ranks must call. Without `watched` it records in memory, and nobody looks.
-
-        `comm` is of all ranks, and `alarms` too, on which watchdogs alone send. `abort(code)` ends all ranks.
-        """
-        self._mpi, self._alarms, self._patience, self._end_all = mpi, alarms, patience, abort
-        self._rank, self._size = comm.rank, comm.size
+        """It records in memory, and nobody looks before `start`. `abort(code)` ends all ranks."""
+        self._mpi, self._alarms = communicators.mpi, communicators.alarms
+        self._patience, self._end_all = patience, abort
+        self._rank, self._size = communicators.rank, len(places)
         self._hosts = tuple(place.host for place in places)
         own = places[self._rank]
-        self.recorder = Recorder(None, self._rank, self._size, own.host, own.family, comm.bcast(time.time_ns()))
+        self.recorder = Recorder(None, self._rank, self._size, own.host, own.family, communicators.made_at)
         self.recorder.note_phase(patience.phase.name)
         self._sent: list = []
         self._deferring_until = 0.0
@@ -88,13 +84,20 @@ class Watchdog:
         self._stop = threading.Event()
         self._guarded: Guarded | None = None
         self._thread: threading.Thread | None = None
-        if watched and self._size > 1:
-            self._guarded = Guarded(comm, own.host)
-            alarms.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
-            if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-                patience.grace_seconds = GRACE_SECONDS
-                self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-                self._thread.start()
+
+    def start(self, everybody) -> None:
+        """Look from now on, in a thread, and start the guardian of the host. All ranks must call.
+
+        `everybody` are the members of a group of all ranks.
+        """
+        if self._size == 1:
+            return
+        self._guarded = Guarded(everybody, self._hosts[self._rank])
+        self._alarms.Set_errhandler(self._mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            self._patience.grace_seconds = GRACE_SECONDS
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
 
     def announce_folder(self, folder: Path) -> None:
         """Say where the records are kept, after all ranks have moved theirs there. All ranks must call."""

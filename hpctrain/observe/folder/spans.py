@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.comm.probe.clocks import clock_offset
 from hpctrain.comm.progress.instruments import Tracer
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import SavedAxis
@@ -100,7 +101,7 @@ class Observed(NamedTuple):
     def clock(self, first: float) -> Callable[[float], float]:
         """Return what turns times of this rank into seconds of its device since the `first` of any rank. All ranks must
         call."""
-        offset, scale = self.world.clock_offset(), self.accelerator.time_scale
+        offset, scale = clock_offset(self.world), self.accelerator.time_scale
         origin = self.world.smallest(first + offset)
         return lambda time: (time + offset - origin) / scale
 

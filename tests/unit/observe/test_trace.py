@@ -3,14 +3,15 @@
 import contextlib
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.probe.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments, Tracer
 from hpctrain.comm.topology import Place
 from hpctrain.comm.waiting import Condition
-from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
 from hpctrain.observe.folder.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
@@ -122,17 +123,17 @@ class PretendedRanks:
     def __init__(self, clock, extra_warmup: float, delays):
         self._clock, self._ahead, self._delays = clock, extra_warmup, iter(delays)
 
-    def send(self, value, dest):
-        assert dest == 0
+    def send(self, value, peer, operation):
+        assert peer == 0
 
-    def recv(self, source):
+    def receive(self, peer, operation):
         there, back = next(self._delays)
         self._clock[0] += there
         answer = self._clock[0] + self._ahead
         self._clock[0] += back
         return answer
 
-    def allgather(self, value):
+    def allgather(self, value, operation):
         return [0.0, value]
 
 
@@ -155,8 +156,11 @@ class Lonely:
 
     smallest = largest
 
-    def clock_offset(self):
-        return 0.0
+    hosts = ("a",)
+    everybody = SimpleNamespace(rank=0, allgather=lambda value, operation: [value])
+
+    def recorded(self, operation):
+        return contextlib.nullcontext()
 
     def gather_objects(self, value):
         return [value]
