@@ -3,6 +3,7 @@
 Read it in this order; a file imports only from its own line and those above it.
 
     start/             a rank before MPI is there: its launcher, its process, what dead ranks left behind
+    operations         those of a group, and what follows from their names
     topology           which rank is where
     mpi_communicators  those of MPI: one for each family, the bridge, alarms
     waiting            how a rank waits without using a core, and operations as steps

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from hpctrain.comm.operations import row_of
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES, Topology, candidates, places_of
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.links import PairLink, link_between, message_seconds, nic_of, slowest_links
@@ -181,8 +182,10 @@ class ClusterNetwork:
     ) -> float:
         """Return the seconds of a collective of `num_bytes` (the whole tensor's bytes).
 
-        Assumes that `concurrent` ranks run the same collective at once, in groups of this shape.
+        Assumes that `concurrent` ranks run the same collective at once, in groups of this shape. Raises CommError for
+        an operation that no group has.
         """
+        row_of(operation)
         ranks, num_bytes = tuple(ranks), int(num_bytes)
         if len(ranks) < 2 or not num_bytes:
             return 0.0
@@ -204,11 +207,11 @@ class ClusterNetwork:
     def scratch_bytes(self, operation: str, num_bytes: int, ranks: Sequence[int], rank: int) -> int:
         """Return the bytes that a sum of `num_bytes` takes on ranks like `rank`, on top of the whole and the result.
 
-        `operation` is all_reduce or reduce_scatter, see `comm/collectives`. Of the domains with such a rank, the one
+        Operations that sum nothing take none. Of the domains with such a rank, the one
         with the fewest ranks counts, whose ranks have the most each. Libraries of makers may take less.
         """
-        num_ranks = len(ranks)
-        if num_ranks < 2:
+        num_ranks, row = len(ranks), row_of(operation)
+        if num_ranks < 2 or not row.is_sum:
             return 0
         algorithm = self.algorithm(operation, num_bytes, ranks)
         if algorithm == "doubling":
@@ -219,7 +222,7 @@ class ClusterNetwork:
         family = self.cluster.devices[rank].family
         own = min(size for size, families in domains if family in families)
         inside = _scratch_of_exchange(num_bytes * max(size for size, _ in domains) // num_ranks, own)
-        packed = 0 if is_packed or operation == "all_reduce" else num_bytes
+        packed = 0 if is_packed or row.phases else num_bytes
         return packed + len(domains) * num_bytes // num_ranks + num_bytes // own + inside
 
     def _domains_of(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, set[str]]], bool]:
@@ -309,7 +312,7 @@ class ClusterNetwork:
             return rounds * (latency + num_bytes / bandwidth)
         once = latency + (num_ranks - 2) * link.overhead_seconds
         share = num_bytes * (num_ranks - 1) / num_ranks / bandwidth
-        return (2 if operation == "all_reduce" else 1) * (once + share)
+        return row_of(operation).transfers * (once + share)
 
     def _inside_seconds(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         """Return what a reduce-scatter or an all-gather takes inside a domain."""
@@ -318,8 +321,8 @@ class ClusterNetwork:
         return self._seconds_by("domains" if shape.domains else "exchange", operation, num_bytes, shape)
 
     def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
-        if operation == "all_reduce":
-            return sum(self._seconds_by("domains", o, num_bytes, shape) for o in ("reduce_scatter", "all_gather"))
+        if phases := row_of(operation).phases:
+            return sum(self._seconds_by("domains", phase, num_bytes, shape) for phase in phases)
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
         count = shape.num_domains

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpctrain.comm.operations import row_of
 from hpctrain.config.clusters.cluster import Cluster
 
 MOST_DOUBLED_BYTES = 1 << 20
@@ -65,9 +66,9 @@ def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool)
     """Return the algorithms from which a group may choose; the first one where nothing is known of its links.
 
     `by_domains` says whether it has domains. There is no ring: it sends the same bytes as an exchange, and takes a
-    latency more for each rank.
+    latency more for each rank. Raises CommError for an unknown operation.
     """
-    if operation != "all_reduce":
+    if not row_of(operation).doubles:
         return ["domains" if by_domains else "exchange"]
     result = ["domains"] if by_domains and num_bytes >= LEAST_PART_BYTES * num_ranks else []
     if not result or num_bytes <= MOST_DOUBLED_BYTES:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hpctrain.comm.operations import OPERATIONS
 from hpctrain.comm.watchdog.flight import (
     COLLECTIVES,
     ENDED,
@@ -19,8 +20,7 @@ from hpctrain.comm.watchdog.flight import (
     write_ranks,
 )
 
-# Operations for which every rank of the lane gives the same number of bytes.
-SAME_BYTES = frozenset({"all_reduce", "broadcast", "barrier"})
+SAME_BYTES = frozenset(name for name, row in OPERATIONS.items() if row.has_same_bytes)
 Key = tuple[str, int, int]
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from hpctrain.comm.operations import OPERATIONS, OperationRow
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.links import link_between
@@ -15,8 +16,8 @@ from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import Panel, Svg, show_traffic
 
 MAX_CELLS = 40
-TRANSFERS = {"all_reduce": 2, "barrier": 0}
-"""How often a collective moves each rank's share of its tensor to every other rank; those not listed do it once."""
+OTHER = OperationRow()
+"""Stands for operations that older runs have, and groups no longer."""
 IN_NODE = "inside a node"
 
 
@@ -44,7 +45,7 @@ def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> C
             result[cell_of(group["from"]), cell_of(group["to"])] += group["tensor_bytes"]
             continue
         ranks = parse_ranks(group["ranks"])
-        pair_bytes = group["tensor_bytes"] * TRANSFERS.get(group["operation"], 1) / len(ranks)
+        pair_bytes = group["tensor_bytes"] * OPERATIONS.get(group["operation"], OTHER).transfers / len(ranks)
         sizes = Counter(map(cell_of, ranks))
         for one, here in sizes.items() if pair_bytes else ():
             for other, there in sizes.items():

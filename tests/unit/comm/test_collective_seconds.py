@@ -5,9 +5,13 @@ import torch
 
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
+from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.operations import OPERATIONS as TABLE
+from hpctrain.comm.operations import row_of
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.errors import CommError
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.sharding.intervals import cut_evenly
@@ -172,3 +176,28 @@ def test_ranks_of_as_many_families_as_they_are_sum_by_hosts():
     network = ClusterNetwork(parse_cluster(text + clusters.nodes({"c": 1}, 1e8, "ib"), "a test"))
     shares = [network.scratch_bytes("reduce_scatter", 12_000, (0, 1, 2), rank) / 12_000 for rank in range(3)]
     assert shares == pytest.approx([2 / 3 + 1 / 2 + 1 / 3, 2 / 3 + 1 / 2 + 1 / 3, 2 / 3 + 1])
+
+
+@pytest.mark.parametrize("families", [[("a", 1, 4)], [("a", 1, 2), ("b", 1, 2)]], ids=["flat", "by domains"])
+def test_an_operation_that_no_group_has_is_neither_priced_nor_given_memory(families):
+    network = ClusterNetwork(cluster_of(families))
+    message = "no operation 'all_to_all'; groups have all_reduce, reduce_scatter, all_gather, barrier, send, receive"
+    for ranks, num_bytes in ((range(4), 40_000), (range(4), 0), (range(1), 40_000)):
+        with pytest.raises(CommError, match=message):
+            network.group_seconds("all_to_all", num_bytes, ranks)
+        with pytest.raises(CommError, match=message):
+            network.scratch_bytes("all_to_all", num_bytes, ranks, 0)
+    with pytest.raises(CommError, match=message):
+        network.algorithm("all_to_all", 40_000, range(4))
+    assert (
+        network.scratch_bytes("all_gather", 40_000, range(4), 0)
+        == 0
+        < network.scratch_bytes("reduce_scatter", 40_000, range(4), 0)
+    )
+
+
+def test_the_table_has_what_groups_have():
+    """Each operation of the table is a method of groups, and sums in it are those that reduce."""
+    assert all(callable(getattr(Communicator, name)) for name in TABLE)
+    assert [name for name, row in TABLE.items() if row.is_sum] == ["all_reduce", "reduce_scatter"]
+    assert row_of("all_reduce").transfers == sum(row_of(phase).transfers for phase in row_of("all_reduce").phases)

@@ -1,0 +1,49 @@
+"""The operations of a group: one row for all that is asked by an operation's name.
+
+| operation        | ranks of one host          | by messages        | by domains                 | library        |
+|------------------|----------------------------|--------------------|----------------------------|----------------|
+| `all_reduce`     | each sums a part, in order | exchange, doubling | reduce-scatter, all-gather | whole          |
+| `reduce_scatter` | each sums a part, in order | exchange           | inside, then across        | whole          |
+| `all_gather`     | through slots              | exchange           | across, then inside        | whole          |
+| `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
+
+`send` and `receive` are messages of two ranks. `hpctrain.comm.groups.communicator` has the methods,
+`hpctrain.comm.collectives` who does them, `hpctrain.comm.network` their seconds. A further operation begins here.
+"""
+
+from typing import NamedTuple
+
+from hpctrain.config.errors import CommError
+
+
+class OperationRow(NamedTuple):
+    """The facts that follow from the name of an operation."""
+
+    transfers: int = 1
+    """How often each rank's share of the tensor goes to every other rank: the factor of its bytes and of its price."""
+    phases: tuple[str, ...] = ()
+    """The operations that it consists of, where it is done by domains."""
+    is_sum: bool = False
+    """Whether parts of others are received before they are summed, which takes memory."""
+    doubles: bool = False
+    """Whether small tensors may go whole, by recursive doubling."""
+    has_same_bytes: bool = False
+    """Whether all ranks of a group bring the same number of bytes."""
+
+
+OPERATIONS = {
+    "all_reduce": OperationRow(2, ("reduce_scatter", "all_gather"), is_sum=True, doubles=True, has_same_bytes=True),
+    "reduce_scatter": OperationRow(is_sum=True),
+    "all_gather": OperationRow(),
+    "barrier": OperationRow(transfers=0, has_same_bytes=True),
+    "send": OperationRow(),
+    "receive": OperationRow(),
+}
+
+
+def row_of(operation: str) -> OperationRow:
+    """Return the row of an operation. Raises CommError for a name that has none."""
+    row = OPERATIONS.get(operation)
+    if row is None:
+        raise CommError(f"no operation '{operation}'; groups have {', '.join(OPERATIONS)}")
+    return row
