@@ -21,8 +21,8 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.mpi_communicators import FamilyCommunicators, gather_places
 from hpctrain.comm.progress.instruments import Instruments, Tracer
 from hpctrain.comm.start import pmi
-from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, record_exit
-from hpctrain.comm.start.process import remove_dead_segments
+from hpctrain.comm.start.launcher import TORCHRUN_VARIABLES, promised_size, ranks_on_host, record_exit
+from hpctrain.comm.start.process import remove_dead_segments, require_shared_memory
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, Steps
@@ -106,6 +106,7 @@ class World:
         ours = not MPI.Is_initialized()
         if ours:
             remove_dead_segments()
+            require_shared_memory(ranks_on_host())
             use_device_early(device)
             pmi.init_thread(MPI)
         if MPI.COMM_WORLD.size == 1 and promised > 1 and variable in TORCHRUN_VARIABLES:

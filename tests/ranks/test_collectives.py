@@ -1,6 +1,8 @@
 """Collectives and channels against a float64 reference, over random groups, sizes, dtypes and routes."""
 
+import errno
 import itertools
+import os
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm.collectives.shared import SLOT_BYTES
+from hpctrain.comm.collectives.shared import MIN_SLOT_BYTES, SLOT_BYTES, SharedCollectives
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.topology import Place, Topology, candidates
 from hpctrain.comm.transports.transport import HostTransport
@@ -165,6 +167,38 @@ def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monke
     comm.all_reduce(tensor)
     assert (tensor == world.size).all()
     comm.close()
+
+
+@pytest.mark.timeout(60)
+def test_little_shared_memory_makes_small_slots_and_the_same_sums(world, monkeypatch):
+    from hpctrain.comm.transports import window
+
+    monkeypatch.setattr(window, "free_bytes", lambda: (4 if world.rank else 3) << 20)
+    comm = world.group(range(world.size))
+    shared = comm._collectives
+    assert isinstance(shared, SharedCollectives) and shared._window.bytes[0].numel() == 2 * MIN_SLOT_BYTES
+    tensor = torch.arange(3 * MIN_SLOT_BYTES, dtype=torch.float32)
+    expected = tensor * world.size
+    comm.all_reduce(tensor)
+    assert torch.equal(tensor, expected)
+    comm.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_a_channel_without_room_in_shared_memory_sends_messages(world, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    if world.rank:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    channel = world.channel(1 - world.rank, num_bytes=4000, depth=2)
+    assert channel.route_name != "shared memory" and "--shm-size" in channel.reason
+    sent, received = torch.full((1000,), float(world.rank)), torch.empty(1000)
+    channel.send(sent)
+    channel.receive(received)
+    assert (received == 1 - world.rank).all()
+    channel.close()
 
 
 @pytest.mark.timeout(60)

@@ -16,11 +16,15 @@ from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.comm.waiting import Condition, Steps
+from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# Of each of a rank's two slots (`_next_slot`). Small enough for the slots of a few ranks to stay in the cache. Large
-# enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
+# Of each of a rank's two slots (`_next_slot`), at most. Small enough for the slots of a few ranks to stay in the cache.
+# Large enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
+MIN_SLOT_BYTES = 64 * 1024
+# The slots of a group take at most this share of what is free, so that there is room for the groups after it.
+SHARE_OF_SLOTS = 1 / 16
 ANNOUNCED = 0
 """The window's counter of how far a rank has come."""
 # Nothing large is put into shared memory unless it leaves this share of what is free to others.
@@ -41,7 +45,10 @@ class SharedCollectives:
         self._ranks_on_host = max(ranks_on_host, members.size)
         self.rank, self.size = members.rank, members.size
         self._members = members
-        self._window = SharedWindow(members, 2 * SLOT_BYTES)
+        room = int(windows.free_bytes() * SHARE_OF_SLOTS / (2 * self._ranks_on_host))
+        fitting = members.combine(room, min) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
+        self._slot_bytes = min(SLOT_BYTES, max(MIN_SLOT_BYTES, fitting))
+        self._window = SharedWindow(members, 2 * self._slot_bytes)
         self._regions: list[SharedWindow] = []
         self._readable: list[SharedWindow] = []
         """Regions of which each rank has a part of its own, that all the others read."""
@@ -59,7 +66,10 @@ class SharedCollectives:
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
         if not self._members.combine(enough, all):
             return None
-        region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
+        try:
+            region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
+        except CommError:  # other groups took it meanwhile
+            return None
         self._regions.append(region)
         if not is_common:
             self._readable.append(region)
@@ -95,7 +105,7 @@ class SharedCollectives:
 
     def _make_view(self, rank: int, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a slot of a rank."""
-        first, item = slot * SLOT_BYTES, dtype.itemsize
+        first, item = slot * self._slot_bytes, dtype.itemsize
         return self._window.bytes[rank][first + start * item : first + stop * item].view(dtype)
 
     def barrier(self) -> Steps:
@@ -109,7 +119,7 @@ class SharedCollectives:
             reduce_in_order([view[slice(*cuts[self.rank])] for view in views], own, op)
             yield from self._gather_views(views, cuts)
             return
-        step = SLOT_BYTES // flat.element_size()
+        step = self._slot_bytes // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield from self._all_reduce_chunk(flat[start : start + step], op)
 
@@ -147,7 +157,7 @@ class SharedCollectives:
                 reduce_in_order([view[slice(*own)] for view in views], out, op)
             yield from self._announce()
             return
-        step = SLOT_BYTES // flat.element_size() // self.size
+        step = self._slot_bytes // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             sections = [section_of(cut, start, step) for cut in cuts]
             slot = self._next_slot()
@@ -167,7 +177,7 @@ class SharedCollectives:
         if (views := self._views_of_all(flat)) is not None:
             yield from self._gather_views(views, cuts)
             return
-        step = SLOT_BYTES // flat.element_size()
+        step = self._slot_bytes // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             slot = self._next_slot()
             sections = [section_of(cut, start, step) for cut in cuts]

@@ -155,10 +155,16 @@ def make_channel(
 ) -> Channel:
     """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call."""
     ranks, instruments = sorted((routes.rank, peer)), instruments or Instruments()
+    refusal = ""
     if routes.shares_memory(ranks):
-        return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
+        try:
+            return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
+        except CommError as error:  # on both ends: shared memory has no room for the slots
+            refusal = str(error)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
     outgoing = Lane(ranks, backend, engine, patience, instruments.unrecorded())
     incoming = Lane(ranks, backend, engine, patience, Instruments(pace=instruments.pace))
-    return LaneChannel(outgoing, incoming, depth, instruments)
+    channel = LaneChannel(outgoing, incoming, depth, instruments)
+    channel.reason = refusal or channel.reason
+    return channel

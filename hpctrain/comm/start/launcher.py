@@ -17,6 +17,7 @@ EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 """Of torchrun, which starts no MPI. One of them alone is of something else."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+HOST_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
@@ -45,6 +46,11 @@ def promised_size() -> tuple[int, str]:
     """Return how many ranks the launcher promised and the variable that says so; (1, "") without a launcher."""
     number, variable = number_in((*SIZE_VARIABLES, *_of_torchrun(1)))
     return (1, "") if number is None else (number, variable)
+
+
+def ranks_on_host() -> int:
+    """Return how many ranks the launcher started on this host; 1 where it does not say."""
+    return number_in(HOST_SIZE_VARIABLES)[0] or 1
 
 
 def _of_torchrun(place: int) -> Sequence[str]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from hpctrain.config.errors import describe_os_error
+from hpctrain.config.errors import LaunchError, describe_os_error
 
 STOP_SIGNALS = (
     signal.SIGINT,
@@ -150,11 +150,36 @@ def this_machine() -> str:
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where POSIX shared memory lives on Linux."""
+MORE_MEMORY = "start the container with more (docker run --shm-size=8g), or mount a larger tmpfs there"
+MPI_BYTES, LONE_MPI_BYTES = 6 << 20, 2 << 20
+"""What MPI takes of it a rank, and for the only rank of a host. MPICH with UCX takes 5.4 MB, and 1.1 MB, and ends in
+a bus error where there is less."""
 PREFIX = "hpctrain-"
 """Of the names of our own memory (`hpctrain.comm.transports.window`), which has one only until all ranks have opened
 it."""
 PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posix_")
 """The others are of the names that MPICH and its relatives, Open MPI and UCX give."""
+
+
+def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
+    """Check that this host's ranks, of which there are `num_ranks`, can start MPI. Raises LaunchError."""
+    need = MPI_BYTES if num_ranks > 1 else LONE_MPI_BYTES
+    try:
+        facts = os.statvfs(path)
+    except OSError as error:
+        if num_ranks == 1:
+            return
+        raise LaunchError(
+            f"{path}: {describe_os_error(error)}: ranks share memory there; mount one"
+        ) from None
+    total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    if not os.access(path, os.W_OK):
+        raise LaunchError(f"{path}: cannot be written, and MPI shares memory there; mount it read-write")
+    if total < num_ranks * need or free < need:
+        raise LaunchError(
+            f"{path}: has {total / 1e6:,.1f} MB, of which {free / 1e6:,.1f} MB are free, and MPI needs"
+            f" {need / 1e6:,.1f} MB for each of {num_ranks} ranks of this host; {MORE_MEMORY}"
+        )
 
 
 def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:

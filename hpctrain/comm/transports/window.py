@@ -1,5 +1,6 @@
 """Memory that all ranks of one host see: a header of counters, then bytes, for every rank of a group."""
 
+import errno
 import os
 import tempfile
 import threading
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.comm.start.process import PREFIX, SHARED_MEMORY
+from hpctrain.comm.start.process import MORE_MEMORY, PREFIX, SHARED_MEMORY
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.config.errors import CommError
 
@@ -20,7 +21,7 @@ NUM_COUNTERS = 8
 
 
 def free_bytes(path: str | os.PathLike = SHARED_MEMORY) -> int:
-    """Return what is free of shared memory. Beyond it a write is a bus error."""
+    """Return what is free of shared memory."""
     result = os.statvfs(path)
     return result.f_bavail * result.f_frsize
 
@@ -29,16 +30,26 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
     """Return what `open_file` makes of the new files of all ranks, by rank, each given its path and its bytes.
 
     All members must call, each with the size of its own file. Files lose their names as soon as all have opened
-    them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.process`). Where one rank
-    cannot make or open a file, all raise CommError.
+    them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.process`). Their bytes are
+    reserved, since a write beyond what is free is a bus error. Where one rank cannot make or open a file, all raise
+    CommError.
     """
     with ExitStack() as names:
 
         def make_own() -> str:
             descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=SHARED_MEMORY)
             names.callback(os.unlink, path)
-            os.ftruncate(descriptor, num_bytes)
-            os.close(descriptor)
+            try:
+                if num_bytes:
+                    os.posix_fallocate(descriptor, 0, num_bytes)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise CommError(
+                    f"{num_bytes / 1e6:,.1f} MB are needed, and {free_bytes() / 1e6:,.1f} MB are free; {MORE_MEMORY}"
+                ) from None
+            finally:
+                os.close(descriptor)
             return path
 
         try:

@@ -13,6 +13,9 @@ from hpctrain.jobs.arguments import PATH, json_option
 from hpctrain.jobs.doctor.machine_checks import Finding, check_machine, error_finding, format_finding, package_versions
 from hpctrain.jobs.doctor.rank_checks import check_ranks
 
+NEEDED_BY_MPI = ("packages", "MPI library", "shared memory")
+"""Findings with whose errors no MPI is started."""
+
 
 @click.command("doctor")
 @click.option(
@@ -48,7 +51,7 @@ def command(folder, as_json):
     if speaks:
         for finding in check_machine(folder):
             report([finding])
-    if not any(finding.verdict == "error" and finding.name in ("packages", "MPI library") for finding in findings):
+    if not any(finding.verdict == "error" and finding.name in NEEDED_BY_MPI for finding in findings):
         _check_together(folder, report, facts)
     if speaks and not is_there and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -11,6 +11,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hpctrain.comm.start.launcher import ranks_on_host
+from hpctrain.comm.start.process import SHARED_MEMORY, require_shared_memory
 from hpctrain.config.errors import HpctrainError, LaunchError, TrainingError, describe_os_error
 from hpctrain.launch.mpi import MpiLibrary, kind_of, mpi_library, output_of, srun_interfaces
 
@@ -19,7 +21,6 @@ OPTIONAL_PREFIXES = ("cupy", "nvidia-nccl", "mpich", "openmpi")  # their names e
 LAUNCHERS = ("mpirun", "mpiexec")
 HYDRA = ("mpich", "intel", "cray")
 """Libraries whose processes each other's launchers can start."""
-SHARED_MEMORY = "/dev/shm"
 LEAST_SHARED_BYTES = 256 << 20
 WRITTEN_BYTES = 64 << 20
 SLOW_BYTES_PER_SECOND = 50e6
@@ -113,11 +114,14 @@ def check_launcher(library: MpiLibrary, environment: Mapping[str, str]) -> Findi
     return Finding("launcher", "ok", ", ".join(by_mpirun + by_srun))
 
 
-def check_shared_memory(path: str = SHARED_MEMORY) -> Finding:
+def check_shared_memory(path: Path = SHARED_MEMORY) -> Finding:
     try:
+        require_shared_memory(ranks_on_host(), path)
         facts = os.statvfs(path)
+    except LaunchError as error:
+        return error_finding("shared memory", error)
     except OSError as error:
-        text = f"{path}: {describe_os_error(error)}: ranks of a host send messages instead"
+        text = f"{path}: {describe_os_error(error)}: several ranks of this host could not start"
         return Finding("shared memory", "warning", text, f"mount a tmpfs at {path}")
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     text = f"{path}: {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"

@@ -1,5 +1,8 @@
 """What the doctor says of launchers, cores, devices and software, without ranks."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from hpctrain.config.errors import LaunchError, TopologyError
@@ -107,7 +110,19 @@ def test_errors_of_a_job_become_findings():
 
 
 def test_shared_memory_that_is_not_there(tmp_path):
-    assert check_shared_memory(str(tmp_path / "none")).verdict == "warning"
+    assert check_shared_memory(tmp_path / "none").verdict == "warning"
+
+
+@pytest.mark.parametrize(("total_mb", "free_mb", "num_ranks"), [(40, 40, 8), (64, 4, 2), (1, 1, 1)])
+def test_shared_memory_too_small_for_mpi_is_an_error_that_says_what_to_do(
+    monkeypatch, tmp_path, total_mb, free_mb, num_ranks
+):
+    monkeypatch.setenv("MPI_LOCALNRANKS", str(num_ranks))
+    facts = SimpleNamespace(f_frsize=1_000_000, f_blocks=total_mb, f_bavail=free_mb)
+    monkeypatch.setattr(os, "statvfs", lambda path: facts)
+    finding = check_shared_memory(tmp_path)
+    assert finding.verdict == "error" and finding.exit_code == LaunchError.exit_code
+    assert f"{free_mb}.0 MB are free" in finding.text and "--shm-size" in finding.remedy
 
 
 def software(version="0.1.0", environment="/a", mpi="MPICH 5") -> Software:
