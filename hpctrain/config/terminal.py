@@ -25,6 +25,8 @@ class PlainStream(io.TextIOWrapper):
     def __init__(self, stream: TextIO):
         encoding = "utf-8" if codecs.lookup(stream.encoding or "ascii").name == "ascii" else stream.encoding
         super().__init__(_buffer_of(stream), encoding, "backslashreplace", line_buffering=True)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
         self.stream = stream
         """For a progress bar, which draws by control characters of its own."""
 

@@ -54,7 +54,9 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of descriptions: HPCTRAIN_CACHE, else `hpctrain` in the user's cache folder."""
     if given := environment.get(CACHE_VARIABLE):
         return Path(given)
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain"
+    # Without a HOME, and for a user without a name, `~` stays: then `/.cache`, as where containers set HOME to `/`.
+    own = os.path.expanduser("~/.cache").removeprefix("~")
+    return Path(environment.get("XDG_CACHE_HOME") or own) / "hpctrain"
 
 
 def fingerprint(world: World, accelerator: Accelerator) -> str:

@@ -1,7 +1,9 @@
 """The probe, as far as one rank goes: which pairs represent all, what is measured how, and what is computed from it."""
 
 import itertools
+import pwd
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ from hpctrain.comm.probe.device_timing import (
     seconds_of,
 )
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
-from hpctrain.comm.probe.machine import fingerprint
+from hpctrain.comm.probe.machine import cache_folder, fingerprint
 from hpctrain.comm.probe.survey import check_names, describe
 from hpctrain.comm.topology import Place
 from hpctrain.comm.transports.abilities import FamilyAbilities
@@ -34,6 +36,15 @@ ALPHA = [Place(f"alpha-{i}", "fast") for i in (0, 0, 0, 0, 1, 1, 1, 1)]
 BETA = [Place("beta", "slow")] * 3
 PLACES = ALPHA + BETA
 FABRICS = ["ib"] * 8 + ["roce"] * 3
+
+
+def test_a_user_without_home_and_name_has_a_cache_folder(monkeypatch):
+    def refuse(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", refuse)
+    assert cache_folder({}) == Path("/.cache/hpctrain")
 
 
 def test_pairs_represent_all_that_are_equal():

@@ -30,9 +30,10 @@ def test_whatever_prints_passes_the_stream(monkeypatch, encoding):
     sys.stdout.writelines([f"c{CODES}\n"])
     assert drawing(sys.stdout) is under
     sys.stdout.flush()
+    print("d €", file=drawing(sys.stdout), flush=True)
     written = under.buffer.getvalue().decode("utf-8")  # pyright: ignore[reportAttributeAccessIssue]
     euro = "\\u20ac" if encoding == "latin-1" else "€"
-    assert written == f"a{SHOWN}\nb{SHOWN} {euro}\nc{SHOWN}\n"
+    assert written == f"a{SHOWN}\nb{SHOWN} {euro}\nc{SHOWN}\nd {euro}\n"
 
 
 def test_a_file_may_have_become_a_pipe_meanwhile(tmp_path):
