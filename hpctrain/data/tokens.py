@@ -104,6 +104,11 @@ class TokenSource:
             raise DataError(f"{self.path}: has a token {least}, and ids are 0 or more; write the file again")
         return max(int(self._block(i).max()) for i in range(self.num_blocks))
 
+    @property
+    def least_vocabulary(self) -> int:
+        """How many token ids a model needs at least: those of the tokenizer; of a `.bin` up to the largest token."""
+        return self.vocab_size if self.declares_vocabulary else self.largest_token + 1
+
     @cached_property
     def counts(self) -> np.ndarray:
         """The number of times that each token id occurs, int64 [vocab_size]; takes a pass over a `.bin` file."""

@@ -119,9 +119,9 @@ def evaluate(
         raise JobError(f"--sequence-length {length} is more than the model's {model.model.max_positions} positions")
     with open_tokens(data) as source:
         check_tokenizer(source, model.tokenizer_json, checkpoint)
-        if source.vocab_size > model.model.num_ids:
+        if source.least_vocabulary > model.model.num_ids:
             raise JobError(
-                f"{data} has {source.vocab_size} token ids and the model {model.model.num_ids}: make it with the"
+                f"{data} has {source.least_vocabulary} token ids and the model {model.model.num_ids}: make it with the"
                 " model's own tokenizer (hpctrain prepare --tokenizer)"
             )
         if source.num_tokens <= length:

@@ -15,7 +15,7 @@ from hpctrain.launch.scripts import MPIRUNS, Start, host_lines, mpirun_script
 
 @click.command("mpirun")
 @start_options
-@click.option("--hosts", type=PATH, metavar="FILE", help="The hosts, one a line. Default: this.")
+@click.option("--hosts", type=PATH, metavar="FILE", help="The hosts, one a line; # begins a comment. Default: this.")
 @click.option("--implementation", type=click.Choice(MPIRUNS), help="Whose mpirun. Default: that of mpi4py.")
 def command(start: Start, hosts, implementation):
     """Write a script that starts JOB with mpirun, each family with its own environment, and the run folder for it.
@@ -39,7 +39,8 @@ def command(start: Start, hosts, implementation):
 
 def _read_hosts(path: Path) -> list[str]:
     try:
-        return read_bytes(path).decode().removesuffix("\n").split("\n")
+        lines = (line.partition("#")[0].strip() for line in read_bytes(path).decode().split("\n"))
+        return [line for line in lines if line]
     except (OSError, UnicodeDecodeError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else error
         raise LaunchError(f"{path}: cannot be read: {why}; give a file with a host a line") from None

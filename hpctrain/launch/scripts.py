@@ -4,6 +4,7 @@ Their texts are the templates in this folder. Slurm splits lines `#SBATCH` by ru
 that `Launch` has checked. Everything else is quoted for the shell.
 """
 
+import ipaddress
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,10 +91,23 @@ def host_lines(start: Start, hosts: Sequence[str], implementation: str) -> str:
             " of the cluster file, one a line"
         )
     for host in hosts:
-        if not host or set(host) & set(" \t:=#") or not host.isprintable():
+        if _is_ipv6(host):
+            if implementation != "openmpi":
+                raise LaunchError(
+                    f"{host} is an IPv6 address, and mpirun of {implementation} takes its first colon for the end of"
+                    " the host; list the host's name"
+                )
+        elif set(host) & set(" \t:=#") or not host.isprintable():
             raise LaunchError(f"{host!r} is no name of a host; list a name or an address a line, and nothing else")
     pairs = zip(hosts, sizes, strict=True)
     return "".join(HOST_FORMATS[implementation].format(host=host, count=count) + "\n" for host, count in pairs)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
 
 
 def batch_script(start: Start, options: SlurmOptions) -> str:

@@ -52,6 +52,17 @@ def test_mistakes_in_a_job(hpctrain, folder, args, code, parts):
     assert not (folder / "never").exists()
 
 
+@pytest.mark.timeout(120)
+def test_the_largest_token_of_a_bin_decides_whether_it_fits(hpctrain, folder):
+    """GPT-2 has 50,257 token ids, and nanoGPT's models 50,304."""
+    np.array([*range(999), 50256], "<u2").tofile(folder / "gpt2.bin")
+    sizes = ("--set", "data.tokens=gpt2.bin", "--set", "train.steps=1", "--sample", "0")
+    result = hpctrain("train", "job.toml", "--run", "fits", *sizes, "--set", "model.vocab_size=50257", cwd=folder)
+    assert result.code == 0, result.err
+    result = hpctrain("train", "job.toml", "--run", "never", *sizes, "--set", "model.vocab_size=50256", cwd=folder)
+    check(result, 81, "model.vocab_size 50256 is less than the 50257 token ids", "set it to 50257 or more")
+
+
 @pytest.mark.timeout(60)
 def test_the_file_and_key_of_a_mistake_are_named(hpctrain, folder):
     (folder / "base.toml").write_text((folder / "job.toml").read_text().replace("steps = 6", "stepz = 6"))

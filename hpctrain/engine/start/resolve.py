@@ -100,10 +100,10 @@ def check_data(run: Prepared) -> Prepared:
     if job.model.vocab_size is None:
         reason = f"{source.vocab_size}: that of {job.data.tokens}"
         return run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))
-    if job.model.vocab_size < source.vocab_size:
+    if job.model.vocab_size < source.least_vocabulary:
         raise JobError(
-            f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
-            f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
+            f"model.vocab_size {job.model.vocab_size} is less than the {source.least_vocabulary} token ids of"
+            f' {job.data.tokens}; set it to {source.least_vocabulary} or more, or "auto"'
         )
     return run
 

@@ -351,7 +351,7 @@ def test_a_nanogpt_bin_is_read(tmp_path):
     ids.astype("<u2").tofile(tmp_path / "train.bin")
     with open_tokens(tmp_path / "train.bin") as source:
         assert (source.num_tokens, source.vocab_size, source.largest_token) == (len(ids), 50304, 50256)
-        assert not source.declares_vocabulary
+        assert not source.declares_vocabulary and source.least_vocabulary == 50257
         assert source.tokenizer is None
         assert source.documents.tolist() == [0]
         assert np.array_equal(source.read(BLOCK_BYTES // 2 - 5, 10), ids[BLOCK_BYTES // 2 - 5 :][:10])

@@ -15,6 +15,7 @@ from hpctrain.config.clusters.cluster_file import load_cluster, parse_cluster, r
 from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.errors import LaunchError, TopologyError
 from hpctrain.config.job import load_job
+from hpctrain.jobs.mpirun import _read_hosts
 from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.files import launch_files, write_files
 from hpctrain.launch.mpi import kind_of
@@ -310,6 +311,17 @@ def test_hosts_are_listed_with_their_ranks():
         host_lines(start, ["n1", "n2"], "mpich")
     with pytest.raises(LaunchError, match="'n1 -x' is no name of a host"):
         host_lines(start, ["n1 -x", "n2", "n3"], "mpich")
+    addresses = ["2001:db8::1", "10.0.0.2", "n3"]
+    assert host_lines(start, addresses, "openmpi").startswith("2001:db8::1 slots=4\n10.0.0.2 slots=4\n")
+    for implementation in ("mpich", "intel"):
+        with pytest.raises(LaunchError, match=f"2001:db8::1 is an IPv6 address, and mpirun of {implementation}"):
+            host_lines(start, addresses, implementation)
+
+
+def test_a_file_of_hosts_may_have_comments_and_empty_lines(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# my nodes\nn1\n\n  n2  # the second\r\n")
+    assert _read_hosts(path) == ["n1", "n2"]
 
 
 def test_libraries_are_known_by_what_they_say():
