@@ -10,6 +10,7 @@ Read it in this order; a file imports only from its own line and those above it.
     parallelism  the section `[plan]` of a job
     precision    number formats
     watch        faults that a run looks for in its numbers
+    other_names  what other trainers call them
     removed      keys that went, and what says so
     clusters/    the cluster file
     kernels      which kernels compute

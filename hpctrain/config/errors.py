@@ -90,11 +90,14 @@ class MemoryOverflowError(TrainingError):
     exit_code = 76
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known words, or the list of known ones if none is close."""
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return `; did you mean 'x'?` for the closest known words, or the list of known ones if none is close.
+
+    `likeness` is the least share of equal letters, as difflib counts them.
+    """
     known = sorted(known)
     longer = [each for each in known if word and each.lower().startswith(f"{word}-".lower())]
-    close = longer or difflib.get_close_matches(word, known, n=1)
+    close = longer or difflib.get_close_matches(word, known, n=1, cutoff=likeness)
     if len(close) > 1:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(known)}"

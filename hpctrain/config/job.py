@@ -29,6 +29,7 @@ from hpctrain.config.bounds import (
 )
 from hpctrain.config.errors import JobError, did_you_mean
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.config.other_names import OTHER_NAMES
 from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
@@ -316,6 +317,10 @@ class Job(Table):
     comm: Comm = Comm()
     observe: Observe = Observe()
     watch: Watch = Watch()
+
+    @classmethod
+    def other_name(cls, key: str) -> str | None:
+        return OTHER_NAMES.get(key.lower().replace("-", "_"))
 
     @model_validator(mode="before")
     @classmethod

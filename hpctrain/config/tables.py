@@ -67,6 +67,11 @@ class Table(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
+    @classmethod
+    def other_name(cls, key: str) -> str | None:
+        """Return what to set in place of a key that a file of this table never had, where people mean something."""
+        return None
+
     if TYPE_CHECKING:  # pydantic makes it for frozen tables
 
         def __hash__(self) -> int: ...
@@ -320,7 +325,10 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
     key = ".".join(map(str, loc))
     match problem["type"]:
         case "extra_forbidden":
-            text = f"{shorten(key)}: unknown key{did_you_mean(str(loc[-1]), _table_at(table, loc[:-1]).model_fields)}"
+            there = _table_at(table, loc[:-1]).model_fields
+            instead = table.other_name(str(loc[-1])) if issubclass(table, Table) else None
+            hint = f"; {instead}" if instead else did_you_mean(str(loc[-1]), there)
+            text = f"{shorten(key)}: unknown key{hint}"
         case "missing":
             text = f"{key}: missing; set it"
         case "value_error":

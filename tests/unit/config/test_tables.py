@@ -1,11 +1,15 @@
 """Files of people: an unknown key is reported wherever it is. What we write is TOML, whatever text is in it."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, Train, dump_job, load_job
+from hpctrain.config.kernels import KernelChoice
+from hpctrain.config.other_names import OTHER_NAMES, UNSUPPORTED
 from hpctrain.config.parallelism import PlanRequest, TensorSizes
 from hpctrain.config.tables import parse_toml, toml_comment, toml_key, toml_value
 from hpctrain.plan.file import dump_plan, parse_plan
@@ -21,6 +25,7 @@ SECTIONS = {
     "plan.tensor": TensorSizes,
     "checkpoint": Checkpoint,
     "comm": Comm,
+    "kernels": KernelChoice,
     "observe": Observe,
 }
 
@@ -32,6 +37,17 @@ def test_an_unknown_key_of_every_section_is_reported(section):
     with pytest.raises(JobError) as caught:
         load_job("tiny", [f"{key}=1"])
     assert str(caught.value).startswith(f"--set: {key}: unknown key; did you mean '{known}'?")
+
+
+@pytest.mark.parametrize(("key", "instead"), sorted(OTHER_NAMES.items()))
+def test_a_key_of_other_trainers_is_answered_by_what_is_set_here(key, instead):
+    section, _, rest = instead.removeprefix("set ").partition(".")
+    if section in Job.model_fields:
+        assert re.split(r"\W", rest)[0] in SECTIONS[section].model_fields
+    else:
+        assert instead == UNSUPPORTED or "train.global_batch" in instead
+    with pytest.raises(JobError, match=f"plan.{key}: unknown key; {re.escape(instead)}$"):
+        load_job("tiny", [f"plan.{key}=1"])
 
 
 def test_what_should_be_a_section_is_reported():
