@@ -1,16 +1,18 @@
 """`hpctrain catalogue`: what may be named: ready clusters, accelerators, networks."""
 
 import json
-import textwrap
 from dataclasses import asdict
 
 import click
 
 from hpctrain.config.clusters.cluster_file import load_cluster, ready_clusters
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS, CatalogueEntry
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
 from hpctrain.jobs.arguments import json_option
+from hpctrain.jobs.tables import console, table
+from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR
+from hpctrain.planner.prices.efficiency import EFFICIENCIES
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
@@ -35,25 +37,34 @@ def command(as_json):
     if as_json:
         networks = {name: network._asdict() for name, network in NETWORKS.items()}
         ready = {name: {"ranks": each.num_devices, "about": about} for name, (each, about) in clusters.items()}
-        devices = {name: asdict(each) for name, each in ACCELERATORS.items()}
+        devices = {name: asdict(each) | {"worth": _worth(each)} for name, each in ACCELERATORS.items()}
         print(json.dumps({"clusters": ready, "accelerators": devices, "networks": networks}))
         return
-    print("clusters: CLUSTER of train --rehearse CLUSTER, plan search --cluster CLUSTER")
+    out = console()
+    ready = table("cluster", "ranks", "what it is")
     for name, (each, about) in clusters.items():
-        print(f"{name:15} {each.num_devices} ranks. {about}")
-    print()
-    print("accelerators: families.NAME.model; memory GB, its GB/s, peak TFLOP/s by dtype, link GB/s of a node")
-    print(
-        f"{'model':12} {'GB':>6} {'GB/s':>6} " + " ".join(f"{dtype:>6}" for dtype in DTYPES) + f" {'link':>6}  source"
-    )
+        ready.add_row(name, f"{each.num_devices}", about)
+    devices = table("model", "GB", "GB/s", *DTYPES, "link", "source", "what an assumed speed is worth")
     for name, each in ACCELERATORS.items():
         peaks = [each.peak_flops_per_second.get(dtype) for dtype in DTYPES]
-        summary = " ".join(f"{peak / 1e12:6.4g}" if peak else f"{'-':>6}" for peak in peaks)
-        memory, speed = each.memory_bytes / 1e9, each.memory_bytes_per_second / 1e9
-        source, *more = textwrap.wrap(each.source, 36)
-        print(f"{name:12} {memory:6.1f} {speed:6.0f} {summary} {each.link_bytes_per_second / 1e9:6.4g}  {source}")
-        for line in more:
-            print(f"{'':63}{line}")
-    print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in microseconds (assumed)")
+        speeds = (each.memory_bytes_per_second, each.link_bytes_per_second)
+        memory, link = (f"{speed / 1e9:,.4g}" for speed in speeds)
+        each_peak = [f"{peak / 1e12:,.4g}" if peak else "-" for peak in peaks]
+        devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, each.source, _worth(each))
+    networks = table("network", "GB/s", "us", "source")
     for name, each in NETWORKS.items():
-        print(f"{name:12} {each.bytes_per_second / 1e9:6.4g} {each.latency_seconds * 1e6:6.0f}  {each.source}")
+        seconds = f"{each.latency_seconds * 1e6:.0f}"
+        networks.add_row(name, f"{each.bytes_per_second / 1e9:.4g}", seconds, each.source)
+    out.print("clusters: CLUSTER of train --rehearse CLUSTER, plan search --cluster CLUSTER", ready, sep="\n")
+    out.print("\naccelerators: families.NAME.model; peak TFLOP/s by dtype, link GB/s of a node", devices, sep="\n")
+    out.print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in us (assumed)", networks, sep="\n")
+
+
+def _worth(entry: CatalogueEntry) -> str:
+    """Say how far a step may be from what is predicted by an entry's data sheet."""
+    efficiency = EFFICIENCIES[entry.family_name]
+    if efficiency.is_measured:
+        return f"{DATASHEET_ERROR:.0%}"
+    return f"{UNMEASURED_ERROR:.0%}, nobody measured it" + (
+        efficiency.best_published and f"; {efficiency.best_published}"
+    )

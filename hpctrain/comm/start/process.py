@@ -169,9 +169,7 @@ def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
     except OSError as error:
         if num_ranks == 1:
             return
-        raise LaunchError(
-            f"{path}: {describe_os_error(error)}: ranks share memory there; mount one"
-        ) from None
+        raise LaunchError(f"{path}: {describe_os_error(error)}: ranks share memory there; mount one") from None
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     if not os.access(path, os.W_OK):
         raise LaunchError(f"{path}: cannot be written, and MPI shares memory there; mount it read-write")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # files are checked for these words; the code computes with p
     Kind = str
 else:
     DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
-    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
+    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "hpu", "mps"]
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
 # (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
@@ -108,6 +108,8 @@ class Family(Figures):
     kind: Kind
     model: str | None = None
     """What its maker calls it."""
+    like: str | None = None
+    """A model of the catalogue whose figures count where none are typed, and whose shares of them are assumed."""
     memory_bytes: MemoryBytes
     """What one device, or a CPU rank, may fill, what is reserved included."""
     reserved_bytes: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None

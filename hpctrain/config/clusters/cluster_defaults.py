@@ -124,10 +124,13 @@ def _fill_family(filled: Filled, key: str, family: dict) -> CatalogueEntry | Non
     """Fill in a family; return the catalogue's entry of its model, None where it has none."""
     missing = [figure for figure in NEEDED if figure not in family]
     missing += [] if PEAK in family or SUSTAINED in family else [PEAK]
-    model = family.get("model")
+    model, like = family.get("model"), family.get("like")
     name = lookup_accelerator(model) if isinstance(model, str) else None
-    if name:
-        entry = ACCELERATORS[name]
+    alike = lookup_accelerator(like) if isinstance(like, str) else None
+    if "like" in family and alike is None:
+        _refuse_name(filled, f"{key}.like", like, ACCELERATORS, "or leave it out")
+    if name or "like" in family:
+        entry = ACCELERATORS[name] if name else ACCELERATORS[alike] if alike else UNKNOWN_MODEL
     elif not missing:
         return None
     elif "model" in family:
@@ -143,9 +146,11 @@ def _fill_family(filled: Filled, key: str, family: dict) -> CatalogueEntry | Non
         "memory_bytes": int(entry.memory_bytes),
         "memory_bytes_per_second": entry.memory_bytes_per_second,
     }
-    filled.put(key, family, figures, entry.source)
+    source = entry.source if name or not alike else f"taken to be like {alike} ({entry.source})"
+    origin = "datasheet" if name or not alike else "assumed"
+    filled.put(key, family, figures, source, origin)
     if PEAK in missing:
-        filled.put(key, family, {PEAK: dict(entry.peak_flops_per_second)}, entry.source)
+        filled.put(key, family, {PEAK: dict(entry.peak_flops_per_second)}, source, origin)
     if name and family.get("kind") != "cpu":
         filled.compare(key, _typed(family, figures), vars(entry))
         for speeds, by_dtype in _typed(family, (PEAK, SUSTAINED)).items():
@@ -170,7 +175,7 @@ def _fill_fabric(filled: Filled, key: str, fabric: dict) -> NetworkEntry | None:
 def _refuse_name(filled: Filled, key: str, name: Any, known: Iterable[str], instead: str) -> None:
     """Report a name that the catalogue does not have; one that is no text is refused by its type."""
     if isinstance(name, str):
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, known, likeness=0.7)  # an A40 is no A100-40
         hint = hint if hint.endswith("?") else ";"
         filled.mistakes[key] = f"{key} = {name!r}: not in the catalogue{hint} {LIST_COMMAND}; {instead}"
 

@@ -5,7 +5,7 @@ Figures are of data sheets (dense products, no sparsity; one direction of a link
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,48 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
     "B200": CatalogueEntry(
         "cuda", 178.3 * GIB, 7.7e12, _fp(75e12, 2250e12, 2250e12, 1120e12), 900e9, "blackwell",
         "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved"),
+    "H100-PCIe": CatalogueEntry(
+        "cuda", 79.1 * GIB, 2.0e12, _fp(51e12, 756e12, 756e12, 378e12), 64e9, "hopper",
+        "NVIDIA H100 data sheet, PCIe 5"),
+    "H100-NVL": CatalogueEntry(
+        "cuda", 93.0 * GIB, 3.9e12, _fp(60e12, 835e12, 835e12, 417e12), 64e9, "hopper",
+        "NVIDIA H100 NVL data sheet, PCIe 5; a bridge joins pairs only"),
+    "H800": CatalogueEntry(
+        "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 200e9, "hopper",
+        "an H100 data sheet, SXM5, with NVLink of 400 GB/s both ways"),
+    "H20": CatalogueEntry(
+        "cuda", 95.0 * GIB, 4.0e12, _fp(44e12, 148e12, 148e12, 74e12), 450e9, "hopper",
+        "NVIDIA H20, 96 GB, SXM5, as resellers' sheets have it; NVIDIA publishes none"),
+    "B300": CatalogueEntry(
+        "cuda", 268.0 * GIB, 8.0e12, _fp(75e12, 2250e12, 2250e12, 1125e12), 900e9, "blackwell",
+        "NVIDIA HGX B300 data sheet, an eighth of its figures with sparsity halved"),
+    "GB300": CatalogueEntry(
+        "cuda", 277.0 * GIB, 8.0e12, _fp(80e12, 2500e12, 2500e12, 1250e12), 900e9, "blackwell",
+        "NVIDIA GB300 NVL72 data sheet, a 72nd of its figures with sparsity halved"),
+    "A10": CatalogueEntry(
+        "cuda", 22.2 * GIB, 0.6e12, _fp(31.2e12, 125e12, 125e12, 62.5e12), 32e9, "ga102",
+        "NVIDIA A10 data sheet, PCIe 4"),
+    "A30": CatalogueEntry(
+        "cuda", 23.5 * GIB, 0.933e12, _fp(10.3e12, 165e12, 165e12, 82e12), 32e9, "ampere",
+        "NVIDIA A30 data sheet, PCIe 4; a bridge joins pairs only"),
+    "A40": CatalogueEntry(
+        "cuda", 44.4 * GIB, 0.696e12, _fp(37.4e12, 149.7e12, 149.7e12, 74.8e12), 32e9, "ga102",
+        "NVIDIA A40 data sheet, PCIe 4; a bridge joins pairs only"),
+    "A6000": CatalogueEntry(
+        "cuda", 47.4 * GIB, 0.768e12, _fp(38.7e12, 154.8e12, 154.8e12, 77.4e12), 32e9, "ga102",
+        "NVIDIA RTX A6000 data sheet, PCIe 4; a bridge joins pairs only"),
+    "L4": CatalogueEntry(
+        "cuda", 22.0 * GIB, 0.3e12, _fp(30.3e12, 121e12, 121e12, 60e12), 32e9, "ada",
+        "NVIDIA L4 data sheet, PCIe 4, its figures with sparsity halved"),
+    "L40S": CatalogueEntry(
+        "cuda", 44.4 * GIB, 0.864e12, _fp(91.6e12, 362e12, 362e12, 183e12), 32e9, "ada",
+        "NVIDIA L40S data sheet, PCIe 4"),
+    "RTX-6000-Ada": CatalogueEntry(
+        "cuda", 47.4 * GIB, 0.96e12, _fp(91.1e12, 364.2e12, 364.2e12, 182.1e12), 32e9, "ada",
+        "NVIDIA RTX 6000 Ada data sheet, PCIe 4, its figures with sparsity halved"),
+    "P100": CatalogueEntry(
+        "cuda", 15.9 * GIB, 0.732e12, _fp(10.6e12, 21.2e12), 80e9, "pascal",
+        "NVIDIA P100 data sheet, SXM2"),
     "GB200": CatalogueEntry(
         "cuda", 184.0 * GIB, 8.0e12, _fp(80e12, 2450e12, 2450e12, 1225e12), 900e9, "blackwell",
         "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)"),
@@ -121,9 +163,36 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
     "RTX-4090": CatalogueEntry(
         "cuda", 23.6 * GIB, 1.008e12, _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12), _HOST_PCIE4, "gaming",
         "NVIDIA Ada white paper"),
+    "RTX-5090": CatalogueEntry(
+        "cuda", 31.4 * GIB, 1.792e12, _fp(104.8e12, 209.5e12, 209.5e12, 104.8e12), _HOST_PCIE4, "blackwell-gaming",
+        "NVIDIA RTX Blackwell white paper, fp32 accumulation; its link is that of an RTX-3090"),
+    "MI100": CatalogueEntry(
+        "rocm", 31.9 * GIB, 1.23e12, _fp(23.1e12, 184.6e12, 92.3e12), 46e9, "cdna1",
+        "AMD MI100 data sheet, one link of Infinity Fabric"),
+    "MI210": CatalogueEntry(
+        "rocm", 63.9 * GIB, 1.6e12, _fp(22.6e12, 181e12, 181e12), 32e9, "cdna2",
+        "AMD MI210 data sheet, PCIe 4"),
     "MI250X-GCD": CatalogueEntry(
         "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2",
-        "AMD MI250X data sheet, half of it"),
+        "AMD MI250X data sheet, half of it: each of its two dies is a device"),
+    "MI300A": CatalogueEntry(
+        "rocm", 127.5 * GIB, 5.3e12, _fp(122.6e12, 980.6e12, 980.6e12, 490.3e12), 128e9, "cdna3",
+        "AMD MI300A data sheet; its memory is its host's too"),
+    "MI325X": CatalogueEntry(
+        "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
+        "AMD MI325X data sheet"),
+    "MI355X": CatalogueEntry(
+        "rocm", 287.9 * GIB, 8.0e12, _fp(157.3e12, 2516e12, 2516e12), 76.8e9, "cdna4",
+        "AMD MI355X data sheet"),
+    "Max-1550": CatalogueEntry(
+        "xpu", 64.0 * GIB, 1.638e12, _fp(26e12, 419.5e12, 419.5e12, 209.7e12), 26.5e9, "xe-hpc",
+        "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device"),
+    "Gaudi-2": CatalogueEntry(
+        "hpu", 94.6 * GIB, 2.45e12, _fp(0, 432e12, 432e12), 37.5e9, "gaudi",
+        "Intel Gaudi 2 white paper, three links of 100 Gb/s to each other card; for plans alone"),
+    "Gaudi-3": CatalogueEntry(
+        "hpu", 126.0 * GIB, 3.7e12, _fp(0, 1835e12, 1835e12), 75e9, "gaudi",
+        "Intel Gaudi 3 white paper, three links of 200 Gb/s to each other card; for plans alone"),
     "MI300X": CatalogueEntry(
         "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
         "AMD MI300X data sheet"),
@@ -136,18 +205,26 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
 NETWORKS: dict[str, NetworkEntry] = {
     "HDR": NetworkEntry(25e9, 3e-6, "InfiniBand HDR, 200 Gb/s"),
     "NDR": NetworkEntry(50e9, 3e-6, "InfiniBand NDR, 400 Gb/s"),
+    "HDR100": NetworkEntry(12.5e9, 3e-6, "InfiniBand HDR100, half of HDR's lanes, 100 Gb/s"),
+    "NDR200": NetworkEntry(25e9, 3e-6, "InfiniBand NDR200, half of NDR's lanes, 200 Gb/s"),
+    "EDR": NetworkEntry(12.5e9, 3e-6, "InfiniBand EDR, 100 Gb/s"),
+    "XDR": NetworkEntry(100e9, 3e-6, "InfiniBand XDR, 800 Gb/s"),
+    "Slingshot-10": NetworkEntry(12.5e9, 3e-6, "HPE Slingshot 10, NICs of 100 Gb/s"),
     "Slingshot-11": NetworkEntry(25e9, 3e-6, "HPE Slingshot 11, 200 Gb/s"),
     "RoCE-100": NetworkEntry(12.5e9, 6e-6, "RoCE v2 on Ethernet of 100 Gb/s"),
     "RoCE-200": NetworkEntry(25e9, 6e-6, "RoCE v2 on Ethernet of 200 Gb/s"),
     "RoCE-400": NetworkEntry(50e9, 6e-6, "RoCE v2 on Ethernet of 400 Gb/s"),
     "EFA-100": NetworkEntry(12.5e9, 15e-6, "AWS Elastic Fabric Adapter, 100 Gb/s"),
     "OPA-100": NetworkEntry(12.5e9, 3e-6, "Omni-Path, 100 Gb/s"),
+    "Ethernet-100": NetworkEntry(12.5e9, 30e-6, "Ethernet, 100 Gb/s"),
     "Ethernet-50": NetworkEntry(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
     "Ethernet-25": NetworkEntry(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
     "Ethernet-10": NetworkEntry(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
     "Ethernet-1": NetworkEntry(0.125e9, 50e-6, "Ethernet, 1 Gb/s"),
 }
 
+ALIASES = {"MI250X": "MI250X-GCD", "MI250": "MI250X-GCD", "SLINGSHOT": "Slingshot-11"}
+"""What a driver or a maker calls an entry by less than its name."""
 OTHER_BOARDS = {"PCIE", "NVL"}
 """Boards whose figures differ from those of the same chip in an SXM module."""
 
@@ -157,9 +234,14 @@ def lookup_accelerator(model: str) -> str | None:
 
     None for what is not there, and for a PCIe board where the catalogue has the SXM module.
     """
-    result = _lookup(model, ACCELERATORS)
+    result = lookup_chip(model)
     is_other = result and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[result].source
     return None if is_other else result
+
+
+def lookup_chip(model: str) -> str | None:
+    """Return the catalogue's name of a model, whatever board its chip is on; None for what is not there."""
+    return _lookup(model, ACCELERATORS)
 
 
 def lookup_network(name: str) -> str | None:
@@ -167,15 +249,20 @@ def lookup_network(name: str) -> str | None:
     return _lookup(name, NETWORKS)
 
 
-def _lookup(called: str, names: Iterable[str]) -> str | None:
+def _lookup(called: str, names: Collection[str]) -> str | None:
     """Return the name all of whose words are in `called`, whatever the case, hyphens and blanks; the longest one."""
     words = _words(called)
-    joined = "".join(words)
+    said = {*words, *("".join(words[i:j]) for i in range(len(words)) for j in range(i + 2, len(words) + 1))}
     for name in sorted(names, key=len, reverse=True):
         wanted = _words(name)
-        if "".join(wanted) == joined or all({word, f"{word}GB", f"{word}G"} & set(words) for word in wanted):
+        if "".join(wanted) in said or all(_spellings(word) & said for word in wanted):
             return name
-    return None
+    return next((name for alias, name in ALIASES.items() if alias in words and name in names), None)
+
+
+def _spellings(word: str) -> set[str]:
+    """Return a word of a name, and as bytes where it is a number: an A10G is no A10."""
+    return {word, f"{word}GB", f"{word}G"} if word.isdigit() else {word}
 
 
 def _words(name: str) -> list[str]:

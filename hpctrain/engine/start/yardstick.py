@@ -15,7 +15,7 @@ from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.engine.start.facts import Described
-from hpctrain.planner.prediction.predictor import DATASHEET_ERROR
+from hpctrain.planner.prices.devices import DATASHEET_ERROR
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space, even_space

@@ -35,9 +35,6 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
-# How far a step may be from its prediction, two times out of three: by benchmarks/evidence/predictor.py, for devices
-# that were measured, and for those of a data sheet.
-MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 AGREED_BYTES = 24
 """Of loss, norm and stopping, on which all ranks agree."""
 MOST_BUCKETS = 32
@@ -150,7 +147,7 @@ class Predictor:
         families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
         peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
         used = [self._devices[family] for family in self._used_families]
-        error = MEASURED_ERROR if all(d.profile or d.family.products for d in used) else DATASHEET_ERROR
+        error = max(device.error for device in used)
         return Prediction(
             step,
             (step * (1 - error), step * (1 + error)),

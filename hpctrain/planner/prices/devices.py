@@ -33,6 +33,11 @@ SLOWEST_WITH_TILES = 1e12
 """FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
 tiles of its products; everything else is what its file says. No accelerator of the catalogue is that slow."""
 
+# How far a step may be from its prediction: for devices that were measured, and for those of a data sheet, by
+# benchmarks/evidence/predictor.py. Of families that nobody measured: predicted speeds of a MI250X's die are 1.4 times
+# the best that was published.
+MEASURED_ERROR, DATASHEET_ERROR, UNMEASURED_ERROR = 0.05, 0.15, 0.45
+
 
 @dataclass(frozen=True)
 class DeviceModel:
@@ -52,6 +57,8 @@ class DeviceModel:
     @cached_property
     def efficiency(self) -> Efficiency:
         known = self.fitted or efficiency_of(self.family.kind, self.family.model)
+        if not known.known and self.family.like:
+            known = replace(efficiency_of(self.family.kind, self.family.like), is_measured=False, best_published="")
         if self._is_scaled_down:
             return replace(known, processors=1, overlap_slowdown=1.0)
         return known if self.family.half_speed_rows is None else replace(known, processors=1)
@@ -175,11 +182,26 @@ class DeviceModel:
         weights = [(1.0 / (math.dist(place, where) ** 2 + 1e-9), ratio) for where, ratio in points]
         return math.exp(sum(w * ratio for w, ratio in weights) / sum(w for w, _ in weights))
 
+    @property
+    def error(self) -> float:
+        """How far a step may be from its prediction, as a share of it, two times out of three."""
+        if self.profile or self.family.products:
+            return MEASURED_ERROR
+        is_typed = bool(self.family.sustained_flops_per_second) or self._is_scaled_down
+        return DATASHEET_ERROR if is_typed or self.efficiency.is_measured else UNMEASURED_ERROR
+
     def assumptions(self, _tiles: Sequence[Tile]) -> list[str]:
         """Return what was assumed of the family rather than given or known of its model."""
         result = []
         if not self.efficiency.known:
             result.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
+        elif self.error == UNMEASURED_ERROR:
+            best = self.efficiency.best_published
+            published = f"best published: {best}" if best else "no published training known"
+            result.append(
+                f"families.{self.name}.model: how near it comes to its data sheet, which nobody measured: steps are"
+                f" within {UNMEASURED_ERROR:.0%}; {published}"
+            )
         if not self.family.products:
             result.append(f"families.{self.name}.products: speed by shape, by formula")
         return result

@@ -4,9 +4,10 @@
 `benchmarks/evidence/predictor.py`, or are those of a family like it, the source of the rest is given there.
 """
 
+import re
 from dataclasses import dataclass
 
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_chip
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Efficiency:
     """How many times as fast a kernel that is written for the family is (`Stack.native_attention`)."""
     overlap_slowdown: float = 1.0
     """How many times as long it computes while it communicates."""
+    is_measured: bool = True
+    """Whether steps of the family were published with all that a prediction needs, and the shares fitted to them."""
+    best_published: str = ""
+    """Of a family that was not measured so, the most that somebody reached in training, and who."""
     known: bool = True
     """Whether it is of this model, not assumed by its kind."""
 
@@ -87,29 +92,55 @@ EFFICIENCIES: dict[str, Efficiency] = {
         overlap_slowdown=NCCL_SLOWDOWN,
     ),
     "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
-    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_slowdown=NCCL_SLOWDOWN),
-    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_slowdown=NCCL_SLOWDOWN),
-    "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
+    "blackwell-gaming": Efficiency(0.92, 0.82, 2e-6, 170, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "ga102": Efficiency(0.87, 0.82, 2e-6, 84, 0.90, 0.82, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "ada": Efficiency(0.67, 0.82, 2e-6, 142, 0.85, 0.67, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "pascal": Efficiency(0.78, 0.82, 2e-6, 56, 0.98, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "cdna1": Efficiency(0.65, 0.75, 3e-6, 120, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "cdna2": Efficiency(
+        0.65,
+        0.75,
+        3e-6,
+        110,
+        overlap_slowdown=NCCL_SLOWDOWN,
+        is_measured=False,
+        best_published="73.5 TFLOP/s a die in bf16, 38 % of its sheet: 22 B on Frontier (Dash et al. 2023, 2312.12705)",
+    ),
+    "cdna3": Efficiency(
+        0.55,
+        0.75,
+        3e-6,
+        304,
+        overlap_slowdown=NCCL_SLOWDOWN,
+        is_measured=False,
+        best_published="Llama 2 70B by LoRA in fp8, 2,164 tokens/s an MI300X, 2,848 an MI325X (logs of MLPerf v5.1)",
+    ),
+    "cdna4": Efficiency(0.55, 0.75, 3e-6, 256, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
+    "ascend": Efficiency(
+        0.60,
+        0.75,
+        3e-6,
+        1,
+        is_measured=False,
+        best_published="50 % of the peak, 135 B on 8,192 NPUs of a kind not named (Pangu Ultra 2025, 2504.07866)",
+    ),
+    "xe-hpc": Efficiency(0.60, 0.75, 3e-6, 1, is_measured=False),
+    "gaudi": Efficiency(0.60, 0.75, 3e-6, 1, is_measured=False),
 }
-_UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
+_UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, is_measured=False, known=False)
 _CPU = Efficiency(0.80, 0.80, 1e-6, 1)
+ALIKE = {"A100": "ampere", "A800": "ampere", "A10G": "ga102"}
+"""Chips whose memory or board a name does not say, and one that is no entry."""
 
 
 def efficiency_name(model: str | None) -> str | None:
     """Return whose parameters a model has, by its name in the catalogue or as its maker calls it; None: nobody's."""
     if model in ACCELERATORS:
         return ACCELERATORS[model].family_name
-    called = (model or "").upper().replace(" ", "-")
-    for name, accelerator in sorted(ACCELERATORS.items(), key=lambda pair: -len(pair[0])):
-        if name.upper() in called:
-            return accelerator.family_name
-    equivalent = (
-        ("A100", "ampere"),
-        ("A800", "ampere"),
-        ("H800", "hopper"),
-        ("MI250X", "cdna2"),
-    )
-    return next((name for part, name in equivalent if part in called), None)
+    if name := lookup_chip(model or ""):
+        return ACCELERATORS[name].family_name
+    words = re.findall(r"[A-Z0-9]+", (model or "").upper())
+    return next((ALIKE[word] for word in words if word in ALIKE), None)
 
 
 def efficiency_of(kind: str, model: str | None) -> Efficiency:

@@ -3,8 +3,10 @@
 import pytest
 
 from hpctrain.config.clusters.cluster_file import parse_cluster, read_cluster_file
-from hpctrain.config.clusters.device_catalogue import lookup_accelerator
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator, lookup_network
 from hpctrain.config.errors import TopologyError
+from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR, DeviceModel
+from hpctrain.planner.prices.efficiency import EFFICIENCIES, efficiency_of
 from tests.unit.described import FAMILY, NODE
 
 SHORT = """
@@ -167,12 +169,49 @@ bytes_per_second = 12.5e9
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("v100 32GB", "V100-32"),
-        ("H100 PCIe", None),
+        ("H100 PCIe", "H100-PCIe"),
+        ("A100 PCIe 40GB", None),
+        ("NVIDIA h-100", "H100"),
+        ("AMD mi-300x", "MI300X"),
+        ("AMD Instinct MI 300X", "MI300X"),
+        ("AMD Instinct MI250X", "MI250X-GCD"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA A10G", None),
+        ("L40", None),
+        ("Tesla P100-PCIE-16GB", None),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("Gaudi2", "Gaudi-2"),
         ("GeForce RTX 3090", "RTX-3090"),
     ],
 )
 def test_names_match_loosely(model, name):
     assert lookup_accelerator(model) == name
+
+
+def test_an_accelerator_may_be_like_another():
+    """What is not typed is that of the other, as assumed; so is how near it comes to its figures."""
+    text = SHORT.replace('model = "H100"', 'model = "My chip"\nlike = "H100"\nmemory_bytes = 60e9')
+    family = parse_cluster(text, "a file").families["h100"]
+    assert (family.model, family.memory_bytes) == ("My chip", 60_000_000_000)
+    assert family.peak_flops_per_second["bf16"] == 989e12
+    assert (family.origin_of("memory_bytes"), family.origin_of("peak_flops_per_second")) == ("datasheet", "assumed")
+    device, hopper = DeviceModel("h100", family), efficiency_of("cuda", "H100")
+    assert device.efficiency.product_share == hopper.product_share and device.error == UNMEASURED_ERROR
+    assert efficiency_of("cuda", "NVIDIA A100-SXM4-40GB") == efficiency_of("cuda", "A100-80"), "it is no A10"
+    with pytest.raises(TopologyError, match="families.h100.like = 'H101': not in the catalogue; did you mean 'H100'"):
+        parse_cluster(text.replace('like = "H100"', 'like = "H101"'), "a file")
+
+
+@pytest.mark.parametrize("name", sorted(ACCELERATORS))
+def test_a_speed_that_nobody_measured_says_what_it_is_worth(name):
+    entry = ACCELERATORS[name]
+    device = DeviceModel("a", entry.family(name))
+    measured = EFFICIENCIES[entry.family_name].is_measured
+    assert device.error == (DATASHEET_ERROR if measured else UNMEASURED_ERROR)
+    said = [line for line in device.assumptions(()) if "nobody measured" in line]
+    assert len(said) == (not measured)
+    assert entry.family_name != "cdna2" or "73.5 TFLOP/s" in said[0]
+    assert entry.source and device.family.peak_flops_per_second["fp16"] > 0
 
 
 def test_memory_twice_scaled_is_refused_but_not_with_a_truth():
@@ -199,3 +238,10 @@ def test_a_reserve_is_kept_free():
     assert typed.usable_bytes == 61e9
     small = parse_cluster(FAMILY.replace("64_000_000_000", "300_000_000") + NODE, "a file").families["mi250x"]
     assert small.usable_bytes == 300_000_000
+
+
+@pytest.mark.parametrize(
+    ("called", "name"), [("Slingshot", "Slingshot-11"), ("NDR", "NDR"), ("InfiniBand NDR200", "NDR200")]
+)
+def test_networks_match_loosely(called, name):
+    assert lookup_network(called) == name

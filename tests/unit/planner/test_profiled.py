@@ -20,11 +20,11 @@ from hpctrain.jobs.predict import command as predict_command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.choose import memory_warnings
-from hpctrain.planner.prediction.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
+from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices import prices as prices_module
 from hpctrain.planner.prices.cost import layer_cost, update_seconds
 from hpctrain.planner.prices.curves import describe_work, has_times
-from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.devices import DATASHEET_ERROR, MEASURED_ERROR, DeviceModel
 from hpctrain.planner.prices.profiled import device_models, timed_profiles
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search import pools as pools_module
