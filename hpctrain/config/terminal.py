@@ -24,8 +24,9 @@ class PlainStream(io.TextIOWrapper):
 
     def __init__(self, stream: TextIO):
         encoding = "utf-8" if codecs.lookup(stream.encoding or "ascii").name == "ascii" else stream.encoding
-        super().__init__(_buffer_of(stream), encoding, "backslashreplace", line_buffering=True)
-        if isinstance(stream, io.TextIOWrapper):
+        buffer = _buffer_of(stream)
+        super().__init__(buffer, encoding, "backslashreplace", line_buffering=True)
+        if isinstance(stream, io.TextIOWrapper) and buffer is stream.buffer:
             stream.reconfigure(encoding=encoding, errors="backslashreplace")
         self.stream = stream
         """For a progress bar, which draws by control characters of its own."""
