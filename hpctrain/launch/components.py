@@ -8,7 +8,18 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.errors import LaunchError
 
-REQUESTED = ("partition", "account", "qos", "constraint", "reservation", "min_nodes")
+REQUESTED = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "min_nodes",
+    "sbatch",
+    "srun",
+    "container",
+    "mounts",
+)
 """Keys of `Launch` that are of a whole node: families that share nodes must agree in them."""
 
 

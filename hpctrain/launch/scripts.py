@@ -6,6 +6,7 @@ that `Launch` has checked. Everything else is quoted for the shell.
 
 import ipaddress
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,22 @@ class Start:
         words = [f'"$run/launch/rank-{number}.sh"', "train", '"$run/launch/job.toml"', "--run", '"$run"']
         return " ".join([*words, *self.arguments])
 
+    def srun_options(self, component: Component) -> str:
+        """Return more options of srun for a component: those of the cluster file, and its container by pyxis.
+
+        Raises LaunchError for a folder that pyxis could not be told.
+        """
+        request, folders = component.request, (str(self.run), str(self.folder))
+        words = list(request.srun)
+        if request.by_pyxis:
+            for folder in folders:
+                if set(folder) & set(",:"):
+                    raise LaunchError(f"{folder!r}: pyxis takes no folder with , or : in its name; choose another")
+            mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in (*folders, *request.mounts))
+            words += [f"--container-image={request.container}", f"--container-mounts={','.join(mounts)}"]
+            words.append(f"--container-workdir={self.folder}")
+        return "".join(f" {shlex.quote(word)}" for word in words)
+
 
 @dataclass(frozen=True)
 class SlurmOptions:
@@ -66,7 +83,13 @@ class SlurmOptions:
 
 
 def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
-    """Return a script that starts all components with mpirun; without hosts on this one."""
+    """Return a script that starts all components with mpirun; without hosts on this one. Raises LaunchError."""
+    for component in start.components:
+        if component.request.by_pyxis:
+            raise LaunchError(
+                f"launch.container = {component.request.container!r}: srun starts such images, by pyxis; for mpirun"
+                " give a file .sif, which ranks start by Apptainer"
+            )
     own = Path(sys.executable).with_name("mpirun")  # a wheel's, which needs no module
     return render(
         "mpirun",

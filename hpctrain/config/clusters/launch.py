@@ -19,6 +19,12 @@ def _batch_word(text: str) -> str:
     return text
 
 
+def _option(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError(f"{text!r} is no option of Slurm; begin with -- and write its value behind =")
+    return _batch_word(text)
+
+
 def _variable(name: str) -> str:
     if not VARIABLE.fullmatch(name):
         raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
@@ -32,6 +38,7 @@ def _text(value: str) -> str:
 
 
 BatchWord = Annotated[str, AfterValidator(_batch_word)]
+Option = Annotated[str, AfterValidator(_option)]
 Variable = Annotated[str, AfterValidator(_variable)]
 Value = Annotated[str, AfterValidator(_text)]
 Text = Annotated[Value, Field(min_length=1)]
@@ -51,9 +58,27 @@ class Launch(Table):
     """Left out: a share of the node's."""
     min_nodes: RankCount | None = None
     """With how many nodes of these the job may start where not all can be had; left out: all of them."""
+    sbatch: Several[Option] = ()
+    """More options of a batch script, such as `--mail-type=END` and `--switches=1`, a line each."""
+    srun: Several[Option] = ()
+    """More options of srun, such as `--cpu-bind=cores` and `--gpu-bind=closest`."""
     modules: Several[Text] = ()
     """Loaded before the program starts."""
+    before: Text | None = None
+    """Lines of a shell that each rank runs after its modules are loaded, such as `source /opt/site/setup.sh`."""
+    container: Text | None = None
+    """The image that ranks run in: a file `.sif` by Apptainer, anything else by Slurm's pyxis."""
+    mounts: Several[Text] = ()
+    """Folders that the container sees, as `/scratch` or `/scratch:/data`; the run folder is always there."""
     venv: Text | None = None
     """The folder of a virtual environment with hpctrain; left out: the one that writes the script."""
     environment: dict[Variable, Value] = Field(default_factory=dict)
     """More variables."""
+
+    @property
+    def by_apptainer(self) -> bool:
+        return bool(self.container) and self.container.endswith(".sif")
+
+    @property
+    def by_pyxis(self) -> bool:
+        return bool(self.container) and not self.by_apptainer

@@ -5,11 +5,13 @@ import shlex
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hpctrain.config.clusters.cluster_file import load_cluster, parse_cluster, ready_clusters
 from hpctrain.config.clusters.launch import Launch
@@ -50,7 +52,7 @@ class Recorder:
     def __init__(self, folder: Path):
         self.folder, self.record, self.start = folder, folder / "record", folder / "start"
         self.start.mkdir()
-        for name in ("srun", "scontrol", "sbatch", "mpirun", "hpctrain", "module"):
+        for name in ("srun", "scontrol", "sbatch", "mpirun", "hpctrain", "module", "apptainer"):
             program = folder / name
             program.write_text(RECORDER.format(python=sys.executable))
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -134,6 +136,69 @@ def test_no_text_of_a_cluster_file_changes_what_a_rank_runs(recorder, tmp_path_f
 
 SEEN = '[os.environ[name] for name in ("HPCTRAIN_FAMILY", "MINE", "OMP_NUM_THREADS")] + sys.argv[1:]'
 JOB = load_job("tiny")
+
+
+CONTAINED = Launch(
+    container="nvcr.io/some/image:1",
+    mounts=("/scratch", "/x:/y"),
+    srun=("--cpu-bind=cores",),
+    sbatch=("--mail-type=END", "--switches=1"),
+    before="export SITE=1\nmkdir -p cache",
+)
+
+
+def test_pyxis_starts_ranks_in_an_image(recorder, tmp_path):
+    """`sbatch` and `srun` of the cluster file are behind all others, so that they have the last word."""
+    start = Start("n", tmp_path / "run", tmp_path, (Component(1, {"a": 2}, {"a": CONTAINED}, {"a": "cuda"}),))
+    text = batch_script(start, SlurmOptions())
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH")][-2:] == [
+        "#SBATCH --mail-type=END",
+        "#SBATCH --switches=1",
+    ]
+    write_files(start.run, {"job.sbatch": text})
+    _, [(_, _, arguments)] = recorder.run(start.run / "job.sbatch", **IN_JOB)
+    mounts = ",".join(f"{path}:{path}" for path in (start.run, start.folder, "/scratch"))
+    at = arguments.index(f"{start.run}/launch/rank-0.sh")
+    assert arguments[at - 4 : at] == [
+        "--cpu-bind=cores",
+        "--container-image=nvcr.io/some/image:1",
+        f"--container-mounts={mounts},/x:/y",
+        f"--container-workdir={tmp_path}",
+    ]
+    with pytest.raises(LaunchError, match="srun starts such images, by pyxis; for mpirun give a file .sif"):
+        mpirun_script(start, "mpich", has_hosts=False)
+    with pytest.raises(LaunchError, match="pyxis takes no folder with , or :"):
+        batch_script(replace(start, run=Path("/a,b")), SlurmOptions())
+
+
+@pytest.mark.parametrize(("kind", "option"), [("cuda", ["--nv"]), ("rocm", ["--rocm"]), ("cpu", [])])
+def test_apptainer_starts_ranks_in_a_file(recorder, tmp_path, kind, option):
+    launch = CONTAINED.model_copy(update={"container": "/images/a b.sif", "before": "export OMP_PROC_BIND=true"})
+    component = Component(1, {"a": 2}, {"a": launch}, {"a": kind})
+    write_files(tmp_path, {"launch/rank-0.sh": launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]})
+    assert "--container" not in batch_script(Start("n", tmp_path, tmp_path, (component,)), SlurmOptions())
+    code, [(program, folder, arguments)] = recorder.run(tmp_path / "launch/rank-0.sh", "train", "x y")
+    binds = ["--pwd", folder, "--bind", str(tmp_path), "--bind", folder, "--bind", "/scratch", "--bind", "/x:/y"]
+    assert (code, program) == (0, "apptainer")
+    assert arguments == ["exec", *option, *binds, "/images/a b.sif", "hpctrain", "train", "x y"]
+
+
+def test_what_stands_before_a_rank_is_run_by_its_shell(recorder, tmp_path):
+    launch = Launch(before='export MINE="a b"\nexport HPCTRAIN_PROGRAM=x', venv=str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "hpctrain"
+    program.write_text((recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]", '[os.environ["MINE"]]'))
+    program.chmod(0o755)
+    component = Component(1, {"a": 2}, {"a": launch})
+    write_files(tmp_path, {"launch/rank-0.sh": launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]})
+    assert recorder.run(tmp_path / "launch/rank-0.sh")[1] == [("hpctrain", str(recorder.start), ["a b"])]
+
+
+@pytest.mark.parametrize("key", ["sbatch", "srun"])
+@pytest.mark.parametrize("text", ["--mail-type END", "mail-type=END", "--a=b\n#SBATCH --c"])
+def test_an_option_that_slurm_would_split_is_refused(key, text):
+    with pytest.raises(ValidationError, match="no option of Slurm|cannot be in a batch script"):
+        Launch(**{key: [text]})
 
 
 @pytest.mark.parametrize("text", ["a b", "a\nb", "$(x)", "a'b", "", "a#b", 'a"b', "a;b"])
