@@ -1,4 +1,4 @@
-"""What other trainers call what a job file sets, or what hpctrain does not have, so that a hint is no guess by letters.
+"""Names that other trainers have for keys of a job file, and for what hpctrain lacks: a hint is no guess by letters.
 
 The names are those of Megatron-LM, DeepSpeed, torchtitan, NeMo and the Hugging Face Trainer.
 """

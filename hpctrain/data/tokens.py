@@ -106,7 +106,7 @@ class TokenSource:
 
     @property
     def least_vocabulary(self) -> int:
-        """How many token ids a model needs at least: those of the tokenizer; of a `.bin` up to the largest token."""
+        """The least token ids of a model: all those of the tokenizer; of a `.bin` up to the largest token."""
         return self.vocab_size if self.declares_vocabulary else self.largest_token + 1
 
     @cached_property

@@ -10,7 +10,7 @@ from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS, Ca
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
 from hpctrain.jobs.arguments import json_option
-from hpctrain.jobs.tables import console, table
+from hpctrain.jobs.text_tables import console, table
 from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR
 from hpctrain.planner.prices.efficiency import EFFICIENCIES
 
@@ -41,17 +41,19 @@ def command(as_json):
         print(json.dumps({"clusters": ready, "accelerators": devices, "networks": networks}))
         return
     out = console()
-    ready = table("cluster", "ranks", "what it is")
+    ready = table("cluster", "ranks", "what it is", numbers={"ranks"})
     for name, (each, about) in clusters.items():
         ready.add_row(name, f"{each.num_devices}", about)
-    devices = table("model", "GB", "GB/s", *DTYPES, "link", "source", "what an assumed speed is worth")
+    numbers = {"GB", "GB/s", "us", "link", *DTYPES}
+    columns = ("model", "GB", "GB/s", *DTYPES, "link", "source", "what an assumed speed is worth")
+    devices = table(*columns, numbers=numbers)
     for name, each in ACCELERATORS.items():
         peaks = [each.peak_flops_per_second.get(dtype) for dtype in DTYPES]
         speeds = (each.memory_bytes_per_second, each.link_bytes_per_second)
         memory, link = (f"{speed / 1e9:,.4g}" for speed in speeds)
         each_peak = [f"{peak / 1e12:,.4g}" if peak else "-" for peak in peaks]
         devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, each.source, _worth(each))
-    networks = table("network", "GB/s", "us", "source")
+    networks = table("network", "GB/s", "us", "source", numbers=numbers)
     for name, each in NETWORKS.items():
         seconds = f"{each.latency_seconds * 1e6:.0f}"
         networks.add_row(name, f"{each.bytes_per_second / 1e9:.4g}", seconds, each.source)

@@ -23,7 +23,7 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 # Large enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
 MIN_SLOT_BYTES = 64 * 1024
-# The slots of a group take at most this share of what is free, so that there is room for the groups after it.
+# The slots of a group take at most this share of what is free, so that there is headroom for the groups after it.
 SHARE_OF_SLOTS = 1 / 16
 ANNOUNCED = 0
 """The window's counter of how far a rank has come."""
@@ -45,8 +45,8 @@ class SharedCollectives:
         self._ranks_on_host = max(ranks_on_host, members.size)
         self.rank, self.size = members.rank, members.size
         self._members = members
-        room = int(windows.free_bytes() * SHARE_OF_SLOTS / (2 * self._ranks_on_host))
-        fitting = members.combine(room, min) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
+        headroom = int(windows.free_bytes() * SHARE_OF_SLOTS / (2 * self._ranks_on_host))
+        fitting = members.combine(headroom, min) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
         self._slot_bytes = min(SLOT_BYTES, max(MIN_SLOT_BYTES, fitting))
         self._window = SharedWindow(members, 2 * self._slot_bytes)
         self._regions: list[SharedWindow] = []

@@ -126,11 +126,11 @@ def _fill_family(filled: Filled, key: str, family: dict) -> CatalogueEntry | Non
     missing += [] if PEAK in family or SUSTAINED in family else [PEAK]
     model, like = family.get("model"), family.get("like")
     name = lookup_accelerator(model) if isinstance(model, str) else None
-    alike = lookup_accelerator(like) if isinstance(like, str) else None
-    if "like" in family and alike is None:
+    equivalent = lookup_accelerator(like) if isinstance(like, str) else None
+    if "like" in family and equivalent is None:
         _refuse_name(filled, f"{key}.like", like, ACCELERATORS, "or leave it out")
     if name or "like" in family:
-        entry = ACCELERATORS[name] if name else ACCELERATORS[alike] if alike else UNKNOWN_MODEL
+        entry = ACCELERATORS[name] if name else ACCELERATORS[equivalent] if equivalent else UNKNOWN_MODEL
     elif not missing:
         return None
     elif "model" in family:
@@ -146,8 +146,8 @@ def _fill_family(filled: Filled, key: str, family: dict) -> CatalogueEntry | Non
         "memory_bytes": int(entry.memory_bytes),
         "memory_bytes_per_second": entry.memory_bytes_per_second,
     }
-    source = entry.source if name or not alike else f"taken to be like {alike} ({entry.source})"
-    origin = "datasheet" if name or not alike else "assumed"
+    source = entry.source if name or not equivalent else f"taken to be like {equivalent} ({entry.source})"
+    origin = "datasheet" if name or not equivalent else "assumed"
     filled.put(key, family, figures, source, origin)
     if PEAK in missing:
         filled.put(key, family, {PEAK: dict(entry.peak_flops_per_second)}, source, origin)

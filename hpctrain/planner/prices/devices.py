@@ -184,11 +184,13 @@ class DeviceModel:
 
     @property
     def error(self) -> float:
-        """How far a step may be from its prediction, as a share of it, two times out of three."""
+        """The share by which a step may differ from its prediction, two times out of three."""
         if self.profile or self.family.products:
             return MEASURED_ERROR
-        is_typed = bool(self.family.sustained_flops_per_second) or self._is_scaled_down
-        return DATASHEET_ERROR if is_typed or self.efficiency.is_measured else UNMEASURED_ERROR
+        speeds = "sustained_flops_per_second"
+        is_said = speeds in self.family.given and self.family.origin_of(speeds) == "measured"
+        is_known = is_said or self._is_scaled_down or self.efficiency.is_measured
+        return DATASHEET_ERROR if is_known else UNMEASURED_ERROR
 
     def assumptions(self, _tiles: Sequence[Tile]) -> list[str]:
         """Return what was assumed of the family rather than given or known of its model."""
