@@ -48,6 +48,7 @@ lint: install
 # What of the documentation is made from the code.
 docs: install
 	$(BIN)/python docs/job_reference.py
+	$(BIN)/python docs/api_reference.py
 	$(BIN)/python docs/pictures/tiles.py
 
 test-unit: install

@@ -1,14 +1,16 @@
-"""Search for a plan and look at it, from Python: needs neither ranks nor devices."""
+"""Find a plan for unlike devices, and see what it is worth, from Python: needs neither ranks nor devices.
 
-from hpctrain import Limits, Setup, draw_plan, load_cluster, load_job, locate_cluster, predict, search_best
+In a notebook the last line of a cell that is a plan, such as `best`, shows it as a picture.
+"""
 
-job = load_job("mixed", ["model.vocab_size=512", "train.dtype=fp32"])  # a ready-made job; a path works too
-cluster = load_cluster(locate_cluster("v100-t4"))  # a ready cluster; a path works too
+from hpctrain import find_plan
 
-result = search_best(job, cluster, Limits(scored=200), "v100-t4")
-print(draw_plan(result.best.plan))
+best = find_plan("mixed", "v100-t4", scored=100)  # ready ones; paths work too
+even = find_plan("mixed", "v100-t4", space="even")  # as trainers cut that know no unlike devices
 
-prediction = predict(Setup.of_job(job), result.best.plan, cluster)
-print(f"{prediction.step_seconds:.3g} s a step, {prediction.tokens_per_second:,.0f} tokens/s, fits: {prediction.fits}")
-for part, seconds in prediction.breakdown_seconds.items():
-    print(f"  {part:10} {seconds:8.3f} s")
+print(best.draw())
+print(best)
+ratio = best.prediction.tokens_per_second / even.prediction.tokens_per_second
+print(
+    f"{best.prediction.tokens_per_second:,.0f} tokens/s, fits: {best.prediction.fits}, {ratio:.2f} times the even plan"
+)

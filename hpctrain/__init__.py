@@ -9,6 +9,8 @@ import importlib
 __version__ = "0.1.0"
 
 PUBLIC = {
+    "find_plan": "hpctrain.jobs.library",
+    "PlanResult": "hpctrain.jobs.library",
     "load_job": "hpctrain.config.job",
     "Job": "hpctrain.config.job",
     "locate_cluster": "hpctrain.config.clusters.cluster_file",
@@ -29,6 +31,7 @@ PUBLIC = {
     "predict": "hpctrain.planner.prediction.predictor",
 }
 """Each public name and the module that defines it."""
+__all__ = [*PUBLIC]
 
 
 def __getattr__(name: str):

@@ -15,6 +15,7 @@ import click
 
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
+from hpctrain.config.clusters.cluster_defaults import describe_sources
 from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster, read_cluster_file
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
@@ -71,7 +72,8 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 def load_described(reference: str) -> Described:
     """Read a cluster, a file or a ready one's name, with the truth of a file for rehearsals. Raises TopologyError."""
     file = read_cluster_file(locate_cluster(reference))
-    return Described(file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth)
+    filled = tuple(describe_sources(file.sources))
+    return Described(file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth, filled=filled)
 
 
 def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tuple[Job, Described]:
@@ -88,7 +90,7 @@ def load_cluster_on(world: "World", reference: str) -> Described:
     The variables of its families were for their start; a run folder and its checkpoints are for others to read.
     """
     with world.all_or_none():
-        return Described(load_cluster(locate_cluster(reference)).without_environment(), reference)
+        return Described(load_cluster(reference).without_environment(), reference)
 
 
 def start_rehearsal(

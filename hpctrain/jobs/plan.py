@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import click
+from rich.table import Table
 
 from hpctrain.config.clusters.cluster import Cluster
-from hpctrain.config.clusters.cluster_defaults import describe_sources
-from hpctrain.config.clusters.cluster_file import locate_cluster, read_cluster_file
+from hpctrain.config.clusters.cluster_file import locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
 from hpctrain.engine.start.facts import Described
@@ -24,18 +23,21 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
-from hpctrain.jobs.predict import format_prediction, prediction_data, profile_source, with_overlap
+from hpctrain.jobs.predict import format_parts, format_prediction, prediction_data, profile_source, with_overlap
+from hpctrain.jobs.text_tables import table, text_of
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
-from hpctrain.planner.explain import reasons, runner_up
+from hpctrain.planner.explain import MIB, reasons, runner_up
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
 
+SHOWN_REASONS = 3
+"""Of a search, without --verbose."""
 out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")
 
 
@@ -70,7 +72,8 @@ def command():
 @click.option("--top", type=NONE_OR_MORE, default=5, show_default=True, help="List so many plans.")
 @click.option("--seconds", type=SECONDS, metavar="S", help="End the search after S seconds.")
 @click.option("--budget", type=LARGE_COUNT, metavar="N", help="Score N plans.")
-def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget):
+@click.option("--verbose", is_flag=True, help="Print all reasons, assumed inputs, memory by part and other plans.")
+def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget, verbose):
     """Search for the fastest plan of JOB on a cluster.
 
     \b
@@ -87,7 +90,9 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
     plan_text = plan_file(summary, result)
     if out is not None:
         write_out(out, plan_text)
-    text = plan_text.rstrip("\n") if out is None else format_search(summary, result, described.cluster, out)
+    text = plan_text.rstrip("\n")
+    if out is not None:
+        text = f"{out}: {summary['layout']}\n" + format_search(summary, result, described.cluster, verbose)
     print_result({"plan": plan_text if out is None else str(out), **summary}, text, as_json)
 
 
@@ -192,7 +197,7 @@ def search_and_summarise(
         **summary,
         "resolved": resolved,
         "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
-        "filled": describe_sources(read_cluster_file(locate_cluster(described.name)).sources),
+        "filled": described.filled,
         "layout": _layout(result, 0),
         "lower_bound_seconds": result.lower_bound_seconds,
         "gap": result.gap,
@@ -210,19 +215,52 @@ def _layout(result: SearchResult, number: int) -> str:
     return result.plans[number].describe([pool.name for pool in result.pools])
 
 
-def format_search(summary: dict, result: SearchResult, cluster: Cluster, out: Path) -> str:
-    """Return what is printed where the plan file is written to `out`."""
+def format_search(summary: dict, result: SearchResult, cluster: Cluster, verbose: bool = False) -> str:
+    """Return the answer of a search for people: tiles, step, three reasons; `verbose` adds all that is known."""
+    best, parts = result.best, summary["breakdown_seconds"]
+    low, high = summary["interval_seconds"]
     lines = [
-        f"{out}: {summary['layout']}",
-        format_prediction(summary, result.best.plan, cluster),
-        *_search_lines(summary),
+        text_of(tiles_table(result)),
+        f"step      {summary['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}, in {summary['dtype']}:"
+        f" {summary['tokens_per_second']:,.0f} tokens/s, {summary['mfu']:.1%} of peak (MFU)",
+        f"of it     {format_parts(parts, summary['step_seconds'])}",
+        *(f"why       {reason}" for reason in summary["reasons"][: None if verbose else SHOWN_REASONS]),
+        f"runner-up {summary['runner_up'] or 'none'}",
+        *(f"warning   {warning}" for warning in summary["warnings"]),
     ]
+    if not verbose:
+        assumed = f"{len(summary['assumed_inputs'])} assumed inputs"
+        return "\n".join([*lines, f"more      --verbose: {assumed}, all reasons, memory by part, other plans"])
+    lines += ["", format_prediction(summary, best.plan, cluster), *_search_lines(summary)]
     if summary["filled"]:
         lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in summary["filled"])]
     if summary["top"]:
         lines.append("the best plans")
         lines += [f"  {each['step_seconds']:.4g} s  {each['layout']}" for each in summary["top"]]
     return "\n".join(lines)
+
+
+def tiles_table(result: SearchResult) -> Table:
+    """Return a row for each kind of tile: who computes what of the model, how full its memory is, and how long."""
+    best = result.best
+    columns = ("family", "tiles", "grid", "items", "rows", "memory, MiB", "of", "computes, s")
+    tiles = table(*columns, numbers={*columns[4:], "tiles"})
+    costs = best.predictor.costs.tiles
+    for stage in best.prediction.memory:
+        tile = stage.tile
+        equal = [each for each in best.plan.tiles if (each.items, each.family) == (tile.items, tile.family)]
+        computes = best.plan.microbatches * costs[tile].seconds if tile in costs else 0.0
+        tiles.add_row(
+            tile.family,
+            f"{len(equal)}",
+            f"{tile.tensor}",
+            f"{tile.items.start}-{tile.items.stop - 1}",
+            f"{tile.rows.size}",
+            f"{stage.memory.total / MIB:,.0f}" + ("" if stage.fits else " DOES NOT FIT"),
+            f"{stage.available_bytes / MIB:,.0f}",
+            f"{computes:.4g}",
+        )
+    return tiles
 
 
 def plan_file(summary: dict, result: SearchResult) -> str:

@@ -1,6 +1,6 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -17,6 +17,9 @@ from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
 from hpctrain.planner.prediction.predictor import Prediction, predict
 from hpctrain.planner.prices.setup import Setup
+
+LEAST_SHARE = 5e-4
+"""Of a step, that a line of its parts shows."""
 
 
 @click.command("predict")
@@ -97,6 +100,17 @@ def profile_source(families: Sequence[str]) -> str:
     return f"compute seconds of {', '.join(families)}: profile of this job" if families else ""
 
 
+def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
+    """Return the parts of a step in a line, the largest first, and how much of them is hidden behind others."""
+    hidden = -parts.get("hidden", 0.0) / step_seconds
+    shares = {part: seconds / step_seconds for part, seconds in parts.items() if part != "hidden"}
+    shown = [
+        f"{part} {share:.1%}" for part, share in sorted(shares.items(), key=lambda pair: -pair[1]) if share >= 5e-4
+    ]
+    text = ", ".join(shown)
+    return f"{text}; {1 + hidden:.1%} in all, of which {hidden:.1%} overlap other parts" if hidden >= 5e-4 else text
+
+
 def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
     """Return a prediction as text for people."""
     low, high = summary["interval_seconds"]
@@ -109,6 +123,8 @@ def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
     ]
     for part, seconds in summary["breakdown_seconds"].items():
         lines.append(f"  {part:10}{seconds:12.4g} s {seconds / summary['step_seconds']:8.1%}")
+    if hidden := -summary["breakdown_seconds"].get("hidden", 0.0):
+        lines[-1] += f"   overlapped: the parts above take {1 + hidden / summary['step_seconds']:.1%} of the step"
     lines.append("memory of a rank, MiB")
     for stage in summary["memory_bytes"]:
         parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hpctrain.config.bounds import MOST_RANKS
-from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster
+from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.job import Job, load_job
 from hpctrain.jobs.arguments import PATH, RANKS, override_option
@@ -68,7 +68,7 @@ def prepare_start(
     check_inputs(job)
     run = (run_path or default_run_folder(job.name)).absolute()
     if cluster_reference:
-        cluster = load_cluster(locate_cluster(cluster_reference))
+        cluster = load_cluster(cluster_reference)
         components = components_of(cluster, cluster_reference)
         families = [device.family for device in cluster.devices]
         arguments = ("--cluster", '"$run/launch/cluster.toml"')

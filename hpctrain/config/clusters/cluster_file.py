@@ -66,9 +66,9 @@ def read_cluster_file(path: Path) -> ClusterFile:
     return parse_cluster_file(read_text(path, TopologyError), str(path))
 
 
-def load_cluster(path: Path) -> Cluster:
-    """Read the cluster of a file. Raises TopologyError."""
-    return read_cluster_file(path).cluster
+def load_cluster(reference: str | Path) -> Cluster:
+    """Read the cluster of a file, or a ready one by its name. Raises TopologyError."""
+    return read_cluster_file(locate_cluster(reference)).cluster
 
 
 def parse_cluster(text: str, where: str) -> Cluster:

@@ -31,6 +31,8 @@ class Described:
     """Why what was measured is not that of a quiet machine, so that it is not kept; empty: it is."""
     truth: "Truth | None" = None
     """How the devices behave that are impersonated."""
+    filled: tuple[str, ...] = ()
+    """What a cluster file leaves out, and from which data sheet it is."""
     scale: str = ""
     """By how much a rehearsal is smaller than the real cluster and job, in words."""
 

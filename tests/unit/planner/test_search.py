@@ -247,7 +247,7 @@ def test_the_command_prints_a_plan_file_or_a_summary(tmp_path):
     (tmp_path / "printed.toml").write_text(printed)
     assert load_plan(tmp_path / "printed.toml").ranks == (0, 1, 2, 3)
     assert "# bound     no plan takes less than " in printed and ": the gap is " in printed
-    summary = run(tmp_path, "--out", str(tmp_path / "p.toml"), "--top", "2", "--budget", "50", "--seconds", "60").stdout
+    summary = run(tmp_path, "--out", str(tmp_path / "p.toml"), "--top", "2", "--budget", "50", "--verbose").stdout
     assert (
         "the best plans" in summary
         and "runner-up" in summary
