@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -318,9 +318,7 @@ class Job(Table):
     observe: Observe = Observe()
     watch: Watch = Watch()
 
-    @classmethod
-    def other_name(cls, key: str) -> str | None:
-        return OTHER_NAMES.get(key.lower().replace("-", "_"))
+    other_names: ClassVar = OTHER_NAMES
 
     @model_validator(mode="before")
     @classmethod

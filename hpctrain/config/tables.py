@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -67,10 +67,8 @@ class Table(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
-    @classmethod
-    def other_name(cls, key: str) -> str | None:
-        """Return what to set in place of a key that a file of this table never had, where people mean something."""
-        return None
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """By a key that a file of this table never had, in lower case with `_`, what to do instead."""
 
     if TYPE_CHECKING:  # pydantic makes it for frozen tables
 
@@ -326,7 +324,7 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
     match problem["type"]:
         case "extra_forbidden":
             there = _table_at(table, loc[:-1]).model_fields
-            instead = table.other_name(str(loc[-1])) if issubclass(table, Table) else None
+            instead = getattr(table, "other_names", {}).get(str(loc[-1]).lower().replace("-", "_"))
             hint = f"; {instead}" if instead else did_you_mean(str(loc[-1]), there)
             text = f"{shorten(key)}: unknown key{hint}"
         case "missing":
