@@ -33,6 +33,8 @@ class Saved:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     targets: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    """The summed loss, on the last stage. It is there after the backward pass: the head may compute it then."""
     documents: Documents | None = None
     """Where attention stays inside of them."""
     kept: list[KeptLayer | None] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Stage:
         """Run all layers on token ids (first stage) or hidden states; return hidden states or the summed loss.
 
         `targets` are for the last stage; with `starts`, int64 [rows, positions], attention begins at each token's own.
-        Without `training` nothing is saved.
+        Without `training` nothing is saved, and the loss is there at once; see `Saved.loss`.
         """
         saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))
         traffic = self.store.traffic
@@ -118,6 +120,7 @@ class Stage:
                 saved.outputs.append(value if keeps_graph else None)
             traffic.release(items)
         result = value.detach()
+        saved.loss = result if self.is_last else None
         saved.forget_masks()
         if keeps_graph:  # they go out and may be gone before the graph is
             _forget_numbers(value)

@@ -224,18 +224,21 @@ class Pipeline:
                     ids, targets, starts = self._tokens(batch, stage, place.microbatch, s)
                     given = self._take(place, s) if ids is None else ids
                     value, kept = stage.forward(given, targets, training, starts)
-                    if stage.is_last:
-                        loss += value  # on the device: the host waits for it once a step
-                    else:
+                    if not stage.is_last:
                         self._put(made, place, s, value)
+                    elif not training:
+                        loss += value  # on the device: the host waits for it once a step
                     if training:
                         saved[place, s] = kept
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
                     gradient = of_loss if stage.is_last else self._take(place, s)
+                    kept = saved[place, s]
                     if instruction.op is Op.BACKWARD:
                         gradient = stage.backward(saved.pop((place, s)), gradient, passed)
                     else:
-                        gradient = stage.backward_input(saved[place, s], gradient)
+                        gradient = stage.backward_input(kept, gradient)
+                    if kept.loss is not None:
+                        loss += kept.loss
                     if gradient is not None:
                         self._put(made, place, s, gradient)
                 case Op.BACKWARD_WEIGHT:

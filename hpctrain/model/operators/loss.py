@@ -1,7 +1,8 @@
 """The loss of logits, and the last product with its loss, some tokens at a time: logits are never there all at once.
 
-A vocabulary of 128 thousand ids makes logits of half a megabyte a token in fp32, several times what a block keeps. The
-forward pass keeps two numbers a token; the backward pass computes the logits again, a third more work for this product.
+A vocabulary of 128 thousand ids makes logits of half a megabyte a token in fp32, several times what a block keeps. Loss
+and gradient are computed while the logits of some tokens are there, in the backward pass (as Liger does in the forward
+pass, Hsu et al. 2024): no product is computed twice, and gradients of weights are there to be added to.
 
 Shape suffixes: N tokens, I input features, V vocabulary, all of them this rank's part. Columns from `num_ids` on are
 padding. Logits are given without their cap.
@@ -152,26 +153,28 @@ class TokenLoss:
 class _HeadLoss(Function):
     @staticmethod
     def forward(ctx, hidden, weight: Weight, targets, loss: TokenLoss):
-        x_NI, targets_N = loss.all_tokens(hidden), targets.reshape(-1)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        logs_N = torch.empty(x_NI.shape[0], device=hidden.device)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden, targets.reshape(-1))
+            ctx.weight, ctx.loss, ctx.total = weight, loss, total.detach()
+            return total
+        x_NI, targets_N = loss.all_tokens(hidden), targets.reshape(-1)
         for at in loss.chunks(x_NI, weight):
-            losses_N, logs_N[at] = loss.losses(loss.logits(x_NI[at], weight), targets_N[at])
-            total += losses_N.sum(dtype=torch.float64)
-        ctx.save_for_backward(hidden, targets_N, logs_N)
-        ctx.weight, ctx.loss = weight, loss
+            total += loss.losses(loss.logits(x_NI[at], weight), targets_N[at])[0].sum(dtype=torch.float64)
         return total
 
     @staticmethod
     def backward(ctx, d_loss):
-        hidden, targets_N, logs_N = ctx.saved_tensors
+        hidden, targets_N = ctx.saved_tensors
         weight: Weight = ctx.weight
         loss: TokenLoss = ctx.loss
         x_NI = loss.all_tokens(hidden)
         dx_NI = torch.empty_like(x_NI)
         for at in loss.chunks(x_NI, weight):
             logits_NV = loss.logits(x_NI[at], weight)
-            d_logits_NV = loss.gradient(logits_NV, targets_N[at], logs_N[at], d_loss)
+            losses_N, logs_N = loss.losses(logits_NV, targets_N[at])
+            ctx.total += losses_N.sum(dtype=torch.float64)
+            d_logits_NV = loss.gradient(logits_NV, targets_N[at], logs_N, d_loss)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
             if not loss.axes.sequence_parallel:
                 loss.axes.y.all_reduce(summed)
@@ -201,7 +204,8 @@ class _CrossEntropy(Function):
 def head_loss(hidden: torch.Tensor, weight: Weight, targets: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
     """Return the sum over tokens of -log p(target), fp64 scalar, of normed hidden states [rows, positions, I].
 
-    Hidden states have the positions of this y alone where the axes say so; targets are those of all positions.
+    Hidden states have the positions of this y alone where the axes say so; targets are those of all positions. Where
+    autograd records, the sum is there after the backward pass, and 0 before it.
 
     As a linear layer over axes x and y, and `cross_entropy`. All ranks of both axes must call.
     """

@@ -262,15 +262,17 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
     else:
         sizes = {"x": grid.x, "y": grid.y}
         product = linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
-    forward = PassWork.joined((norm.forward, product.forward))
-    backward = PassWork.joined((norm.backward_input, product.backward_input))
-    for i, work in enumerate((forward, backward)):
-        work.passed_bytes += tokens * vocabulary * passes.logits[i]
+    of_loss = PassWork.joined((product.forward, PassWork(passed_bytes=tokens * vocabulary * passes.logits[0])))
+    forward, backward = norm.forward, PassWork.joined((norm.backward_input, product.backward_input))
+    backward.passed_bytes += tokens * vocabulary * passes.logits[1]
+    for work in (of_loss, backward):
         work.operations += 12
     if grid.y > 1:
-        forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
+        of_loss.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
     if setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
-        backward = PassWork.joined((product.forward, backward))
+        backward = PassWork.joined((of_loss, backward))  # as some logits are there, so is their gradient
+    else:
+        forward = PassWork.joined((forward, of_loss))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 
 
