@@ -245,7 +245,7 @@ def whole(number: float | None) -> float | int | None:
 
 
 def write_layer_pattern(model: Any) -> Keys:
-    """Return the keys of a config for layers of two kinds."""
+    """Return the keys of a config for layers of two kinds. The library wants a window also where no layer has one."""
     local = [block.attention.window is not None for block in model.description.blocks]
     kinds = ["sliding_attention" if each else "full_attention" for each in local]
-    return {"sliding_window": model.window, "layer_types": kinds}
+    return {"sliding_window": model.window or model.max_positions, "layer_types": kinds}

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hpctrain.architectures.description import head_size_of
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import OPTIONAL, families
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
@@ -95,13 +96,16 @@ def names_of(model: Model) -> HuggingFace:
 
 def check_form(model: Model) -> None:
     """Refuse a model that an export could not write so that it is read as the same. Raises JobError."""
-    table, described = known_names().get(model.architecture), model.description
+    table = known_names().get(model.architecture)
     if table is None:
         return
+    model = model.model_copy(update={"vocab_size": model.vocab_size or 1})  # any has a form
     try:
         keys = table.model_keys(table.config(model))
         again = Model.model_validate({"architecture": model.architecture, **keys})
-        what = "" if again.description == described else f"it would be read as {again.description}"
+        if model.score_divisor is None and again.score_divisor == head_size_of(model):  # which None means
+            again = again.model_copy(update={"score_divisor": None})
+        what = "" if again.description == model.description else f"it would be read as {again.description}"
     except (UnknownConfigError, ValidationError) as error:
         what = explain(error, Model)[0][1] if isinstance(error, ValidationError) else str(error)
     if what:
