@@ -253,7 +253,7 @@ class TiedByPairs(Predictor):
         (tied,) = (group for group in self._rank_shards(ends[0][0]).shard_groups if group.is_tied)
         num_bytes = self._stored(tied, ends[0][0].tensor.z) * self.setup.gradient_bytes
         pair = tuple(tiles[0].ranks[0] for tiles in ends)
-        every = self.network.crowd(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
+        every = self.network.concurrent(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
         between = self.network.group_seconds("all_reduce", num_bytes, pair, every)
         operation = "reduce_scatter" if tied.zero else "all_reduce"
         replicas = (tuple(tile.ranks[0] for tile in tiles) for tiles in ends)

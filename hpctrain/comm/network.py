@@ -64,7 +64,7 @@ class OnNode(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Crowd:
+class ConcurrentRanks:
     """Ranks that communicate at the same time. Its identity is its key: there may be thousands."""
 
     of_node: dict[int, OnNode]
@@ -96,7 +96,7 @@ class ClusterNetwork:
         self.ports = lru_cache(KEPT)(self._ports_between)
         self._shape = lru_cache(KEPT)(self._shape_of)
         self._domains = lru_cache(KEPT)(self._domains_of)
-        self.crowd = lru_cache(KEPT)(self._crowd_of)
+        self.concurrent = lru_cache(KEPT)(self._concurrent_of)
         self._seconds_by = lru_cache(KEPT)(self._compute_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -178,7 +178,7 @@ class ClusterNetwork:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def group_seconds(
-        self, operation: str, num_bytes: float, ranks: Sequence[int], concurrent: Crowd | None = None
+        self, operation: str, num_bytes: float, ranks: Sequence[int], concurrent: ConcurrentRanks | None = None
     ) -> float:
         """Return the seconds of a collective of `num_bytes` (the whole tensor's bytes).
 
@@ -231,12 +231,12 @@ class ClusterNetwork:
         is_packed = tuple(itertools.chain(*domains)) == tuple(range(len(ranks)))
         return [(len(domain), {devices[ranks[place]].family for place in domain}) for domain in domains], is_packed
 
-    def _shape_of(self, ranks: tuple[int, ...], concurrent: Crowd | None) -> GroupShape:
-        """Return the shape of a group, where `concurrent` ranks communicate too, in groups like this one.
+    def _shape_of(self, ranks: tuple[int, ...], concurrent: ConcurrentRanks | None) -> GroupShape:
+        """Return the shape of a group, while `concurrent` ranks run the same collective in groups of this shape.
 
-        There are as many groups at once as its families have ranks for: those that have none take turns.
+        The number of such groups at once is limited by the family with the fewest ranks for them.
         """
-        own = self._crowd_of(ranks)
+        own = self._concurrent_of(ranks)
         every = concurrent or own
         num_groups = min(-(-every.of_family.get(f, n) // n) for f, n in own.of_family.items())
         known: dict[tuple, int] = {}
@@ -253,7 +253,7 @@ class ClusterNetwork:
 
         return self._with_flows(ranks, flows)
 
-    def _crowd_of(self, ranks: tuple[int, ...]) -> Crowd:
+    def _concurrent_of(self, ranks: tuple[int, ...]) -> ConcurrentRanks:
         of_node: dict[int, list[int]] = {}
         of_family: dict[str, int] = {}
         for rank in ranks:
@@ -261,7 +261,9 @@ class ClusterNetwork:
             of_node.setdefault(device.node, []).append(rank)
             of_family[device.family] = of_family.get(device.family, 0) + 1
         devices = self.cluster.devices
-        return Crowd({n: OnNode(r, tuple(devices[rank].index for rank in r)) for n, r in of_node.items()}, of_family)
+        return ConcurrentRanks(
+            {n: OnNode(r, tuple(devices[rank].index for rank in r)) for n, r in of_node.items()}, of_family
+        )
 
     def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
         """Return the shape of a group, or of a domain in one, whose ranks send so many flows to a target."""

@@ -138,8 +138,11 @@ class Accelerator(ABC):
         return nullcontext()
 
     def now(self) -> float:
-        """Return where this rank is in what it computes, in seconds of `time.monotonic`; a pretended device says where
-        that would be. Of a device that computes by itself: where the host is."""
+        """Return the time of this rank, in seconds of `time.monotonic`.
+
+        A pretended device returns the time until which it has computed. For a real device it is the time of the host,
+        which may be ahead of the device.
+        """
         return time.monotonic()
 
     def stopwatch(self) -> Callable[[], float]:

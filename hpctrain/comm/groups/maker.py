@@ -12,7 +12,7 @@ from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.communicator import Backend, BackendPart
 from hpctrain.comm.groups.settings import Settings
-from hpctrain.comm.progress.instruments import Pace
+from hpctrain.comm.progress.instruments import RehearsedTiming
 from hpctrain.comm.transports.abilities import UNPLANNED_SUMS, Devices, device_route, message_route
 from hpctrain.comm.transports.members import GroupMessages, MessageSpace
 from hpctrain.comm.transports.peer_memory import PeerMemory, connect_peers
@@ -43,7 +43,7 @@ class RouteMaker:
         return self._topology.route(ranks).kind == "shared" and not self._has_devices(ranks)
 
     def backend(
-        self, ranks: Sequence[int], for_host: bool = False, pace: Pace | None = None, has_pairs: bool = False
+        self, ranks: Sequence[int], for_host: bool = False, pace: RehearsedTiming | None = None, has_pairs: bool = False
     ) -> Backend | None:
         """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
         alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
@@ -64,7 +64,7 @@ class RouteMaker:
         streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, natives)
         return Backend(streamed, transport, self._device_reason(ranks), self._parts, natives)
 
-    def message_backend(self, ranks: Sequence[int], pace: Pace | None = None) -> Backend:
+    def message_backend(self, ranks: Sequence[int], pace: RehearsedTiming | None = None) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
         self._parts = []
         peers, reason = None, self._topology.route(ranks).reason
@@ -89,7 +89,9 @@ class RouteMaker:
             return None
         return connect_peers(self.space.members(ranks), self._devices.accelerator)
 
-    def transport(self, ranks: Sequence[int], pace: Pace | None = None, peers: PeerMemory | None = None) -> Transport:
+    def transport(
+        self, ranks: Sequence[int], pace: RehearsedTiming | None = None, peers: PeerMemory | None = None
+    ) -> Transport:
         """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
         messages = GroupMessages(self.space.members(ranks))
         self._parts.append(messages)
@@ -105,7 +107,9 @@ class RouteMaker:
             return HostTransport(messages)
         return self._rehearsal.transport(messages, pace)
 
-    def _collectives(self, ranks: Sequence[int], transport: Transport, pace: Pace | None = None) -> Collectives:
+    def _collectives(
+        self, ranks: Sequence[int], transport: Transport, pace: RehearsedTiming | None = None
+    ) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)

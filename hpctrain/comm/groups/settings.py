@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.progress.instruments import UNTRACED, Pace, Tracer
+from hpctrain.comm.progress.instruments import UNTRACED, RehearsedTiming, Tracer
 from hpctrain.comm.topology import Topology, candidates
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ KEPT_CHOICES = 256
 class Rehearsal(Protocol):
     """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
 
-    def pace(self, group: str = "") -> Pace:
+    def pace(self, group: str = "") -> RehearsedTiming:
         """Return the pace of a new group of this name."""
         ...
 
-    def transport(self, messages: "GroupMessages", pace: Pace | None) -> "Transport":
+    def transport(self, messages: "GroupMessages", pace: RehearsedTiming | None) -> "Transport":
         """Return what sends these messages, as late as on the pretended network. All of them must call."""
         ...
 

@@ -60,7 +60,7 @@ class DeviceFigures(NamedTuple):
     """Of the memory, what no plan may fill."""
 
 
-class Schedule:
+class TimeBudget:
     """Cuts the time that is left evenly among the figures that are left: what one does not use the next ones have."""
 
     def __init__(self, seconds: float, num_figures: int):
@@ -90,18 +90,18 @@ def measure_device(
     """
     on_cpu = accelerator.kind == "cpu"
     memory = accelerator.memory().total // (ranks_on_host if on_cpu else 1)
-    schedule = Schedule(seconds, len(dtypes) * len(SHAPES) + 2)
+    budget = TimeBudget(seconds, len(dtypes) * len(SHAPES) + 2)
     speeds: dict[tuple[str, Shape], float] = {}
     for name in dtypes:
         most_bytes = memory // SHARE_OF_MEMORY if name in accelerator.measured_dtypes else 0
-        measured = measure_products(comm, accelerator, DTYPES[name], most_bytes, schedule)
+        measured = measure_products(comm, accelerator, DTYPES[name], most_bytes, budget)
         speeds |= {(name, shape): speed for shape, speed in measured}
     most = (COPIED_BYTES_ON_CPUS if on_cpu else COPIED_BYTES) // (SHORT_PART if seconds < SHORT_SECONDS else 1)
     num_bytes = min(most, memory // SHARE_OF_MEMORY // 2)
     comm.barrier()
-    copied = 2 * num_bytes / _copy_seconds(accelerator, num_bytes, schedule.next_share())
+    copied = 2 * num_bytes / _copy_seconds(accelerator, num_bytes, budget.next_share())
     comm.barrier()
-    share = schedule.next_share()
+    share = budget.next_share()
     host_copied = None if on_cpu else num_bytes / host_copy_seconds(accelerator, num_bytes, share)
     reserved = accelerator.reserved_bytes()
     model = accelerator.model
@@ -109,7 +109,7 @@ def measure_device(
 
 
 def measure_products(
-    comm: Communicator, accelerator: Accelerator, dtype: torch.dtype, most_bytes: int, schedule: Schedule
+    comm: Communicator, accelerator: Accelerator, dtype: torch.dtype, most_bytes: int, budget: TimeBudget
 ) -> Iterator[tuple[Shape, float]]:
     """Yield each shape and its FLOP/s; shapes that do not fit into their time or `most_bytes` are passed over.
 
@@ -121,7 +121,7 @@ def measure_products(
     has_one = False  # the smallest product is measured in any case: a family needs a speed
     for shape in SHAPES:
         comm.barrier()
-        seconds = schedule.next_share()
+        seconds = budget.next_share()
         m, k, n = shape
         flops = 2 * m * k * n
         if (m * k + k * n + m * n) * dtype.itemsize > most_bytes:

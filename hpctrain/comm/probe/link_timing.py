@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.groups.communicator import Communicator
-from hpctrain.comm.probe.device_timing import Schedule
+from hpctrain.comm.probe.device_timing import TimeBudget
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 
@@ -108,8 +108,8 @@ def measure_messages(
 
     `comm` is of all ranks. Those that do not take part wait, politely, until the others are through.
     """
-    schedule = Schedule(seconds, sum(len(c.flows) * len(SIZES) + 1 for c in classes))
-    meter = _Meter(world, comm, accelerator, schedule)
+    budget = TimeBudget(seconds, sum(len(c.flows) * len(SIZES) + 1 for c in classes))
+    meter = _Meter(world, comm, accelerator, budget)
     measured = []
     for pair_class in classes:
         with world.freeing():
@@ -135,8 +135,8 @@ def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float])
 class _Meter:
     """Times messages, and answers of one byte, between pairs of ranks that all send at once."""
 
-    def __init__(self, world: World, comm: Communicator, accelerator: Accelerator, schedule: Schedule):
-        self._world, self._comm, self._accelerator, self._schedule = world, comm, accelerator, schedule
+    def __init__(self, world: World, comm: Communicator, accelerator: Accelerator, budget: TimeBudget):
+        self._world, self._comm, self._accelerator, self._budget = world, comm, accelerator, budget
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
         self._pair: Communicator | None = None
@@ -159,7 +159,7 @@ class _Meter:
         for smaller, size in zip((1, *SIZES), SIZES, strict=False):
             if size > ALWAYS_MEASURED:
                 expected = CALLS * trips[flows, smaller] * size / smaller
-                if self._world.broadcast_object(expected > LARGEST_PART * self._schedule.seconds_left()):
+                if self._world.broadcast_object(expected > LARGEST_PART * self._budget.seconds_left()):
                     return
             yield size
 
@@ -169,7 +169,7 @@ class _Meter:
         Only rank 0's result is that of all pairs.
         """
         pair = next((pair for pair in pairs if self._comm.rank in pair), None)
-        share = self._schedule.next_share() / CALLS
+        share = self._budget.next_share() / CALLS
         once = self._round(pair is not None, num_bytes, 1)
         self._comm.barrier()  # here the others wait, and leave the cores to those who measure
         repeats = int(self._world.smallest(share / once if pair else MOST_REPEATS))

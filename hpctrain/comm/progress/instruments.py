@@ -57,7 +57,7 @@ class PacedSteps(Protocol):
         ...
 
 
-class Pace(Protocol):
+class RehearsedTiming(Protocol):
     """Lets the operations of one group begin and end when they would on pretended devices."""
 
     group: str
@@ -74,7 +74,7 @@ class Instruments:
         name: str = "group",
         ranks: Sequence[int] = (),
         tracer: Tracer = UNTRACED,
-        pace: Pace | None = None,
+        pace: RehearsedTiming | None = None,
         which: str = "",
     ):
         """`pace` is for groups of pretended devices. `which` distinguishes lanes of the same name and ranks."""

@@ -22,8 +22,8 @@ EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights"
 PARTS = "tensor_parts"
 
 
-class Spread(NamedTuple):
-    """The spread over hosts and families of the groups whose communication a switch hides."""
+class GroupPlacement(NamedTuple):
+    """The placement over hosts and families of the groups whose communication a switch hides."""
 
     crosses_hosts: bool
     """Whether any of them is on several hosts."""
@@ -31,7 +31,7 @@ class Spread(NamedTuple):
     """Whether any has several families, of which one has several devices: a library does parts of its operations."""
 
 
-def spreads(topology: Topology, job: Job, plan: Plan) -> dict[str, Spread]:
+def placements(topology: Topology, job: Job, plan: Plan) -> dict[str, GroupPlacement]:
     """Return of each switch where the plan's groups are. Pure.
 
     Asked are the first and the last rank of each tile: where ranks of a host follow each other, no group between theirs
@@ -46,10 +46,10 @@ def spreads(topology: Topology, job: Job, plan: Plan) -> dict[str, Spread]:
             asked.add(kind)
             for key, of_key in of_rank.items():
                 groups[key].update(of_key)
-    return {key: _spread(topology, of_key) for key, of_key in groups.items()}
+    return {key: _placement(topology, of_key) for key, of_key in groups.items()}
 
 
-def _spread(topology: Topology, groups: Iterable[Sequence[int]]) -> Spread:
+def _placement(topology: Topology, groups: Iterable[Sequence[int]]) -> GroupPlacement:
     several = [ranks for ranks in groups if len(ranks) > 1]
 
     def is_composite(ranks: Sequence[int]) -> bool:
@@ -58,7 +58,7 @@ def _spread(topology: Topology, groups: Iterable[Sequence[int]]) -> Spread:
         return len(families) > 1 and bool(launching)
 
     crosses_hosts = any(len(topology.domains(ranks, "host")) > 1 for ranks in several)
-    return Spread(crosses_hosts, any(map(is_composite, several)))
+    return GroupPlacement(crosses_hosts, any(map(is_composite, several)))
 
 
 def launch_refusal(plan: Plan) -> str | None:
@@ -85,7 +85,7 @@ def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, 
 def resolve_overlap(
     overlap: Overlap,
     topology: Topology,
-    spread: Mapping[str, Spread] | None = None,
+    placement: Mapping[str, GroupPlacement] | None = None,
     refusal: str | None = None,
 ) -> tuple[Overlap, dict[str, str]]:
     """Return the overlaps with values for switches that are `auto`, and the reasons of these. Pure.
@@ -93,20 +93,22 @@ def resolve_overlap(
     The number of parts stays as it is.
 
     Overlapping pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there
-    is no such thing: they exchange through its memory, and overlapped messages take cores from the product. `spread`
+    is no such thing: they exchange through its memory, and overlapped messages take cores from the product. `placement`
     says by switch where something is exchanged; None: between all hosts that there are, and gradients between all
     families. `refusal` is what `launch_refusal` says of the plan.
     """
     hosts = len({place.host for place in topology.places})
     values, reasons = {}, {}
-    anywhere = _spread(topology, [range(len(topology.places))])
+    anywhere = _placement(topology, [range(len(topology.places))])
     for key, what in EXCHANGED.items():
         if getattr(overlap, key) is not None:
             continue
         if key == "tensor" and (overlap.tensor_parts or 1) > 1:
             values[key], reasons["overlap.tensor"] = True, f"on: overlap.{PARTS} needs it"
             continue
-        between_hosts, is_composite = spread[key] if spread else (hosts > 1, anywhere.is_composite and key == "data")
+        between_hosts, is_composite = (
+            placement[key] if placement else (hosts > 1, anywhere.is_composite and key == "data")
+        )
         if not topology.shares_memory:
             value, reason = True, "a rehearsal's devices and its network are described apart"
         elif topology.has_devices and key == "tensor":
@@ -132,8 +134,8 @@ def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap,
     if not topology.shares_memory:
         return resolve_overlap(job.overlap, topology)
     decides = len(topology.families) > 1 or not topology.has_devices
-    spread = spreads(topology, job, plan) if decides else None
-    return resolve_overlap(job.overlap, topology, spread, launch_refusal(plan) if topology.has_devices else None)
+    placement = placements(topology, job, plan) if decides else None
+    return resolve_overlap(job.overlap, topology, placement, launch_refusal(plan) if topology.has_devices else None)
 
 
 def resolve_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:

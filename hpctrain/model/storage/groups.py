@@ -58,7 +58,7 @@ class Places(Protocol):
 
 
 class PlacedUnits:
-    """The z-shards of whole units, one after the other."""
+    """Places of a rank's z-shards of whole units in its flat array, where they follow each other."""
 
     is_packed = False
 

@@ -119,8 +119,8 @@ class _Messages:
         num_tokens = -(-tile.rows.size // z) * self._row.positions
         num_bytes = num_tokens * (self._row.hidden_size // tile.tensor.x) * self._setup.item_bytes
         groups = (tile.ranks[i : i + y] for i in range(0, len(tile.ranks), y))
-        overlapped = self._network.crowd(tile.ranks)
-        return max(self._network.group_seconds("all_gather", num_bytes, group, overlapped) for group in groups)
+        concurrent = self._network.concurrent(tile.ranks)
+        return max(self._network.group_seconds("all_gather", num_bytes, group, concurrent) for group in groups)
 
     def _parts(self, tile: Tile, sources: tuple[Tile, ...], forward: bool) -> list[_Part]:
         """Return what the ranks of a tile are sent of a microbatch; once for tiles in equivalent places."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from hpctrain.comm.network import Crowd
+from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
@@ -297,7 +297,7 @@ class Predictor:
         return self._passes[key]
 
     @cached_property
-    def _sharers(self) -> Crowd:
+    def _sharers(self) -> ConcurrentRanks:
         """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
         places: dict[Interval, set[int]] = {}
         for tile in self.plan.tiles:
@@ -308,7 +308,7 @@ class Predictor:
                 nodes.setdefault(item, set()).update(of_tiles)
         shared = {items for items in places if any(len(nodes[item]) > 1 for item in range(*items))}
         ranks = (rank for tile in self.plan.tiles if tile.items in shared for rank in tile.ranks)
-        return self.network.crowd(tuple(dict.fromkeys(ranks)))
+        return self.network.concurrent(tuple(dict.fromkeys(ranks)))
 
     def _rank_shards(self, tile: Tile) -> RankShards:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""

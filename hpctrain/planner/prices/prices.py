@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.comm.network import ClusterNetwork, ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
@@ -69,7 +69,7 @@ class Site:
     """The ZeRO stage in which weights are exchanged."""
     data_ranks: tuple[int, ...] = ()
     """Who holds the same weights as the first rank, where these are exchanged in every pass."""
-    sharers: Crowd | None = None
+    sharers: ConcurrentRanks | None = None
     """All that are in groups like that."""
 
 
@@ -104,7 +104,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     products = {id(each) for each in work.products}
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
-        part, who = "tensor", (axes.get(exchange.axis, ()), network.crowd(tile.ranks))
+        part, who = "tensor", (axes.get(exchange.axis, ()), network.concurrent(tile.ranks))
         if exchange.axis == "data":
             part, who = "data", (site.data_ranks, site.sharers)
         seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
@@ -160,7 +160,9 @@ class Prices:
         self._costs: dict[tuple, LayerCost] = {}
         self._passes: dict[tuple, PassCost] = {}
 
-    def site(self, tile: Tile, zero: int = 1, data_ranks: tuple[int, ...] = (), sharers: Crowd | None = None) -> Site:
+    def site(
+        self, tile: Tile, zero: int = 1, data_ranks: tuple[int, ...] = (), sharers: ConcurrentRanks | None = None
+    ) -> Site:
         """Return the site of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
         their ranks are spread, and who exchanges weights with them in every pass."""
         devices = [self._cluster.devices[rank] for rank in tile.ranks]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from hpctrain.comm.network import Crowd
+from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
@@ -215,7 +215,7 @@ class StageCosts:
         self.row_bytes = lru_cache(None)(self._row_bytes)
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
-        self.crowd = lru_cache(None)(self._crowd)
+        self.concurrent = lru_cache(None)(self._concurrent)
         self.scratch_bytes = lru_cache(None)(self.network.scratch_bytes)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
@@ -298,7 +298,7 @@ class StageCosts:
         if not holders.groups:
             return self.prices.site(tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
-        sharers = self.crowd(tuple((of, grid.size) for of, _ in holders.groups))
+        sharers = self.concurrent(tuple((of, grid.size) for of, _ in holders.groups))
         return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
     def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Passes:
@@ -357,13 +357,13 @@ class StageCosts:
 
     def _exact_sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        overlapped = self.crowd(tuple((number, size) for number, size, _ in groups))
-        return self.network.group_seconds(operation, num_bytes, ranks, overlapped)
+        concurrent = self.concurrent(tuple((number, size) for number, size, _ in groups))
+        return self.network.group_seconds(operation, num_bytes, ranks, concurrent)
 
-    def _crowd(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
+    def _concurrent(self, grids: tuple[tuple[int, int], ...]) -> ConcurrentRanks:
         """Return the ranks of all slots for tensor grids; these are (pool, ranks of one)."""
         slots = (slot for number, size in grids for slot in self.pools[number].slots(size))
-        return self.network.crowd(tuple(itertools.chain(*slots)))
+        return self.network.concurrent(tuple(itertools.chain(*slots)))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 

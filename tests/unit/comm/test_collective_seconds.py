@@ -72,7 +72,7 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     network, ranks = ClusterNetwork(cluster), [rank for domain in groups[0] for rank in domain]
     concurrent, alone = (
         network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, others)
-        for others in (network.crowd(tuple(range(8))), None)
+        for others in (network.concurrent(tuple(range(8))), None)
     )
     assert alone == pytest.approx(taken(cluster, groups[:1], operation), rel=1e-3)
     assert concurrent == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and concurrent > 1.7 * alone
@@ -85,7 +85,7 @@ def test_hosts_of_two_fabrics_send_by_both_at_once(operation):
     cluster = parse_cluster(text.replace("a800-80 = 2", "a100-80 = 2"), "a test")
     domains = [(2 * node, 2 * node + 1) for node in range(4)]
     network = ClusterNetwork(cluster)
-    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, range(8), network.crowd(tuple(range(8))))
+    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, range(8), network.concurrent(tuple(range(8))))
     assert predicted == pytest.approx(taken(cluster, [domains], operation), rel=0.02)
 
 
@@ -104,7 +104,7 @@ def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
     cluster = cluster_of(tables, link=1e9, nic=2e7)
     ranks, concurrent = ([r for domains in some for domain in domains for r in domain] for some in (groups[:1], groups))
     network = ClusterNetwork(cluster)
-    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, network.crowd(tuple(concurrent)))
+    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, network.concurrent(tuple(concurrent)))
     assert predicted == pytest.approx(taken(cluster, groups, operation), rel=1e-3)
 
 
@@ -145,7 +145,7 @@ def test_concurrent_communication_changes_what_a_group_takes_and_not_what_it_cho
     network, ranks = ClusterNetwork(cluster_of([("a", 4, 4)], nic=1e9)), (0, 4, 8, 12)
     assert network.algorithm("all_reduce", 40_000, ranks) == "doubling"
     doubling, exchange = 2 * (1e-5 + 40_000 / 0.25e9), 2 * (1e-5 + 2 * 1e-5 + 30_000 / 0.25e9)
-    concurrent = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
+    concurrent = network.group_seconds("all_reduce", 40_000, ranks, network.concurrent(tuple(range(16))))
     assert concurrent == pytest.approx(doubling) and exchange < doubling
 
 

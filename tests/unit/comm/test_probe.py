@@ -17,7 +17,7 @@ from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.probe.device_timing import (
     SHAPES,
     DeviceFigures,
-    Schedule,
+    TimeBudget,
     host_copy_seconds,
     measure_device,
     measure_products,
@@ -97,12 +97,12 @@ def test_one_direction_is_what_the_answer_leaves_and_at_least_half():
 
 
 def test_time_that_is_not_used_is_left_to_the_next():
-    schedule = Schedule(10.0, 10)
-    assert schedule.next_share() == pytest.approx(1.0, rel=0.1)
+    budget = TimeBudget(10.0, 10)
+    assert budget.next_share() == pytest.approx(1.0, rel=0.1)
     for _ in range(8):
-        schedule.next_share()
-    assert schedule.next_share() == pytest.approx(10.0, rel=0.1)
-    assert Schedule(-1.0, 3).next_share() == 0
+        budget.next_share()
+    assert budget.next_share() == pytest.approx(10.0, rel=0.1)
+    assert TimeBudget(-1.0, 3).next_share() == 0
 
 
 def _busy(seconds: float) -> None:
@@ -151,8 +151,8 @@ def test_large_products_are_measured_on_a_device_whose_launches_cost_more_than_s
         compute_stopwatch=stopwatch,
         products_per_second=lambda dtype: flops_per_second,
     )
-    schedule = Schedule(0.6, 3 * len(SHAPES) + 2)
-    measured = dict(measure_products(Communicator([0]), device, torch.bfloat16, 1 << 32, schedule))
+    budget = TimeBudget(0.6, 3 * len(SHAPES) + 2)
+    measured = dict(measure_products(Communicator([0]), device, torch.bfloat16, 1 << 32, budget))
     assert set(measured) == set(SHAPES) and max(measured.values()) == pytest.approx(flops_per_second)
 
 

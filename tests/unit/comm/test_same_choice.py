@@ -105,12 +105,12 @@ def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
     network = Priced(cluster)
     setup = Setup.of_job(job)
     Predictor(setup, plan, cluster, prices=Prices(setup, cluster, network=network)).predict()
-    crowd = network.crowd(tuple(plan.ranks))
+    concurrent = network.concurrent(tuple(plan.ranks))
     for ranks in sorted(groups_of(job, plan)):
         exchanged = network.exchanged(len(ranks))
         assert exchanged, f"nothing that {len(ranks)} ranks exchange is priced"
         for operation, num_bytes in exchanged | {("all_reduce", size) for size in SIZES}:
-            network.group_seconds(operation, num_bytes, ranks, crowd)
+            network.group_seconds(operation, num_bytes, ranks, concurrent)
         priced = network.priced(ranks)
         for rank in ranks:
             engine = Unconnected(cluster, rank)

@@ -19,13 +19,13 @@ from hpctrain.config.parallelism import Overlap
 from hpctrain.engine.start.facts import Prepared
 from hpctrain.engine.start.resolve import check_plan
 from hpctrain.engine.start.resolve_overlap import (
-    Spread,
+    GroupPlacement,
     continued,
     hidden_groups,
     launch_refusal,
+    placements,
     resolve_on,
     resolve_overlap,
-    spreads,
 )
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
@@ -63,8 +63,8 @@ def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
 
 def test_only_what_crosses_between_hosts_is_overlapped():
     topology = Topology((HERE, HERE, THERE, THERE))
-    spread = {key: Spread(key == "data", False) for key in ("tensor", "data", "z")}
-    result, reasons = resolve_overlap(Overlap(), topology, spread)
+    placement = {key: GroupPlacement(key == "data", False) for key in ("tensor", "data", "z")}
+    result, reasons = resolve_overlap(Overlap(), topology, placement)
     assert (result.tensor, result.data, result.z) == (False, True, False)
     assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
     assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
@@ -85,18 +85,22 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
     plan = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4)
     topology = Topology(tuple(Place(host, "cpu") for host in hosts))
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
-    summary = spreads(topology, job, plan)
+    summary = placements(topology, job, plan)
     assert tuple(summary[key].crosses_hosts for key in ("tensor", "data", "z")) == expected
 
 
 def test_one_rank_of_a_kind_is_asked_for_its_holders(monkeypatch):
     """A search asks this of each plan that it simulates, which may have thousands of ranks."""
     plan, asked = even_plan(MODEL.num_items, TensorGrid(1, 2, 1), 2, 64, 1, 64), []
-    monkeypatch.setattr(f"{spreads.__module__}.rank_shards_of", lambda *of: asked.append(of) or rank_shards_of(*of))
+    monkeypatch.setattr(f"{placements.__module__}.rank_shards_of", lambda *of: asked.append(of) or rank_shards_of(*of))
     topology = Topology(tuple(Place(f"host{rank // 2}", "cpu") for rank in range(256)))
-    summary = spreads(topology, SimpleNamespace(model=MODEL, overlap=Overlap()), plan)
+    summary = placements(topology, SimpleNamespace(model=MODEL, overlap=Overlap()), plan)
     assert len(asked) == 4, "the first and the last rank of each stage"
-    assert summary == {"tensor": Spread(False, False), "data": Spread(True, False), "z": Spread(False, False)}
+    assert summary == {
+        "tensor": GroupPlacement(False, False),
+        "data": GroupPlacement(True, False),
+        "z": GroupPlacement(False, False),
+    }
 
 
 @settings(max_examples=costly(40), deadline=None, suppress_health_check=list(HealthCheck))
@@ -106,9 +110,9 @@ def test_holders_of_one_rank_of_a_kind_are_on_as_many_hosts_as_those_of_all(data
     topology = Topology(tuple(data.draw(st.sampled_from([HERE, THERE])) for _ in range(max(plan.ranks) + 1)))
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
     ends = [rank for tile in plan.tiles for rank in (tile.ranks[0], tile.ranks[-1])]
-    for key, spread in spreads(topology, job, plan).items():
+    for key, placement in placements(topology, job, plan).items():
         groups = [ranks for rank in ends for ranks in hidden_groups(job, plan, rank)[key]]
-        assert spread.crosses_hosts == any(len(topology.domains(ranks, "host")) > 1 for ranks in groups)
+        assert placement.crosses_hosts == any(len(topology.domains(ranks, "host")) > 1 for ranks in groups)
 
 
 H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
@@ -127,7 +131,7 @@ H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
 def test_gradients_of_several_families_are_overlapped_where_no_library_does_parts_of_their_sums(families, grid, data):
     plan, topology = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4), Topology(families)
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
-    result, reasons = resolve_overlap(Overlap(), topology, spreads(topology, job, plan), launch_refusal(plan))
+    result, reasons = resolve_overlap(Overlap(), topology, placements(topology, job, plan), launch_refusal(plan))
     assert (result.tensor, result.data, result.z) == (True, data, True)
     if data:
         assert reasons["overlap.data"].endswith("all ranks launch collectives in one order")
