@@ -82,7 +82,11 @@ def _compile(function: Callable, tensors: list[torch.Tensor], constants: dict) -
 
 
 def _place(tensor: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
-    return next(place for place, each in enumerate(among) if each is tensor)
+    """Return where a tensor is among others. Raises RuntimeError where torch hands over copies."""
+    for place, each in enumerate(among):
+        if each is tensor:
+            return place
+    raise RuntimeError(f"torch {torch.__version__} hands copies of tensors to what it compiled, or from it")
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,19 @@ def test_later_calls_go_past_torchs_own_checks_and_return_the_same(kernels, monk
 
 
 @pytest.mark.timeout(120)
+def test_a_torch_that_hands_over_copies_is_the_reason_why_nothing_is_fused(kernels, monkeypatch):
+    real = torch.compile
+
+    def copying(function, **settings):
+        made = real(function, **settings)
+        return lambda *tensors: made(*tensors).clone()
+
+    monkeypatch.setattr(torch, "compile", copying)
+    ability = CPU.compiles()
+    assert not ability.works and f"torch {torch.__version__} hands copies of tensors" in ability.reason
+
+
+@pytest.mark.timeout(120)
 def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
     """Torch compiles a long sum for a GPU with several block sizes and keeps the fastest, which differs by rank.
 
