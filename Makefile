@@ -1,5 +1,6 @@
 # make train    a virtual environment, a corpus and a model trained on 4 ranks
 # make test     the whole suite, on one rank and on several
+# make wheel    a wheel and an sdist in dist/ (not part of the tests)
 # make bench    the benchmarks behind docs/benchmarks.md (not part of the tests)
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs wheel bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -50,6 +51,12 @@ docs: install
 	$(BIN)/python docs/job_reference.py
 	$(BIN)/python docs/api_reference.py
 	$(BIN)/python docs/pictures/tiles.py
+
+# In an environment of its own, from what git tracks alone.
+wheel:
+	rm -rf build dist && $(PYTHON) -m venv build/venv && build/venv/bin/pip install --quiet build
+	mkdir build/source && git archive HEAD | tar x -C build/source
+	build/venv/bin/python -m build --outdir dist build/source
 
 test-unit: install
 	$(RUN_TESTS) unit

@@ -341,6 +341,16 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
     return key, text
 
 
+def keys_of(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a table and of those in it, but of lists of tables."""
+    for name, field in table.model_fields.items():
+        inner = _plain(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from keys_of(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:
     """Return the type of the table under a key of a file of `table`."""
     annotation: Any = table

@@ -12,7 +12,15 @@ import click
 from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.step.phases import phases_of
-from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange, json_option, override_option, print_result
+from hpctrain.jobs.arguments import (
+    COUNT,
+    NONE_OR_MORE,
+    FiniteRange,
+    complete_job,
+    json_option,
+    override_option,
+    print_result,
+)
 from hpctrain.jobs.common import load_job_on, started_world, with_some_vocabulary
 
 if TYPE_CHECKING:
@@ -29,7 +37,7 @@ LARGEST = {"fp16": 65504.0}
 
 
 @click.command("align")
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
 @click.option(
     "--dtype",

@@ -3,12 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from hpctrain.config.bounds import MOST_NUMBER, MOST_RANKS, MOST_SECONDS, MOST_WIDTH
+from hpctrain.config.tables import keys_of
 
 MOST_LISTED = 1_000_000
 """The most that a command does or prints one by one: tokens, sequences, steps."""
@@ -49,16 +51,46 @@ LARGE_COUNT = click.IntRange(1, MOST_NUMBER)
 SEED = click.IntRange(-INT64, INT64 - 1)
 VOCABULARY = click.IntRange(max=MOST_WIDTH)
 
+
+def complete_job(context, param, incomplete: str) -> list[CompletionItem]:
+    """Return ready jobs, and job files, that begin with what was typed."""
+    from hpctrain.config.job import ready_jobs
+
+    return _named(ready_jobs(), incomplete, "a ready-made job")
+
+
+def complete_cluster(context, param, incomplete: str) -> list[CompletionItem]:
+    """Return ready clusters, and cluster files, that begin with what was typed."""
+    from hpctrain.config.clusters.cluster_file import ready_clusters
+
+    return _named(ready_clusters(), incomplete, "a ready cluster")
+
+
+def complete_key(context, param, incomplete: str) -> list[CompletionItem]:
+    """Return the keys of a job, `section.key=`, that begin with what was typed."""
+    from hpctrain.config.job import Job
+
+    keys = [f"{key}=" for key in keys_of(Job)]
+    return [CompletionItem(key) for key in keys if key.startswith(incomplete)]
+
+
+def _named(names: Iterable[str], incomplete: str, about: str) -> list[CompletionItem]:
+    items = [CompletionItem(name, help=about) for name in names if name.startswith(incomplete)]
+    return [*items, CompletionItem(incomplete, type="file")]
+
+
 override_option = click.option(
     "--set",
     "overrides",
     multiple=True,
+    shell_complete=complete_key,
     metavar="SECTION.KEY=VALUE",
     help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
 )
 
 rehearse_option = click.option(
     "--rehearse",
+    shell_complete=complete_cluster,
     metavar="CLUSTER",
     help="A cluster file, or the name of a ready one, whose devices the ranks impersonate: a rank for each.",
 )

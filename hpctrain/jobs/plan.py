@@ -18,6 +18,8 @@ from hpctrain.jobs.arguments import (
     PATH,
     RANKS,
     SECONDS,
+    complete_cluster,
+    complete_job,
     json_option,
     override_option,
     print_result,
@@ -57,9 +59,15 @@ def command():
 
 
 @command.command("search")
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
-@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready cluster.")
+@click.option(
+    "--cluster",
+    required=True,
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="A cluster file, or the name of a ready cluster.",
+)
 @click.option(
     "--space",
     type=click.Choice(["all", "by-speed", "even"]),
@@ -97,10 +105,15 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
 
 
 @command.command("uniform")
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
 @click.option("--ranks", type=RANKS, metavar="N", help="How many ranks the plan is for.")
-@click.option("--cluster", metavar="CLUSTER", help="Or: the cluster that it is for, a file or a ready one's name.")
+@click.option(
+    "--cluster",
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="Or: the cluster that it is for, a file or a ready one's name.",
+)
 @out_option
 def uniform_command(job, overrides, ranks, cluster, out):
     """Write the even plan that the [plan] section of JOB describes.
@@ -152,7 +165,7 @@ def draw_command(plan, html):
 
 @command.command("check")
 @click.argument("plan", type=PATH)
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
 def check_command(plan, job, overrides):
     """Check that JOB can run by a plan file: its tiling, its grids, and that its schedule ends."""

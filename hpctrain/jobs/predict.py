@@ -9,7 +9,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_on
-from hpctrain.jobs.arguments import PATH, json_option, override_option, print_result
+from hpctrain.jobs.arguments import PATH, complete_cluster, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
@@ -23,9 +23,15 @@ LEAST_SHARE = 5e-4
 
 
 @click.command("predict")
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
-@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready one.")
+@click.option(
+    "--cluster",
+    required=True,
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="A cluster file, or the name of a ready one.",
+)
 @click.option("--plan", "plan_file", type=PATH, required=True, help="A plan file.")
 @json_option
 def command(job, overrides, cluster, plan_file, as_json):

@@ -8,18 +8,32 @@ import click
 from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.errors import InterruptionError
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, override_option, rehearse_option, time_scale_option
+from hpctrain.jobs.arguments import (
+    LARGE_COUNT,
+    NONE_OR_MORE,
+    PATH,
+    complete_cluster,
+    complete_job,
+    override_option,
+    rehearse_option,
+    time_scale_option,
+)
 from hpctrain.jobs.common import load_cluster_on, load_described, load_job_on, start_rehearsal, started_world
 
 
 @click.command("train")
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @override_option
 @click.option("--run", "run_path", type=PATH, help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=LARGE_COUNT, metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
 @time_scale_option
-@click.option("--cluster", metavar="CLUSTER", help="A cluster file of what the ranks run on. Default: measured here.")
+@click.option(
+    "--cluster",
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="A cluster file of what the ranks run on. Default: measured here.",
+)
 @click.option(
     "--fresh-probe",
     is_flag=True,

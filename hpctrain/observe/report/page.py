@@ -9,9 +9,10 @@ from jinja2 import Environment, PackageLoader
 from hpctrain import __version__
 from hpctrain.observe.report import summary
 from hpctrain.observe.report.bars import memory_panel, step_panel
+from hpctrain.observe.report.differences import difference_rows
 from hpctrain.observe.report.matrix import traffic_panel
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.step_curves import loss_panel, speed_panel
+from hpctrain.observe.report.step_curves import loss_panel, norm_panel, rate_panel, speed_panel
 from hpctrain.observe.report.svg import Panel
 from hpctrain.observe.report.tiles import plan_panel
 from hpctrain.observe.report.timeline import timeline_panel
@@ -42,7 +43,15 @@ def render_report(runs: Sequence[RunRecord]) -> str:
     def show_plan(run: RunRecord) -> Panel:
         return plan_panel(run.plan, f"{counted(len(run.plan.tiles), 'tile')} on {run.cluster.describe()}", colours)
 
-    sections = [Section("loss", "Loss", [loss_panel(runs)]), Section("speed", "Speed", [speed_panel(runs)])]
+    sections = [
+        Section(anchor, name, [panel(runs)])
+        for anchor, name, panel in (
+            ("loss", "Loss", loss_panel),
+            ("speed", "Speed", speed_panel),
+            ("norm", "Gradient norm", norm_panel),
+            ("rate", "Learning rate", rate_panel),
+        )
+    ]
     sections += [
         Section(anchor, name, [panel(run) for run in runs])
         for anchor, name, panel in (
@@ -70,6 +79,8 @@ def _render(title: str, sections: list[Section], runs: Sequence[RunRecord]) -> s
         runs=runs,
         sections=sections,
         several=len(runs) > 1,
+        differences=difference_rows(runs) if len(runs) > 1 else [],
+        whole=WIDE,
         summary=summary,
         wide=HALF if len(runs) > 1 else WIDE,
         narrow=NARROW,

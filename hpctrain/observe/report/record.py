@@ -66,8 +66,12 @@ class RunRecord:
 
     @property
     def end(self) -> schema.SavedEvent | dict[str, Any]:
-        """The event by which the latest start ended in order; empty where it did not, or has not yet."""
-        return self.events[-1] if self.events and self.events[-1]["event"] == END else {}
+        """The event by which the latest start ended in order; empty where it did not, or has not yet.
+
+        Others may come after it: output that was lost, say.
+        """
+        last = next((event for event in reversed(self.events) if event["event"] in (START, END)), {})
+        return last if last.get("event") == END else {}
 
     @property
     def diagnosis(self) -> Diagnosis | None:

@@ -65,6 +65,16 @@ def speed_panel(runs: Sequence[RunRecord]) -> Panel:
     return Panel(title, lambda width: _draw(runs, width, "tokens_per_second", "tokens/s", "measured"), note)
 
 
+def norm_panel(runs: Sequence[RunRecord]) -> Panel:
+    """Return the norm of the gradients of each step, before it is clipped."""
+    return Panel("Norm of the gradients, by step", lambda width: _draw(runs, width, "grad_norm", "norm", "measured"))
+
+
+def rate_panel(runs: Sequence[RunRecord]) -> Panel:
+    """Return the learning rate of each step."""
+    return Panel("Learning rate, by step", lambda width: _draw(runs, width, "learning_rate", "rate", "set"))
+
+
 def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, single_name: str) -> Svg | None:
     """Draw one key of the metrics; `single_name` is that of a single curve. Return None where no step was logged."""
     is_loss = key == "loss"
@@ -73,7 +83,7 @@ def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, single_na
     if not values:
         return None
     marks = [_points(run, "validation_loss") if is_loss else [] for run in runs]
-    predicted = [[] if is_loss else _predictions(run) for run in runs]
+    predicted = [_predictions(run) if key == "tokens_per_second" else [] for run in runs]
     values += [value for of_run in marks for _, value in of_run] + [v for each in predicted for _, _, v in each]
     steps = [step for curve in curves for step, _ in curve]
     names = [run.name for run in runs] if len(runs) > 1 else [single_name]

@@ -16,9 +16,11 @@ from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
-from hpctrain.observe.folder.run_folder import SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
+from hpctrain.observe.folder.run_folder import LOST, SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
 from hpctrain.observe.folder.schema import OF_ONE_PLAN
+from hpctrain.observe.report import summary
 from hpctrain.observe.report.bars import StackedBar, step_stacks
+from hpctrain.observe.report.differences import difference_rows
 from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
 from hpctrain.observe.report.page import render_report
 from hpctrain.observe.report.record import read_run, read_runs
@@ -355,3 +357,24 @@ def test_a_browser_shows_it_without_errors(run, tmp_path, width):
     assert look, done.stderr
     seen = json.loads(unescape(look[1]))
     assert seen == {"pictures": 7, "outside": [], "overlapping": [], "tooWide": False}
+
+
+def test_runs_begin_with_what_differs(run, tmp_path):
+    """Settings that are the same are left out; results come first."""
+    faster = JOB.model_copy(update={"train": JOB.train.model_copy(update={"learning_rate": 0.25})})
+    other = make_run(tmp_path / "b", faster, PLAN, CLUSTER)
+    rows = difference_rows(read_runs([run, other]))
+    assert [row[0] for row in rows[:2]] == ["tokens/s, median step", "loss, last step"]
+    assert rows[0][2].endswith("(1.00 times)") and rows[1][1] == rows[1][2]
+    assert ("train.learning_rate", str(JOB.train.learning_rate), "0.25") in rows
+    assert not [row for row in rows[3:] if row[1] == row[2]] and not any("seed" in row[0] for row in rows)
+    text = render_report(read_runs([run, other]))
+    assert text.index("What differs") < text.index('id="loss"') < text.index('id="norm"') < text.index('id="rate"')
+    assert "What differs" not in render_report(read_runs([run]))
+
+
+def test_a_run_that_ended_before_its_output_was_lost_is_no_failure(tmp_path):
+    path = make_run(tmp_path / "a", JOB, PLAN, CLUSTER)
+    note_event(path, LOST, 6, "standard output cannot be written: Broken pipe")
+    record = read_run(path, "a")
+    assert record.end and record.diagnosis is None and "failed" not in summary.verdict(record)
