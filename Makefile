@@ -1,6 +1,7 @@
 # make train    a virtual environment, a corpus and a model trained on 4 ranks
 # make test     the whole suite, on one rank and on several
 # make wheel    a wheel and an sdist in dist/ (not part of the tests)
+# make site     the pages of docs/ as a site with search, in build/site (not part of the tests)
 # make bench    the benchmarks behind docs/benchmarks.md (not part of the tests)
 
 SHELL := /bin/bash
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs wheel bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs site wheel bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +58,11 @@ wheel:
 	rm -rf build dist && $(PYTHON) -m venv build/venv && build/venv/bin/pip install --quiet build
 	mkdir build/source && git archive HEAD | tar x -C build/source
 	build/venv/bin/python -m build --outdir dist build/source
+
+# Links into the code lead to files that are not in the site.
+site:
+	rm -rf build/site && $(PYTHON) -m venv build/site-venv && build/site-venv/bin/pip install --quiet 'mkdocs>=1.6,<2'
+	build/site-venv/bin/mkdocs build --quiet --config-file mkdocs.yml --site-dir build/site
 
 test-unit: install
 	$(RUN_TESTS) unit

@@ -178,6 +178,11 @@ def test_the_job_reference_is_what_the_code_says():
     assert subprocess.run([sys.executable, script, "--check"], cwd=ROOT, timeout=60).returncode == 0
 
 
+def test_every_page_is_in_the_site():
+    listed = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f": {page.name}\n" not in listed]
+
+
 def test_the_page_of_the_library_is_what_the_docstrings_say():
     script = ROOT / "docs" / "api_reference.py"
     assert subprocess.run([sys.executable, script, "--check"], cwd=ROOT, timeout=60).returncode == 0
