@@ -23,7 +23,7 @@ from hpctrain.model.storage.groups import StoredRegion
 from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import parse_plan
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import all_parameters, check_grid, whole_rows
 

@@ -28,6 +28,7 @@ from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, Steps
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
 from hpctrain.config.errors import CommError, HpctrainError, LaunchError
+from hpctrain.sharding.grid import AXES
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -41,7 +42,7 @@ T = TypeVar("T")
 # The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.kinds.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
-PAIRED = ("x", "y")
+PAIRED = tuple(name for name, axis in AXES.items() if not axis.stores)
 """Groups that sum half precision, which ranks exchange each with each."""
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0

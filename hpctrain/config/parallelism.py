@@ -1,5 +1,6 @@
 """The sections by which a job asks for its plan, for the search of a plan, and for what ranks overlap."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -22,6 +23,11 @@ class TensorSizes(Table):
     x: RankCount = 1
     y: RankCount = 1
     z: RankCount = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis by its name."""
+        return self.model_dump()
 
 
 class PlanRequest(Table):
@@ -58,7 +64,7 @@ class PlanRequest(Table):
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
+        return math.prod(self.tensor.sizes.values()) * self.pipeline * self.data
 
     @model_validator(mode="after")
     def _few_enough(self) -> Self:

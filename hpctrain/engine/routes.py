@@ -15,6 +15,7 @@ from hpctrain.config.job import Job
 from hpctrain.engine.step.layout import Layout
 from hpctrain.plan.launch_order import Bridge, check_messages
 from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.grid import AXES
 
 UNPROVEN = "MPI on device memory beside a library is not proven to be safe by this plan"
 NOBODY_WAITS = "no rank waits in an operation of a library for one that waits in such a message"
@@ -65,7 +66,7 @@ def describe_routes(world: World, layout: Layout) -> str:
 
     All ranks must call.
     """
-    every_axis = {name: [getattr(layout.axes, name)] for name in "xyz"} | {"data": layout.groups}
+    every_axis = {name: [getattr(layout.axes, name)] for name in AXES} | {"data": layout.groups}
     own = {
         name: [(group.route_name, group.reason) for group in cast(list[Communicator], groups) if group.size > 1]
         for name, groups in every_axis.items()

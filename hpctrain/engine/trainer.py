@@ -230,7 +230,7 @@ class Trainer:
         """Return what compares weights that several ranks hold, where there are such and the job asks for it."""
         if not self.job.watch.replicas_every:
             return None
-        holders = [group.ranks for group in self.layout.shards.shard_groups]
+        holders = [group.ranks for group in self.layout.holding.shard_groups]
         replicas = Replicas(self.world, self.layout.store, self.optimizer.shards, holders)
         return replicas if replicas.exist else None
 

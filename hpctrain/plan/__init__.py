@@ -5,7 +5,7 @@ Read it in this order; a file imports only from its own line and those above it.
     tiling        tiles and plans
     file          a plan's file
     draw          a plan as text
-    holders       which ranks hold a parameter
+    holdings      what a rank has of the weights, and with whom
     transfers     what goes from tile to tile
     schedule      the instructions of each rank
     equal_tiles   tiles that differ in their ranks alone

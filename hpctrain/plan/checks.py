@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hpctrain.config.bounds import MOST_MICROBATCHES, MOST_PASSES
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.tiling import Plan, joined
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, tiles_exactly
@@ -55,13 +55,11 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
         if len(set(tile.ranks)) < len(tile.ranks):
             raise PlanError(f"{where}: ranks {_first(tile.ranks)} has a rank twice; list each once")
-        least = tile.rows.size
-        if least < tile.tensor.z:
-            raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
-        if least < tile.tensor.z * tile.row_chunks:
-            raise PlanError(
-                f"{where}: z = {tile.tensor.z} and row_chunks = {tile.row_chunks} split {least} rows; lower row_chunks"
-            )
+        least, z = tile.rows.size, tile.tensor.row_parts
+        if least < z:
+            raise PlanError(f"{where}: z = {z} splits {least} rows; give it rows or lower z")
+        if least < z * tile.row_chunks:
+            raise PlanError(f"{where}: z = {z} and row_chunks = {tile.row_chunks} split {least} rows; lower row_chunks")
         for rank in tile.ranks:
             if plan.tiles[seen.setdefault(rank, number)].ranks != tile.ranks:
                 raise PlanError(

@@ -67,7 +67,7 @@ def parse_plan(text: str, path: str) -> Plan:
             Interval(*t.items),
             Interval(*t.rows),
             t.ranks,
-            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z, t.sequence_parallel),
+            TensorGrid(**t.tensor.sizes, sequence_parallel=t.sequence_parallel),
             **t.model_dump(exclude={"items", "rows", "ranks", "tensor", "sequence_parallel"}),
         )
         for t in table.tile
@@ -86,7 +86,7 @@ def dump_plan(plan: Plan) -> str:
             "rows": tile.rows,
             "family": tile.family,
             "ranks": tile.ranks,
-            "tensor": {"x": grid.x, "y": grid.y, "z": grid.z},
+            "tensor": grid.sizes,
             "recompute": tile.recompute,
             "zero": tile.zero,
         }

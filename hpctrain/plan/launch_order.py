@@ -11,7 +11,7 @@ The event loop of `plan.schedule_run` looks for it, by rules that are stricter t
 | over x, y, z                       | the ranks of a tile execute the same instructions: they are one runner      |
 | of holders, ZeRO 2 and 3           | the tiles of a stage take each pass together                                |
 | of holders, sums that start early  | tiles with an item wait for each other, item by item, before they continue  |
-| of holders, at the end of a step   | tiles wait for each other, item by item, in the order of `RankShards`       |
+| of holders, at the end of a step   | tiles wait for each other, item by item, in the order of `Holding`       |
 
 MPI that is given memory of devices may need the devices of both ranks for a message. NVIDIA's guide calls it "not
 guaranteed to be safe" while NCCL uses them. `check_messages` proves that no rank waits in an operation for one that
@@ -177,7 +177,7 @@ class LaunchOrderRun(ScheduleRun):
         scattering = self._launches[runner].scattering
         if step.op in ADDING:
             tile = runner.virtual_stages[step.virtual_stage]
-            buffers = OVERLAPPED_BUFFERS if self._overlaps_z and tile.tensor.z > 1 else 0
+            buffers = OVERLAPPED_BUFFERS if self._overlaps_z and tile.tensor.stored_parts > 1 else 0
             for layer in reversed(layers(tile.items)):
                 if buffers and len(scattering) == buffers:
                     yield from _items(scattering.popleft())

@@ -7,10 +7,11 @@ groups one after the other never wait in a circle.
 from dataclasses import dataclass
 
 from hpctrain.config.job import Model
-from hpctrain.plan.holders import RankShards, rank_shards_of
+from hpctrain.plan.holdings import Holding, holding
 from hpctrain.plan.schedule import RECEIVING, SENDING, Op, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
+from hpctrain.sharding.grid import AXES
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Transfers:
 
     messages: dict[Op, list[Transfer]]
     gathers: dict[Op, bool]
-    """Whether the ranks along y of the tile receive parts, and gather what they all need: by what receives."""
+    """Whether ranks of the tile that need the same receive parts of it, and gather the whole: by what receives."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Role:
     tiles: tuple[Tile, ...]
     """In the order of items."""
     axes: dict[str, tuple[int, ...]]
-    """The ranks along each axis of the tensor grid: x, y, z."""
-    shards: RankShards
-    """The weights that this rank holds, by the ranks that hold the same."""
+    """The ranks along each axis of the tensor grid."""
+    holding: Holding
+    """The weights that this rank has, by the ranks that store the same."""
     transfers: tuple[Transfers, ...]
     """For each tile."""
     channels: list[ChannelNeed]
@@ -60,15 +61,15 @@ def role_of(
 ) -> Role:
     """Return what a rank takes part in, with rows of so many positions.
 
-    `bucket_bytes` is that of `rank_shards_of`, `near` that of `hpctrain.plan.transfers`.
+    `bucket_bytes` is that of `holding`, `near` that of `hpctrain.plan.transfers`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tiles = plan.tiles_of(rank)
     row = RowShape(positions, model.hidden_size)
     transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
-    axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
-    shards = rank_shards_of(model, plan, rank, bucket_bytes)
-    return Role(rank, tiles, axes, shards, transfers, _channels(plan, rank, transfers))
+    axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in AXES}
+    held = holding(model, plan, rank, bucket_bytes)
+    return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 
 
 def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
@@ -76,7 +77,7 @@ def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> 
     for forward, receive, send in zip((True, False), RECEIVING, SENDING, strict=True):
         messages[receive] = receives(plan, tile, rank, row, forward, near)
         messages[send] = sends(plan, tile, rank, row, forward, near)
-        gathered[receive] = gathers(plan, tile, forward, near)
+        gathered[receive] = gathers(plan, tile, forward, near, row)
     return Transfers(messages, gathered)
 
 

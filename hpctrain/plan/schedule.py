@@ -187,7 +187,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 
 def splits_freely(tile: Tile) -> bool:
     """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
-    is_cut = tile.tensor.x > 1 or tile.tensor.y > 1
+    is_cut = tile.tensor.cuts_weights
     keeps_all = tile.recompute == "none" and not tile.offloads_activations
     return not is_cut and keeps_all and tile.row_chunks == 1 and tile.zero < 2
 

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from hpctrain.config.errors import PlanError
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
+from hpctrain.sharding.grid_parts import GridPart, parts_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of
 
@@ -21,7 +22,7 @@ from hpctrain.sharding.items import block_of
 class Tile:
     """Consecutive items x consecutive rows, computed by one tensor grid of ranks.
 
-    `ranks` are in the order z (slowest), x, y (fastest): y exchanges the most and sits closest.
+    `ranks` are in the `RANK_ORDER` of the axes of `tensor`.
     """
 
     items: Interval
@@ -60,33 +61,20 @@ class Tile:
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "all")
 
-    def coordinate(self, rank: int) -> tuple[int, int, int]:
-        """Return the (x, y, z) of a rank of this tile."""
-        return self.tensor.coordinate(self.ranks.index(rank))
-
-    def rank_at(self, x: int, y: int, z: int) -> int:
-        return self.ranks[(z * self.tensor.x + x) * self.tensor.y + y]
+    def part(self, rank: int) -> GridPart:
+        """Return what a rank of this tile has of rows, features and parameters."""
+        return parts_of(self.tensor)[self.ranks.index(rank)]
 
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in their coordinate on `axis` only, in its order."""
-        x, y, z = self.coordinate(rank)
-        match axis:
-            case "x":
-                return tuple(self.rank_at(i, y, z) for i in range(self.tensor.x))
-            case "y":
-                return tuple(self.rank_at(x, i, z) for i in range(self.tensor.y))
-            case "z":
-                return tuple(self.rank_at(x, y, i) for i in range(self.tensor.z))
-        raise ValueError(axis)
-
-    def rows_at(self, z: int) -> Interval:
-        """Return the rows of a microbatch that coordinate z computes."""
-        return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
+        grid, coordinate = self.part(rank)
+        along = (coordinate._replace(**{axis: place}) for place in range(grid.sizes[axis]))
+        return tuple(self.ranks[grid.index_of(each)] for each in along)
 
     @property
     def rank_rows(self) -> int:
         """Return the rows of a microbatch that a rank computes: of the ranks with the most."""
-        return -(-self.rows.size // self.tensor.z)
+        return -(-self.rows.size // self.tensor.row_parts)
 
     @property
     def chunk_rows(self) -> tuple[int, ...]:
@@ -141,6 +129,17 @@ class Plan:
     def virtual_stages(self, tile: Tile) -> tuple[Tile, ...]:
         """Return all tiles of a tile's ranks, in the order of items."""
         return self._tiles_of[tile.ranks[0]]
+
+    @cached_property
+    def first_like(self) -> dict[Tile, Tile]:
+        """Return for each of `first_tiles` the first one of its kind: with the same grid and the same items.
+
+        Ranks at the same place of tiles of one kind store the same (`hpctrain.plan.holdings`), so that whoever asks for
+        all ranks need ask for one kind once.
+        """
+        first: dict[tuple, Tile] = {}
+        kinds = ((tuple(each.items for each in self.virtual_stages(t)), t.tensor, t) for t in self.first_tiles)
+        return {tile: first.setdefault((items, grid), tile) for items, grid, tile in kinds}
 
     @cached_property
     def first_tiles(self) -> tuple[Tile, ...]:

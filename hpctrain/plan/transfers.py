@@ -1,24 +1,24 @@
 """The parts of an activation that go from rank to rank between tiles, by intersecting intervals.
 
 The activation between two tiles is a rectangle tokens x features: the positions of one row follow those of the row
-before it. A rank at (x, y, z) of a tile holds the tokens of the z-th part of the tile's rows and the x-th part of the
-features. So do the other y. Different grids, rows and numbers of ranks on the two sides need nothing special: a
-section is the intersection of two parts.
+before it. What a rank of a tile has of it says its part (`hpctrain.sharding.grid_parts`): rows, features, and
+positions of each row. Different grids, rows and numbers of ranks on the two sides need nothing special: a section is
+the intersection of two parts.
 
-The y of a tile need the same. Where they are near each other and somebody who sends is far, each receives a part of the
-tokens, and they gather the whole among themselves (`gathers`): one copy crosses the slow link, also of a single row.
-
-A tile that is sequence parallel has its hidden states cut by positions over y: each y holds, sends and receives its own
-positions of each row, a y-th of the bytes, and gathers nothing. What it has in common with a tile whose y hold all is
-the same intersection, of positions too.
+Ranks of a tile that have the same rows and features have a *common part*. Where they have all positions, they need the
+same. If they are near each other and somebody who sends is far, each receives some of the tokens, and they gather the
+whole among themselves (`gathers`): one copy crosses the slow link, also of a single row. Where they have different
+positions (a tile that is sequence parallel), each holds, sends and receives its own, and gathers nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.grid_parts import GridPart, parts_of
+from hpctrain.sharding.intervals import Interval
 
 
 class RowShape(NamedTuple):
@@ -57,19 +57,6 @@ class Transfer:
         return self.num_tokens * self.features.size
 
 
-def owned_slice(tile: Tile, rank: int, row: RowShape) -> tuple[Interval, Interval]:
-    """Return the tokens and the features of a microbatch's activation that a rank of the tile holds; of the tokens
-    only some, where y cuts positions (`owned_positions`)."""
-    x, _, z = tile.coordinate(rank)
-    return tile.rows_at(z).scale(row.positions), cut_evenly(row.hidden_size, tile.tensor.x)[x]
-
-
-def owned_positions(tile: Tile, rank: int, row: RowShape) -> Interval:
-    """Return the positions of each of its rows that a rank of the tile holds."""
-    _, y, _ = tile.coordinate(rank)
-    return cut_evenly(row.positions, tile.tensor.position_parts)[y if tile.tensor.sequence_parallel else 0]
-
-
 Near = Callable[[int, int], bool]
 """Whether what goes from one rank to another one stays where links are fast."""
 
@@ -79,84 +66,107 @@ def everywhere(_one: int, _other: int) -> bool:
     return True
 
 
-def gathers(plan: Plan, tile: Tile, forward: bool, near: Near) -> bool:
-    """Say whether the ranks along y of a tile receive parts of what they need and gather the whole: of activations
+class CommonPart(NamedTuple):
+    """The rectangle of an activation that some ranks of a tile have, or of whose positions each has some."""
+
+    tokens: Interval
+    """Of the microbatch: those of whole rows."""
+    features: Interval
+    ranks: tuple[int, ...]
+    positions: tuple[tuple[Interval, ...], ...]
+    """For each of the ranks the positions of each row that it has, in their order in memory."""
+
+    def are_whole(self, row: RowShape) -> bool:
+        """Say whether each of the ranks has all positions."""
+        return all(has == (Interval(0, row.positions),) for has in self.positions)
+
+
+@lru_cache(maxsize=4096)
+def common_parts(tile: Tile, row: RowShape) -> tuple[CommonPart, ...]:
+    """Return the common parts of an activation that the ranks of a tile have, in the order of their first ranks."""
+    together: dict[tuple[Interval, Interval], list[tuple[int, GridPart]]] = {}
+    for rank, part in zip(tile.ranks, parts_of(tile.tensor), strict=True):
+        what = part.rows(tile.rows).scale(row.positions), part.features(row.hidden_size)
+        together.setdefault(what, []).append((rank, part))
+    return tuple(
+        CommonPart(*what, tuple(rank for rank, _ in those), tuple(part.positions(row.positions) for _, part in those))
+        for what, those in together.items()
+    )
+
+
+def common_part_of(tile: Tile, rank: int, row: RowShape) -> CommonPart:
+    """Return the common part of an activation that a rank of a tile has to do with."""
+    return next(common for common in common_parts(tile, row) if rank in common.ranks)
+
+
+def gathers(plan: Plan, tile: Tile, forward: bool, near: Near, row: RowShape) -> bool:
+    """Say whether the ranks of a tile that need the same receive parts of it, and gather the whole: of activations
     (forward) or gradients of a microbatch.
 
-    That is where all y of each x and z are near each other, and some rank that sends is far from them. Where positions
-    are cut over y, here or at who sends, what each receives is not what the others do.
+    That is where those who need the same are near each other, and some rank that sends is far from them. Where
+    positions are cut, here or at who sends, what each receives is not what the others do.
     """
-    y, sources = tile.tensor.y, plan.upstream(tile) if forward else plan.downstream(tile)
-    if y == 1 or any(each.tensor.sequence_parallel for each in (tile, *sources)):
+    sources = plan.upstream(tile) if forward else plan.downstream(tile)
+    own = common_parts(tile, row)
+    if len(own[0].ranks) == 1:
+        return False
+    if not all(common.are_whole(row) for each in (tile, *sources) for common in common_parts(each, row)):
         return False
     first = tile.ranks[0]
     if all(near(first, rank) or source.ranks == tile.ranks for source in sources for rank in source.ranks):
         return False  # among them the tile's own ranks, which have it
-    return all(near(tile.ranks[i - i % y], rank) for i, rank in enumerate(tile.ranks))
+    return all(near(common.ranks[0], rank) for common in own for rank in common.ranks)
 
 
-def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gathered: bool) -> list[Transfer]:
-    """Return what `receiver` is sent by the ranks of `source`.
+def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gathered: bool) -> Iterator[Transfer]:
+    """Yield what `receiver` is sent by the ranks of `source`.
 
-    The ranks along y of a tile hold the same. Each receives the whole of its part once, or the share that it brings to
-    a gather. They share the sending: of what two parts have in common, the i-th of n senders sends what the i-th n-th
-    of the receivers needs, or a share of it.
+    Ranks of a common part share the sending: the i-th of n senders sends what the i-th n-th of receivers needs, or a
+    share of it. Each receiver gets the whole of its part once, or the share that it brings to a gather. Where senders
+    have different positions, each sends its own.
     """
-    if source.tensor.sequence_parallel or target.tensor.sequence_parallel:
-        return _between_cut(source, target, receiver, row)
-    tokens, features = owned_slice(target, receiver, row)
-    _, target_y, _ = target.coordinate(receiver)
-    if is_gathered:
-        tokens = tokens.part(Interval(target_y, target_y + 1), target.tensor.y)
-    senders = _senders(source, target, target_y)
-    result = []
-    for z in range(source.tensor.z):
-        for x in range(source.tensor.x):
-            their_tokens, their_features = owned_slice(source, source.rank_at(x, 0, z), row)
-            shared_tokens, shared_features = tokens.intersect(their_tokens), features.intersect(their_features)
-            if not (shared_tokens.size and shared_features.size):
-                continue
-            sections = ((y, shared_tokens.part(part, source.tensor.y)) for y, part in senders)
-            result += [
-                Transfer(source.rank_at(x, y, z), receiver, section, shared_features)
-                for y, section in sections
-                if section.size
-            ]
-    return result
+    needed = common_part_of(target, receiver, row)
+    place, num_receivers = needed.ranks.index(receiver), len(needed.ranks)
+    tokens = needed.tokens.part(Interval(place, place + 1), num_receivers) if is_gathered else needed.tokens
+    for theirs in common_parts(source, row):
+        shared_tokens, features = tokens.intersect(theirs.tokens), needed.features.intersect(theirs.features)
+        if not (shared_tokens.size and features.size):
+            continue
+        are_equal = len({*theirs.positions}) == 1
+        senders = _senders(len(theirs.ranks), num_receivers, place)
+        if are_equal and needed.are_whole(row) and theirs.are_whole(row):
+            for number, share in senders:
+                if (section := shared_tokens.part(share, len(theirs.ranks))).size:
+                    yield Transfer(theirs.ranks[number], receiver, section, features)
+            continue
+        for own in needed.positions[place]:
+            if are_equal:
+                sections = [(number, own.part(share, len(theirs.ranks))) for number, share in senders]
+            else:
+                sections = [(number, each) for number, has in enumerate(theirs.positions) for each in has]
+            for number, section in sections:
+                for has in theirs.positions[number]:
+                    if (shared := own.intersect(section).intersect(has)).size:
+                        yield _of_positions(theirs.ranks[number], receiver, shared_tokens, features, shared, row)
 
 
-def _senders(source: Tile, target: Tile, target_y: int) -> list[tuple[int, Interval]]:
-    """Return which y of a source send to one of a target, all of which hold the same; and of what they have in common,
-    cut into as many parts as the source has y, the parts of each."""
-    ours = Interval(0, source.tensor.y).shift(target_y * source.tensor.y)
-    senders = [(y, ours.intersect(Interval(y, y + 1).scale(target.tensor.y))) for y in range(source.tensor.y)]
-    return [(y, part.shift(-ours.start)) for y, part in senders if part.size]
+def _of_positions(
+    sender: int, receiver: int, tokens: Interval, features: Interval, positions: Interval, row: RowShape
+) -> Transfer:
+    """Return the message of some positions of rows; those of a single row are consecutive tokens."""
+    if positions.size == row.positions:
+        return Transfer(sender, receiver, tokens, features)
+    if tokens.size == row.positions:
+        return Transfer(sender, receiver, positions.shift(tokens.start), features)
+    return Transfer(sender, receiver, tokens, features, PositionCut(positions, row.positions))
 
 
-def _between_cut(source: Tile, target: Tile, receiver: int, row: RowShape) -> list[Transfer]:
-    """Return what `_between` does where positions are cut over y at one end or at both."""
-    tokens, features = owned_slice(target, receiver, row)
-    positions, (_, target_y, _) = owned_positions(target, receiver, row), target.coordinate(receiver)
-    if source.tensor.sequence_parallel:
-        sections = [(y, owned_positions(source, source.rank_at(0, y, 0), row)) for y in range(source.tensor.y)]
-    else:
-        senders = _senders(source, target, target_y)
-        sections = [(y, positions.part(part, source.tensor.y)) for y, part in senders]
-    result = []
-    for z in range(source.tensor.z):
-        for x in range(source.tensor.x):
-            their_tokens, their_features = owned_slice(source, source.rank_at(x, 0, z), row)
-            rows, shared_features = tokens.intersect(their_tokens), features.intersect(their_features)
-            for y, section in sections:
-                shared = positions.intersect(section)
-                if not (rows.size and shared_features.size and shared.size):
-                    continue
-                cut = None if shared.size == row.positions else PositionCut(shared, row.positions)
-                what = rows
-                if cut and rows.size == row.positions:  # of a single row they are consecutive
-                    what, cut = shared.shift(rows.start), None
-                result.append(Transfer(source.rank_at(x, y, z), receiver, what, shared_features, cut))
-    return result
+def _senders(num_senders: int, num_receivers: int, place: int) -> list[tuple[int, Interval]]:
+    """Return which of some senders, who have the same, send to one of several receivers; and of what they have in
+    common, cut into as many parts as there are senders, the parts of each."""
+    ours = Interval(0, num_senders).shift(place * num_senders)
+    shares = ((n, ours.intersect(Interval(n, n + 1).scale(num_receivers))) for n in range(num_senders))
+    return [(number, share.shift(-ours.start)) for number, share in shares if share.size]
 
 
 def receives(
@@ -165,7 +175,7 @@ def receives(
     """Return what a rank of a tile receives of a microbatch for it: activations (forward) or their gradients, in order
     of senders."""
     sources = plan.upstream(tile) if forward else plan.downstream(tile)
-    is_gathered = gathers(plan, tile, forward, near)
+    is_gathered = gathers(plan, tile, forward, near, row)
     result = (t for source in sources for t in _between(source, tile, rank, row, is_gathered))
     return sorted(result, key=lambda t: t.sender)
 
@@ -175,7 +185,7 @@ def sends(plan: Plan, tile: Tile, rank: int, row: RowShape, forward: bool, near:
     receivers."""
     result = []
     for target in plan.downstream(tile) if forward else plan.upstream(tile):
-        is_gathered = gathers(plan, target, forward, near)
+        is_gathered = gathers(plan, target, forward, near, row)
         for receiver in target.ranks:
             result += _between(tile, target, receiver, row, is_gathered)
     return sorted((t for t in result if t.sender == rank), key=lambda t: t.receiver)

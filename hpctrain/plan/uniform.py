@@ -52,9 +52,9 @@ def resolve_plan(
             check_families(plan, families, str(request.file))
         return Resolved(plan, {})
     if request.num_ranks != num_ranks:
-        t = request.tensor
+        grid = "x".join(map(str, request.tensor.sizes.values()))
         raise LaunchError(
-            f"the plan (tensor {t.x}x{t.y}x{t.z} x pipeline {request.pipeline} x data {request.data}) is for"
+            f"the plan (tensor {grid} x pipeline {request.pipeline} x data {request.data}) is for"
             f" {request.num_ranks} ranks, but {num_ranks} were started; start it with mpirun -n"
             f' {request.num_ranks}, or set plan = "auto"'
         )
@@ -84,7 +84,8 @@ def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
 
 
 def _make_even(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
-    grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z, request.sequence_parallel)
+    grid = TensorGrid(**request.tensor.sizes, sequence_parallel=request.sequence_parallel)
+    z = grid.row_parts
     check_grid(job.model, grid)
     check_positions(job.data.sequence_length, grid, "plan")
     batch = job.train.global_batch
@@ -98,17 +99,22 @@ def _make_even(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
     microbatch = request.microbatch
     if microbatch is None:
         microbatch, reasons["plan.microbatch"] = _choose_microbatch(
-            per_replica, grid.z, request.pipeline, request.virtual_stages, job.data.sequence_length, wanted_tokens
+            per_replica,
+            z,
+            request.pipeline,
+            request.virtual_stages,
+            job.data.sequence_length,
+            wanted_tokens,
         )
     if per_replica % microbatch:
         raise PlanError(
             f"the {per_replica} sequences of a replica (train.global_batch {batch} / plan.data {request.data}) are not"
             f" divisible by plan.microbatch {microbatch}; set one of {divisors(per_replica)}"
         )
-    if microbatch < grid.z:
+    if microbatch < z:
         raise PlanError(
-            f"tensor z = {grid.z} splits the {microbatch} sequences of a microbatch; set plan.microbatch to a divisor"
-            f" of {per_replica} that is {grid.z} or more, train.global_batch to more, or lower z"
+            f"tensor z = {z} splits the {microbatch} sequences of a microbatch; set plan.microbatch to a divisor"
+            f" of {per_replica} that is {z} or more, train.global_batch to more, or lower z"
         )
     shape = job.model.num_items, grid, request.pipeline, request.data
     cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.virtual_stages

@@ -1,10 +1,51 @@
-"""The tensor grid: how the ranks of a tile share its products and its weights."""
+"""The tensor grid: how the ranks of a tile share its products and its weights, axis by axis.
 
-from typing import NamedTuple
+`AXES` says of each axis what it cuts. Who needs an answer for all axes asks it, and names none. What a coordinate has
+of a model is said by `hpctrain.sharding.grid_parts`.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+
+class GridAxis(NamedTuple):
+    """An entry of `AXES`: what an axis of the tensor grid cuts, and which keys are about its communication."""
+
+    cuts: Literal["features", "outputs", "rows"]
+    """What its ranks have parts of: hidden features (inputs of products), outputs of products, or rows."""
+    overlap: Literal["tensor", "z"]
+    """The switch of a job's [overlap] for its collectives."""
+    stores: bool = False
+    """Whether its ranks use the same weights, and each stores a part of them. Other axes cut products."""
+    part: str = "tensor"
+    """The part of a step's seconds that its collectives are counted in."""
+
+
+AXES: dict[str, GridAxis] = {
+    "x": GridAxis("features", overlap="tensor"),
+    "y": GridAxis("outputs", overlap="tensor"),
+    "z": GridAxis("rows", overlap="z", stores=True),
+}
+"""In the order of the fields of `TensorGrid` and `Coordinate`."""
+STORING = tuple(name for name, axis in AXES.items() if axis.stores)
+CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
+CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
+CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
+RANK_ORDER = ("z", "x", "y")
+"""The axes as the ranks of a tile go through them, the slowest first: y exchanges the most, and sits closest."""
+
+
+class Coordinate(NamedTuple):
+    """The place of a rank in a tensor grid."""
+
+    x: int = 0
+    y: int = 0
+    z: int = 0
 
 
 class TensorGrid(NamedTuple):
-    """Sizes of a tensor grid: x cuts input features, y output features, z rows and the storage of weights.
+    """The size of each axis of a tensor grid.
 
     With `sequence_parallel` y also cuts hidden states by positions, outside of attention and feed-forward parts.
     """
@@ -15,32 +56,70 @@ class TensorGrid(NamedTuple):
     sequence_parallel: bool = False
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis by its name."""
+        return dict(zip(AXES, self, strict=False))
+
+    @property
     def size(self) -> int:
-        return self.x * self.y * self.z
+        return math.prod(self[: len(AXES)])
+
+    def num_parts(self, axes: Iterable[str]) -> int:
+        """Return how many ranks there are along some axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     @property
     def cuts_weights(self) -> bool:
         """Say whether products are of parts of weights, and their results are summed."""
-        return self.x > 1 or self.y > 1
+        return self.product_parts > 1
+
+    @property
+    def product_parts(self) -> int:
+        """Into how many parts products are cut."""
+        return self.num_parts(CUTTING_PRODUCTS)
+
+    @property
+    def stored_parts(self) -> int:
+        """Into how many parts weights of one box are cut to be stored."""
+        return self.num_parts(STORING)
+
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts the rows of a tile are cut."""
+        return self.num_parts(CUTTING_ROWS)
 
     @property
     def position_parts(self) -> int:
         """Into how many parts the positions of hidden states are cut."""
         return self.y if self.sequence_parallel else 1
 
-    def coordinate(self, index: int) -> tuple[int, int, int]:
-        """Return the (x, y, z) of a place in the order z (slowest), x, y (fastest)."""
-        zx, y = divmod(index, self.y)
-        z, x = divmod(zx, self.x)
-        return x, y, z
+    def coordinate(self, index: int) -> Coordinate:
+        """Return the coordinate of a place in `RANK_ORDER`."""
+        place = {}
+        for axis in reversed(RANK_ORDER):
+            index, place[axis] = divmod(index, getattr(self, axis))
+        return Coordinate(**place)
+
+    def index_of(self, coordinate: Coordinate) -> int:
+        """Return the place of a coordinate in `RANK_ORDER`."""
+        index = 0
+        for axis in RANK_ORDER:
+            index = index * getattr(self, axis) + getattr(coordinate, axis)
+        return index
+
+    def combined(self, coordinate: Coordinate, axes: Iterable[str]) -> tuple[int, int]:
+        """Return the place of a coordinate along some axes taken as one, and the size of that."""
+        index, size = 0, 1
+        for axis in axes:
+            index, size = index * getattr(self, axis) + getattr(coordinate, axis), size * getattr(self, axis)
+        return index, size
 
     def __str__(self) -> str:
         """Return `TP4` for a grid that is y alone, else `TP8 (x=2, y=4)`; `TP4+SP` where it is sequence parallel."""
         suffix = "+SP" if self.sequence_parallel else ""
-        if self.x == self.z == 1:
+        if self.size == self.y:
             return f"TP{self.y}{suffix}"
-        sizes = {"x": self.x, "y": self.y, "z": self.z}
-        return f"TP{self.size}{suffix} ({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)})"
+        return f"TP{self.size}{suffix} ({', '.join(f'{axis}={n}' for axis, n in self.sizes.items() if n > 1)})"
 
 
 ONE_RANK = TensorGrid()

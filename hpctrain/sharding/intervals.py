@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,6 +38,16 @@ def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
     """Cut `range(size)` into `parts` consecutive intervals whose sizes differ by one at most."""
     bounds = [size * i // parts for i in range(parts + 1)]
     return tuple(Interval(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+def place_in(intervals: Sequence[Interval], inner: Interval) -> Interval:
+    """Return the place of an interval, which is inside of one of several, where these lie one after the other."""
+    before = 0
+    for interval in intervals:
+        if interval.start <= inner.start and inner.stop <= interval.stop:
+            return inner.shift(before - interval.start)
+        before += interval.size
+    raise ValueError(f"{inner} is inside of none of {list(intervals)}")
 
 
 def tiles_exactly(intervals: list[Interval], whole: Interval) -> bool:

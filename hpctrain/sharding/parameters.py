@@ -5,9 +5,9 @@ optimizer and the checkpoint take their parts from it, the planner counts bytes 
 
 How weights are cut (Agarwal's 3D product as used by AxoNN, arXiv 2305.13525): the weight of a layer `[out, in]` is
 cut by y over `out` and by x over `in`; layers whose input is the output of such a layer swap x and y, so that
-nothing is redistributed in between. What is left of a weight on coordinate (x, y) is its *box*. The boxes of one
+nothing is redistributed in between. What a coordinate uses of a weight is its *box* (`grid_parts.py`). The boxes of one
 *unit* (the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array.
-Coordinate z stores a consecutive z-th of it.
+Each of z stores a consecutive z-th of it.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpctrain.architectures.description import Attention, Norm
+from hpctrain.architectures.description import Attention, Mlp, Norm
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
 
 Box = tuple[Interval, ...]
@@ -59,39 +59,9 @@ class Parameter:
             return self.shape
         return (math.ceil(self.shape[0] / grid.y) * grid.y, *self.shape[1:])
 
-    def box(self, grid: TensorGrid, x: int, y: int) -> Box:
-        """Return what coordinate (x, y) holds, in the indices of the padded parameter."""
-        index = {"x": x, "y": y}
-        size = {"x": grid.x, "y": grid.y}
-        box = []
-        for length, axis in zip(self.padded_shape(grid), self.split, strict=True):
-            if axis is None:
-                box.append(Interval(0, length))
-            elif self.heads and axis == "y" and grid.y > self.heads:
-                box.append(cut_evenly(length, self.heads)[y * self.heads // grid.y])
-            else:
-                box.append(cut_evenly(length, size[axis])[index[axis]])
-        return tuple(box)
-
     def is_shared_over_y(self, grid: TensorGrid) -> bool:
         """Say whether several y hold the same head, so that their gradients have to be summed."""
         return 0 < self.heads < grid.y
-
-    @property
-    def is_whole_on_y(self) -> bool:
-        """Say whether every y has all of it that its x has: norms, biases of outputs, learned positions.
-
-        They act on hidden states. Where these are cut by positions, each y has the gradient of its positions alone.
-        """
-        return "y" not in self.split
-
-    def counts_at(self, x: int, y: int) -> bool:
-        """Say whether the copy at (x, y) is the one that counts, where x or y do not cut this parameter.
-
-        Such copies (norm weights over y, for example) have the same gradient everywhere once the optimizer has summed
-        that of cut positions. The norm of the gradient and the checkpoint take the copy at index 0.
-        """
-        return ("x" in self.split or x == 0) and ("y" in self.split or y == 0)
 
 
 def padded_vocabulary(model: Model, grid: TensorGrid) -> int:
@@ -136,17 +106,10 @@ class Unit:
     shared_heads: int = 0
     """Where several y hold the same head: how many heads there are. Otherwise 0."""
 
-    @property
-    def shared_over_y(self) -> bool:
-        return self.shared_heads > 0
-
-    def layout(self, grid: TensorGrid, x: int, y: int) -> "UnitLayout":
-        return UnitLayout(self, tuple(p.box(grid, x, y) for p in self.parameters))
-
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The flat array that holds a unit's boxes at one (x, y)."""
+    """The flat array that holds a unit's boxes at one coordinate."""
 
     unit: Unit
     boxes: tuple[Box, ...]
@@ -288,7 +251,11 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
 
     Raises PlanError.
     """
-    attention, mlp = model.description.blocks[0].attention, model.description.blocks[0].mlp
+    for block in {id(block): block for block in model.description.blocks}.values():
+        _check_block(model, block.attention, block.mlp, grid)
+
+
+def _check_block(model: Model, attention: Attention, mlp: Mlp, grid: TensorGrid) -> None:
     wanted = [
         ("hidden_size", model.hidden_size, "x", grid.x),
         ("num_heads", attention.heads, "y", grid.y),

@@ -149,7 +149,7 @@ def test_replicas_are_compared_before_a_checkpoint_and_not_where_that_is_off(wor
 
 
 def replicas_of(trainer: Trainer) -> Replicas:
-    holders = [group.ranks for group in trainer.layout.shards.shard_groups]
+    holders = [group.ranks for group in trainer.layout.holding.shard_groups]
     return Replicas(trainer.world, trainer.layout.store, trainer.optimizer.shards, holders)
 
 

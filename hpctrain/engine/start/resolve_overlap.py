@@ -9,13 +9,14 @@ from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
 from hpctrain.engine.start.facts import with_values
-from hpctrain.plan.holders import rank_shards_of
+from hpctrain.plan.holdings import holding
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
 from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.grid import AXES
 
 EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
 """By switch, who exchanges what it hides."""
@@ -35,17 +36,14 @@ def placements(topology: Topology, job: Job, plan: Plan) -> dict[str, GroupPlace
     """Return of each switch where the plan's groups are. Pure.
 
     Asked are the first and the last rank of each tile: where ranks of a host follow each other, no group between theirs
-    is on more hosts. Holders are those of a kind of rank: tiles with the same items and grid have the same ones.
+    is on more hosts. What tiles of one kind hold is asked of the first.
     """
     groups: dict[str, set[tuple[int, ...]]] = {key: set() for key in EXCHANGED}
-    asked: set[tuple] = set()
-    for tile in plan.tiles:
+    for tile, first in plan.first_like.items():
         for rank in dict.fromkeys((tile.ranks[0], tile.ranks[-1])):
-            kind = tuple(each.items for each in plan.tiles_of(rank)), tile.tensor, rank == tile.ranks[0]
-            of_rank = axis_groups(tile, rank) if kind in asked else hidden_groups(job, plan, rank)
-            asked.add(kind)
-            for key, of_key in of_rank.items():
-                groups[key].update(of_key)
+            asked = hidden_groups(job, plan, rank) if tile is first else axis_groups(tile, rank)
+            for key, of_rank in asked.items():
+                groups[key].update(of_rank)
     return {key: _placement(topology, of_key) for key, of_key in groups.items()}
 
 
@@ -72,14 +70,17 @@ def launch_refusal(plan: Plan) -> str | None:
 
 def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """Return of each switch the groups of a rank's tensor grid whose communication it hides. Pure."""
-    x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
-    return {"tensor": [x, y], "z": [z]}
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name, axis in AXES.items():
+        groups.setdefault(axis.overlap, []).append(tile.axis_ranks(name, rank))
+    return groups
 
 
 def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """Return of each switch the groups of a rank whose communication it hides. Pure."""
-    shard_groups = rank_shards_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups
-    return axis_groups(plan.tile_of(rank), rank) | {"data": [shard_group.ranks for shard_group in shard_groups]}
+    groups = axis_groups(plan.tile_of(rank), rank)
+    groups["data"] = [group.ranks for group in holding(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups]
+    return groups
 
 
 def resolve_overlap(

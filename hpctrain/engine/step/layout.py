@@ -19,10 +19,11 @@ from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
 from hpctrain.model.transformer import Computing
-from hpctrain.plan.holders import RankShards
+from hpctrain.plan.holdings import Holding
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, everywhere
+from hpctrain.sharding.grid import AXES
 from hpctrain.sharding.items import layers
 
 
@@ -36,7 +37,7 @@ class Layout:
     """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
     everyone: Communicator
     axes: Axes
-    shards: RankShards
+    holding: Holding
     groups: list[Axis]
     """The ranks of each shard group."""
     store: Store
@@ -58,10 +59,6 @@ class Layout:
     reduces_early: bool
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
-    @property
-    def coordinate(self) -> tuple[int, int, int]:
-        return self.tiles[0].coordinate(self.rank)
-
 
 def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
     """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
@@ -77,12 +74,12 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     def group(ranks: tuple[int, ...], name: str, overlapped: bool | None) -> Axis:
         return ONE_RANK if len(ranks) == 1 else world.group(ranks, name, overlapped=bool(overlapped))
 
-    x, y = (group(role.axes[axis], axis, overlap.tensor) for axis in "xy")
-    z = group(role.axes["z"], "z", overlap.z)
-    axes = Axes(x, y, z, role.tiles[0].tensor.sequence_parallel)
-    sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
+    along = {name: group(role.axes[name], name, getattr(overlap, axis.overlap)) for name, axis in AXES.items()}
+    axes = Axes(**along, sequence_parallel=role.tiles[0].tensor.sequence_parallel)
+    shard_groups = role.holding.shard_groups
+    sets = dict.fromkeys(shard_group.ranks for shard_group in shard_groups)
     made = {ranks: group(ranks, "data", overlap.data) for ranks in sets}
-    groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
+    groups = [made[shard_group.ranks] for shard_group in shard_groups]
     own = role.tiles[0].family
     dtype = DTYPES[job.dtype_of(own)]
     wires = {need.peer: DTYPES[job.wire_dtype(own, plan.tile_of(need.peer).family)] for need in role.channels}
@@ -93,9 +90,9 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
         for need in role.channels
     }
     kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
-    used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
+    used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in shard_groups]
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
-    store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
+    store = Store(groups, role.holding, axes, dtype, accelerator.device, kept, exchanged)
     known = DTYPES | {"fp8": FP8}
     dtypes = {operator: known[name] for operator, name in job.precision.overrides.items()}
     computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
@@ -107,7 +104,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
         role.tiles,
         everyone,
         axes,
-        role.shards,
+        role.holding,
         groups,
         store,
         stages,

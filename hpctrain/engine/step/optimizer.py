@@ -49,7 +49,7 @@ class Optimizer:
         self.shards = [
             make_shard(group, holders, shard_group, host_buffer)
             for group, holders, shard_group in zip(
-                layout.store.groups, layout.groups, layout.shards.shard_groups, strict=True
+                layout.store.groups, layout.groups, layout.holding.shard_groups, strict=True
             )
         ]
 
@@ -63,15 +63,12 @@ class Optimizer:
             for each in shard.group.regions(shard.owned)
             if each.counts
         ]
-        self._partial_grads = [
-            shard.of(shard.grads, each.at)
-            for shard in self.shards
-            if layout.axes.sequence_parallel and not shard.group.places.is_packed
-            for each in shard.group.regions(shard.updated)
-            if each.parameter.is_whole_on_y
-        ]
-        """Of what y does not cut, where each y has gone through its own positions alone. Holders of regions sum it with
-        the rest."""
+        self._partial_grads: dict[str, list[torch.Tensor]] = {}
+        """By the axis over which they are still to be summed. Holders of regions sum them with the rest."""
+        for shard in self.shards:
+            for each in () if shard.group.places.is_packed else shard.group.regions(shard.updated):
+                for axis in layout.holding.part.partial_axes(each.parameter):
+                    self._partial_grads.setdefault(axis, []).append(shard.of(shard.grads, each.at))
         self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
@@ -112,12 +109,11 @@ class Optimizer:
         for work in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
-        if self._partial_grads:
-            packed = torch.cat([grad.view(-1) for grad in self._partial_grads])
-            self._layout.axes.y.all_reduce(packed)
-            sizes = [grad.numel() for grad in self._partial_grads]
+        for axis, grads in self._partial_grads.items():
+            packed = torch.cat([grad.view(-1) for grad in grads])
+            getattr(self._layout.axes, axis).all_reduce(packed)
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
-                self._partial_grads, list(packed.split(sizes))
+                grads, list(packed.split([grad.numel() for grad in grads]))
             )
 
     def squared_norm(self) -> torch.Tensor | None:

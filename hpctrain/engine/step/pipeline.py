@@ -27,8 +27,8 @@ from hpctrain.plan.schedule import (
     layers_in_order,
     schedule_of,
 )
-from hpctrain.plan.transfers import Transfer, owned_positions, owned_slice
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.plan.transfers import Transfer, common_part_of
+from hpctrain.sharding.intervals import Interval, cut_evenly, place_in
 
 
 class SlotKey(NamedTuple):
@@ -67,9 +67,10 @@ class Messages:
     def __init__(self, layout: Layout):
         self._layout, self._row_length, self._device = layout, layout.row.positions, layout.accelerator.device
         tile = layout.tiles[0]  # rows and row chunks are those of all
-        self.rows = tile.rows_at(layout.coordinate[2])
-        self._tokens, self._features = owned_slice(tile, layout.rank, layout.row)
-        self._positions = owned_positions(tile, layout.rank, layout.row)
+        self.rows = layout.holding.part.rows(tile.rows)
+        common = common_part_of(tile, layout.rank, layout.row)
+        self._tokens, self._features = common.tokens, common.features
+        self._positions = layout.holding.part.positions(layout.row.positions)
         self.given: dict[SlotKey, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -95,7 +96,7 @@ class Messages:
             return None
         items = self._layout.tiles[virtual_stage].items
         item = items.start if forward else items.stop
-        shape = (self.rows.size, self._positions.size, self._features.size)
+        shape = (self.rows.size, sum(each.size for each in self._positions), self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         parts = []
         for transfer in messages:
@@ -139,7 +140,7 @@ class Messages:
     def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         """Return what of a value, rows x positions x features, a message carries."""
         tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
-        if self._positions.size == self._row_length and transfer.cut is None:
+        if self._positions == (Interval(0, self._row_length),) and transfer.cut is None:
             return value.flatten(0, 1)[slice(*tokens), slice(*features)]
         length = self._row_length
         first = tokens.start // length
@@ -148,8 +149,7 @@ class Messages:
             positions = Interval(tokens.start - first * length, tokens.stop - first * length)
         else:
             rows, positions = Interval(first, tokens.stop // length), transfer.cut.positions
-        positions = positions.shift(-self._positions.start)
-        return value[slice(*rows), slice(*positions), slice(*features)]
+        return value[slice(*rows), slice(*place_in(self._positions, positions)), slice(*features)]
 
 
 @dataclass(frozen=True)
@@ -263,16 +263,15 @@ class Pipeline:
         return replace(totals, norm=norm or 0.0, skipped=norm is None)
 
     def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
-        """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it.
+        """Sum over all ranks; of those that computed the same loss one brings it (`GridPart.counts_loss`).
 
         Here the host waits for the device, and nowhere else in a step.
         """
-        x, y, _ = self._layout.coordinate
         norm = torch.zeros_like(loss) if squared_norm is None else squared_norm
         both = torch.stack([loss, norm])
         self._await_device()
         loss, norm = both.tolist()
-        own = torch.tensor([loss if x == y == 0 else 0.0, norm, *flags], dtype=torch.float64)
+        own = torch.tensor([loss if self._layout.holding.part.counts_loss else 0.0, norm, *flags], dtype=torch.float64)
         total = self._layout.everyone.all_reduce(own).tolist()
         return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
 

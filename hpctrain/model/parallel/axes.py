@@ -121,3 +121,8 @@ class Axes:
     z: Axis = ONE_RANK
     sequence_parallel: bool = False
     """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""
+
+    @property
+    def storing(self) -> Axis:
+        """The axis whose ranks use the same weights, of which each stores a part."""
+        return self.z

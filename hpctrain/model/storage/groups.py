@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpctrain.model.parallel.axes import Axes, Axis, Following, PendingWork
-from hpctrain.plan.holders import ShardGroup
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.model.parallel.axes import Axis, Following, PendingWork
+from hpctrain.plan.holdings import ShardGroup
+from hpctrain.sharding.grid_parts import GridPart
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
 
 
@@ -27,7 +28,7 @@ class StoredRegion:
     at: Interval
     """Within the group's flat array."""
     counts: bool
-    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
+    """Whether this copy is the one for norms and checkpoints, where axes do not cut the parameter."""
 
 
 def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
@@ -62,15 +63,15 @@ class PlacedUnits:
 
     is_packed = False
 
-    def __init__(self, layouts: Sequence[UnitLayout], axes: Axes):
+    def __init__(self, layouts: Sequence[UnitLayout], part: GridPart):
         self.placed: list[tuple[UnitLayout, Interval, int]] = []
         """Of each unit its layout, the shard of it that is here, and where in the array."""
         self.size = 0
         for layout in layouts:
-            shard = cut_evenly(layout.size, axes.z.size)[axes.z.rank]
+            shard = part.stored(layout.size)
             self.placed.append((layout, shard, self.size))
             self.size += shard.size
-        self._coordinate = axes.x.rank, axes.y.rank
+        self._part = part
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
         for layout, shard, at in self.placed:
@@ -78,7 +79,7 @@ class PlacedUnits:
                 stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
                 if stored.size:
                     elements = stored.shift(shard.start - at - placed.start)
-                    yield StoredRegion(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
+                    yield StoredRegion(parameter, box, elements, stored, self._part.counts(parameter))
 
     def pack(self, grads: torch.Tensor) -> torch.Tensor:
         return grads

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.storage.groups import PlacedUnits, StoredRegion
-from hpctrain.plan.holders import Region
+from hpctrain.plan.holdings import Region
+from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import Box, box_size
 
@@ -19,9 +19,9 @@ class PackedRegions:
 
     is_packed = True
 
-    def __init__(self, regions: Sequence[Region], axes: Axes, units: PlacedUnits):
+    def __init__(self, regions: Sequence[Region], part: GridPart, units: PlacedUnits):
         """They are of these units."""
-        self._axes = axes
+        self._part = part
         self._regions: list[tuple[Region, Interval]] = []
         self._offsets: list[tuple[int, int]] = []
         self.size = 0
@@ -55,8 +55,7 @@ class PackedRegions:
         """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
         packed = grads.new_zeros(self.size)
         for region, at, scattered in self._views(grads):
-            has_part = self._axes.sequence_parallel and region.parameter.is_whole_on_y
-            if region.parameter.counts_at(self._axes.x.rank, 0 if has_part else self._axes.y.rank):
+            if self._part.adds(region.parameter):
                 packed[slice(*at)].view(scattered.shape).copy_(scattered)
         return packed
 

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
 from hpctrain.model.storage.groups import Group
-from hpctrain.plan.holders import ShardGroup
+from hpctrain.plan.holdings import ShardGroup
 from hpctrain.sharding.intervals import Interval
 
 

@@ -24,7 +24,7 @@ from hpctrain.model.storage.groups import (
 from hpctrain.model.storage.regions import PackedRegions
 from hpctrain.model.storage.traffic import Traffic
 from hpctrain.model.storage.units import Deferred, UnitStore, Weight
-from hpctrain.plan.holders import RankShards
+from hpctrain.plan.holdings import Holding
 from hpctrain.sharding.intervals import Interval
 
 
@@ -34,7 +34,7 @@ class Store:
     def __init__(
         self,
         communicators: Sequence[Axis],
-        shards: RankShards,
+        holding: Holding,
         axes: Axes,
         dtype: torch.dtype,
         device: torch.device,
@@ -45,28 +45,28 @@ class Store:
         them exchanges weights, None where all of its ranks compute in the same. Weights of the items
         `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
         """
-        self._z = axes.z
+        self._z = axes.storing
         self.groups: list[Group] = []
         self.arrays: list[UnitArrays] = []
         exchanging: dict[int, list[Sharded]] = {}
-        for shard_group in shards.shard_groups:
+        for shard_group in holding.shard_groups:
             if shard_group.zero >= 2 and shard_group.regions:
                 exchanging[shard_group.final_after] = []
         sharded: dict[int, PlacedUnits] = {}
         at_once = []
-        for layout in shards.cut_units:  # tied ones, which several items use, exchange at once
+        for layout in holding.cut_units:  # tied ones, which several items use, exchange at once
             item, *others = layout.unit.items
             if item in exchanging and not others:
-                sharded[item] = PlacedUnits([layout], axes)
+                sharded[item] = PlacedUnits([layout], holding.part)
             else:
                 at_once.append(layout)
-        cut = PlacedUnits(at_once, axes)
+        cut = PlacedUnits(at_once, holding.part)
         wires = exchanged or [None] * len(communicators)
-        for holders, shard_group, wire in zip(communicators, shards.shard_groups, wires, strict=True):
-            places: Places = PlacedUnits(shard_group.layouts, axes)
+        for holders, shard_group, wire in zip(communicators, holding.shard_groups, wires, strict=True):
+            places: Places = PlacedUnits(shard_group.layouts, holding.part)
             if shard_group.regions:
                 units = sharded[shard_group.final_after] if shard_group.zero >= 2 else cut
-                places = PackedRegions(shard_group.regions, axes, units)
+                places = PackedRegions(shard_group.regions, holding.part, units)
             if shard_group.zero >= 2:
                 group = Sharded(shard_group, holders, places, dtype, device, wire)
                 if places.is_packed:
@@ -85,7 +85,9 @@ class Store:
                     _, group.in_use, group.grads = self.arrays[-1]
         self.units: list[UnitStore] = []
         for arrays in self.arrays:  # after what is made among holders: ranks of z may have different ones
-            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.units.placed), dtype, device)
+            whole = axes.storing.allocate_common(
+                sum(layout.size for layout, _, _ in arrays.units.placed), dtype, device
+            )
             at_whole = 0
             for layout, shard, at in arrays.units.placed:
                 where = slice(at, at + shard.size)
@@ -106,7 +108,7 @@ class Store:
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self.units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
         items = {item for unit in self.units for item in unit.layout.unit.items}
-        self.traffic = Traffic({item: self.units_of(item) for item in items}, axes.z, device, keep_gathered)
+        self.traffic = Traffic({item: self.units_of(item) for item in items}, self._z, device, keep_gathered)
         self._awaited: list[tuple[int, PendingWork]] = []
 
     @property

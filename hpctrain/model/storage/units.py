@@ -111,14 +111,14 @@ class UnitStore:
         With `sharded`, `grads` is None: it adds up the gradients; `weights` are then its own, and may be fewer.
         """
         self.layout = layout
-        self._sharded, self._z = sharded, axes.z
-        self.stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        self._sharded, self._z = sharded, axes.storing
+        self.stays = whole is not None or (axes.storing.size == 1 and (sharded is None or sharded.keeps_weights))
         """Whether the whole unit is always there."""
-        self.scatters = axes.z.size > 1 or sharded is not None
+        self.scatters = axes.storing.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
         # Holders exchange in one order: who has no z would start with them where others are still at z.
-        self._z_is_overlapped = axes.z.is_overlapped and (sharded is None or sharded.is_equivalent)
-        over_z = axes.z.size > 1 and self._z_is_overlapped
+        self._z_is_overlapped = axes.storing.is_overlapped and (sharded is None or sharded.is_equivalent)
+        over_z = axes.storing.size > 1 and self._z_is_overlapped
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
         """How many operations of a scatter continue while the rank computes."""
@@ -127,7 +127,7 @@ class UnitStore:
         self._whole = whole
         self.is_common = whole is not None
         """Whether the whole unit is in memory that all of z see: on all of them or on none."""
-        self._cuts = cut_evenly(layout.size, axes.z.size)
+        self._cuts = cut_evenly(layout.size, axes.storing.size)
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0

@@ -13,6 +13,7 @@ from hpctrain.observe.folder.schema import SavedAxis
 from hpctrain.plan.schedule import COMPUTING, Instruction, Op
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.simulate import EXPOSED as PARTS
+from hpctrain.sharding.grid import AXES
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # What a span is of, the "category" of Chrome's format.
 COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
-PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
+PART_OF_GROUP = {name: axis.part for name, axis in AXES.items()} | {"pipeline": "pipeline", "everyone": "pipeline"}
 """Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
 PART_OF_OP = {**dict.fromkeys(COMPUTING, "compute"), Op.UPDATE: "optimizer", Op.REDUCE_GRADIENTS: "data"}
 """Other instructions are of the pipeline."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork, Port
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives
+from hpctrain.plan.transfers import RowShape, common_parts, everywhere, gathers, receives
 from hpctrain.planner.prices.setup import Setup
 
 
@@ -113,12 +113,12 @@ class _Messages:
 
     def _gather_seconds(self, arrival: _Arrival) -> float:
         """Return what the ranks of a tile take to gather over y what each of them was sent a part of."""
-        tile, (_, y, z, _) = arrival.tile, arrival.tile.tensor
-        if not gathers(self._plan, tile, arrival.forward, self._near(tile)):
+        tile = arrival.tile
+        if not gathers(self._plan, tile, arrival.forward, self._near(tile), self._row):
             return 0.0
-        num_tokens = -(-tile.rows.size // z) * self._row.positions
-        num_bytes = num_tokens * (self._row.hidden_size // tile.tensor.x) * self._setup.item_bytes
-        groups = (tile.ranks[i : i + y] for i in range(0, len(tile.ranks), y))
+        own = common_parts(tile, self._row)
+        num_bytes = max(common.tokens.size * common.features.size for common in own) * self._setup.item_bytes
+        groups = (common.ranks for common in own)
         concurrent = self._network.concurrent(tile.ranks)
         return max(self._network.group_seconds("all_gather", num_bytes, group, concurrent) for group in groups)
 

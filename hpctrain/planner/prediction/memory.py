@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.plan.holders import RankShards, ShardGroup
+from hpctrain.plan.holdings import Holding, ShardGroup
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import row_bytes
@@ -20,7 +20,7 @@ from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_byt
 from hpctrain.planner.prices.cost import layer_elements
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
@@ -103,7 +103,7 @@ def memory_of(
     network: ClusterNetwork,
     plan: Plan,
     tile: Tile,
-    shards: RankShards,
+    shards: Holding,
     rank: int,
     waiting: int,
     available: int,
@@ -115,10 +115,10 @@ def memory_of(
     """
     stack, states, num_updated = setup.stack, [State(0, 0, 0)], 0
     held: list[tuple[ShardGroup, int]] = []
-    z = plan.tile_of(rank).coordinate(rank)[2]
+    part = plan.tile_of(rank).part(rank)
     for group in shards.shard_groups:
         packed = sum(region.size for region in group.regions)
-        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in group.layouts) + packed
+        stored = sum(part.stored(layout.size).size for layout in group.layouts) + packed
         updated = group.cuts(stored)[group.ranks.index(rank)].size if group.zero else stored
         states.append(state_of(setup, stored, updated, packed, group.zero, len(group.ranks)))
         held.append((group, stored))
@@ -145,7 +145,7 @@ def memory_of(
     return MemoryParts(weights, gradients, moments, kept, gathered, buffers, on_host)
 
 
-def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
+def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: Holding) -> int:
     zero = max((group.zero for group in shards.shard_groups), default=0)
     virtual_stages = plan.virtual_stages(tile)
     sizes = [layer_elements(setup.model, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
-from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
+from hpctrain.plan.holdings import Holding, ShardGroup, holding
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import layer_moved
@@ -115,7 +115,7 @@ class Predictor:
         self.network.check_ranks(len(plan.ranks))
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._sites: dict[Tile, Site] = {}
-        self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
+        self._shards_by_tile: dict[tuple, tuple[Holding, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
@@ -239,7 +239,7 @@ class Predictor:
         return TileCost(
             update_seconds=self._update_seconds(tile),
             overlap_slowdown=times,
-            alone_on="data" if tile.tensor.z == 1 else "tensor",
+            alone_on="data" if tile.tensor.stored_parts == 1 else "tensor",
             before_seconds=before,
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},
@@ -310,18 +310,17 @@ class Predictor:
         ranks = (rank for tile in self.plan.tiles if tile.items in shared for rank in tile.ranks)
         return self.network.concurrent(tuple(dict.fromkeys(ranks)))
 
-    def _rank_shards(self, tile: Tile) -> RankShards:
+    def _rank_shards(self, tile: Tile) -> Holding:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
         return self._first_rank_shards(tile)[0]
 
-    def _first_rank_shards(self, tile: Tile) -> tuple[RankShards, int]:
+    def _first_rank_shards(self, tile: Tile) -> tuple[Holding, int]:
         items = tuple(virtual_stage.items for virtual_stage in self.plan.virtual_stages(tile))
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._shards_by_tile:
-            shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+            shards = holding(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.is_hpctrain:
-                groups = tuple(map(self._with_declared_zero, shards.shard_groups))
-                shards = replace(shards, shard_groups=groups)
+                shards = replace(shards, shard_groups=tuple(map(self._with_declared_zero, shards.shard_groups)))
             self._shards_by_tile[key] = shards, tile.ranks[0]
         return self._shards_by_tile[key]
 
@@ -329,12 +328,13 @@ class Predictor:
         """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
         return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
 
-    def _stored(self, group: ShardGroup, z: int) -> int:
-        return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
+    def _stored(self, group: ShardGroup, tile: Tile) -> int:
+        whole = sum(layout.size for layout in group.layouts)
+        return whole // tile.tensor.stored_parts + sum(region.size for region in group.regions)
 
     def _updated(self, tile: Tile) -> int:
         """Return how many weights a rank updates."""
-        stored = ((group, self._stored(group, tile.tensor.z)) for group in self._rank_shards(tile).shard_groups)
+        stored = ((group, self._stored(group, tile)) for group in self._rank_shards(tile).shard_groups)
         return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
 
     def _update_seconds(self, tile: Tile) -> float:
@@ -356,7 +356,7 @@ class Predictor:
                 known[group.ranks, group.items] += 1
                 key = group.ranks, group.items, known[group.ranks, group.items]
                 if len(group.ranks) > 1 and key not in result:
-                    result[key] = group, self._exchange(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
+                    result[key] = group, self._exchange(group, self._stored(group, self.plan.tile_of(rank)))
         return tuple(result.values())
 
     def _exchange(self, group: ShardGroup, stored: int) -> Sharing:
@@ -384,7 +384,7 @@ class Predictor:
                 first = min(filter(tile.contains, group.items))
                 before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
-        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not group.regions
+        is_early = all(len(each.ranks) == each.tensor.product_parts for each in sharing.tiles) and not group.regions
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.plan.holders import ShardGroup
+from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.cost import unit_elements
 from hpctrain.planner.prices.setup import Setup
@@ -40,7 +40,7 @@ def scattered_scratch(
         largest = largest_unit(
             setup, tile.tensor, (i for each in plan.virtual_stages(tile) for i in range(*each.items))
         )
-        ranks = tuple(tile.rank_at(0, 0, z) for z in range(tile.tensor.z))
+        ranks = tile.axis_ranks("z", tile.ranks[0])
         scratch = network.scratch_bytes("reduce_scatter", largest * SUMMED_BYTES, ranks, tile.ranks[0])
         overlapped, blocking = (scratch, 0.0) if "z" in setup.overlaps else (0.0, scratch)
     sums = (

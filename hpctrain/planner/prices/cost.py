@@ -19,6 +19,7 @@ from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes,
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import item_units, padded_vocabulary
 
@@ -33,7 +34,8 @@ SQUARES_PASSED = 4
 @lru_cache(maxsize=4096)
 def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
     """Return how many weights of an item the ranks at one (x, y) have together; a tied head's are the embedding's."""
-    return sum(unit.layout(grid, 0, 0).size for unit in item_units(model, grid, item))
+    first = parts_of(grid)[0]
+    return sum(first.layout(unit).size for unit in item_units(model, grid, item))
 
 
 def layer_elements(model: Model, grid: TensorGrid, layer: Interval) -> int:

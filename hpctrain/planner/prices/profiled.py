@@ -84,7 +84,7 @@ class ProfiledDevice(DeviceModel):
         if self.profile and self.profile.work != self.setup.works[-1]:
             profiled = "fused" if self.profile.work.endswith("fused kernels") else "separate"
             result.append(f"{key}: passes with this run's kernels, as profiled with {profiled} ones")
-        most = max(-(-tile.rows.size // (tile.tensor.z * tile.row_chunks)) for tile in tiles)
+        most = max(-(-tile.rows.size // (tile.tensor.row_parts * tile.row_chunks)) for tile in tiles)
         if most > (last := self.times[-1].rows):
             result.append(f"{key}: {most} rows at once, at the speed of the {last} that were profiled")
         if self.element_seconds is None:

@@ -12,7 +12,7 @@ from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import AXES, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
 
@@ -196,7 +196,7 @@ class Setup:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
         kernels as fused where they are in all families."""
         dtype = dtype or job.train.resolved_dtype
-        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
+        overlaps = frozenset(axis.overlap for axis in AXES.values() if getattr(job.overlap, axis.overlap))
         stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
         native = job.kernels.attention in ("cudnn", "flash3", "flash4")
         stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)

@@ -14,7 +14,7 @@ from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import AXES, TensorGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,8 @@ class Pool:
     def grids(self) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first."""
         most = max(map(len, self.nodes))
-        grids = (
-            TensorGrid(x, y, z) for x, y, z in itertools.product(range(1, most + 1), repeat=3) if x * y * z <= most
-        )
+        sizes = itertools.product(range(1, most + 1), repeat=len(AXES))
+        grids = (grid for grid in itertools.starmap(TensorGrid, sizes) if grid.size <= most)
         return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z))
 
 

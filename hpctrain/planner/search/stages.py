@@ -409,7 +409,8 @@ class StageCosts:
         items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
         unit, where = SUMMED_BYTES * largest_unit(setup, grid, items), (stage.pool, grid, stage.exchanging)
         if "z" in setup.overlaps and grid.z > 1:
-            ranks = tuple(self.site(*where).tile.rank_at(0, 0, z) for z in range(grid.z))
+            tile = self.site(*where).tile
+            ranks = tile.axis_ranks("z", tile.ranks[0])
             in_passes += self.scratch_bytes("reduce_scatter", unit, ranks, ranks[0])
         if bucket is not None and stage.exchanging.groups:
             ranks = self.site(*where).data_ranks

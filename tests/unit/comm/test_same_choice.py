@@ -90,7 +90,7 @@ def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
     result = {tuple(plan.ranks)}
     for rank in plan.ranks:
         role = role_of(job.model, job.data.sequence_length, plan, rank, job.overlap.bucket_bytes)
-        result |= set(role.axes.values()) | {shard_group.ranks for shard_group in role.shards.shard_groups}
+        result |= set(role.axes.values()) | {shard_group.ranks for shard_group in role.holding.shard_groups}
     return {ranks for ranks in result if len(ranks) > 1}
 
 

@@ -14,7 +14,7 @@ from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.storage.store import Store
 from hpctrain.model.transformer import IGNORED
-from hpctrain.plan.holders import whole_model
+from hpctrain.plan.holdings import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
 

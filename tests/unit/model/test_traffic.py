@@ -13,7 +13,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.storage.store import Store
-from hpctrain.plan.holders import rank_shards_of
+from hpctrain.plan.holdings import holding
 from hpctrain.plan.schedule import forward_only, layers_in_order, one_f_one_b
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -74,7 +74,7 @@ class PretendedWork:
 
 
 def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0) -> Store:
-    shards = rank_shards_of(MODEL, plan, 0)
+    shards = holding(MODEL, plan, 0)
     axes = Axes(ALONE, ALONE, z if plan.tile_of(0).tensor.z > 1 else ALONE)
     groups = [holders if len(shard_group.ranks) > 1 else ALONE for shard_group in shards.shard_groups]
     return Store(groups, shards, axes, torch.float32, torch.device("cpu"), items_of(LAYERS[:keep]))

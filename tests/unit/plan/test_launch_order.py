@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.model.storage import shard
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.launch_order import Bridge, LaunchOrderRun, check_launch_order, check_messages
 from hpctrain.plan.schedule import Instruction, Op, schedule_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan

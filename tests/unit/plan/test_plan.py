@@ -10,7 +10,7 @@ from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.plan.checks import check_ranks, check_tiling
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import AXES, TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 
@@ -54,10 +54,11 @@ def test_coordinates_and_ranks_are_inverse(sizes):
     grid = TensorGrid(*sizes)
     tile = Tile(Interval(0, 3), Interval(0, 8), tuple(range(7, 7 + grid.size)), grid)
     for rank in tile.ranks:
-        x, y, z = tile.coordinate(rank)
-        assert tile.rank_at(x, y, z) == rank
-        assert [len(tile.axis_ranks(axis, rank)) for axis in "xyz"] == list(sizes)
-        assert all(tile.axis_ranks(axis, rank)[i] == rank for axis, i in zip("xyz", (x, y, z), strict=True))
+        assert tile.ranks[tile.tensor.index_of(tile.part(rank).coordinate)] == rank
+        assert [len(tile.axis_ranks(axis, rank)) for axis in AXES] == list(sizes)
+        assert all(
+            tile.axis_ranks(axis, rank)[i] == rank for axis, i in zip(AXES, tile.part(rank).coordinate, strict=True)
+        )
 
 
 def test_neighbours_share_rows():
@@ -67,7 +68,7 @@ def test_neighbours_share_rows():
     assert plan.downstream(c) == plan.upstream(a) == ()
     apart = replace(plan, tiles=(a, b, replace(c, rows=Interval(3, 8))))
     assert apart.downstream(a) == () and apart.upstream(apart.tiles[2]) == (b,)
-    assert [c.rows_at(z) for z in range(2)] == [Interval(0, 4), Interval(4, 8)]
+    assert [c.part(rank).rows(c.rows) for rank in c.ranks] == [Interval(0, 4), Interval(4, 8)]
 
 
 @pytest.mark.parametrize(

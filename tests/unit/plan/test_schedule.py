@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.checks import check_tiling
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.schedule import (
     ADDING,
     Instruction,

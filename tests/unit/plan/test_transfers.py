@@ -15,14 +15,15 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import (
     RowShape,
     Transfer,
+    common_part_of,
+    common_parts,
     everywhere,
     gathers,
-    owned_positions,
-    owned_slice,
     receives,
     sends,
 )
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 POSITIONS, HIDDEN = 6, 12
@@ -61,7 +62,9 @@ def cells_of(plan: Plan, transfer: Transfer) -> np.ndarray:
 
 def held_by(plan: Plan, rank: int) -> np.ndarray:
     tile = plan.tile_of(rank)
-    return cells(plan, *owned_slice(tile, rank, ROW), owned_positions(tile, rank, ROW))
+    common = common_part_of(tile, rank, ROW)
+    (positions,) = common.positions[common.ranks.index(rank)]
+    return cells(plan, common.tokens, common.features, positions)
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -101,16 +104,46 @@ def test_what_is_sent_is_what_is_received(forward, plan, near):
 @given(plan=two_stage_plans(), near=HOSTS)
 def test_where_parts_are_gathered_each_element_comes_once_to_all_y_together(forward, plan, near):
     for tile in plan.tiles:
-        if not gathers(plan, tile, forward, near):
+        if not gathers(plan, tile, forward, near, ROW):
             continue
-        for x, z in itertools.product(range(tile.tensor.x), range(tile.tensor.z)):
-            together = [tile.rank_at(x, y, z) for y in range(tile.tensor.y)]
+        for together in {tile.axis_ranks("y", rank) for rank in tile.ranks}:
             assert all(near(together[0], rank) for rank in together)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for rank in together:
                 for transfer in receives(plan, tile, rank, ROW, forward, near):
                     count += cells_of(plan, transfer)
             assert np.array_equal(count, held_by(plan, together[0]))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize(("source_y", "target_y"), [(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
+def test_a_rank_may_have_several_intervals_of_positions(forward, source_y, target_y, monkeypatch):
+    """As in a zigzag cut, where each has an early and a late part, so that causal attention is even."""
+    row = RowShape(24, HIDDEN)
+
+    def zigzag(part: GridPart, num_positions: int) -> tuple[Interval, ...]:
+        y, cuts = part.coordinate.y, cut_evenly(num_positions, 2 * part.grid.position_parts)
+        return (cuts[y], cuts[-1 - y]) if part.grid.sequence_parallel else (Interval(0, num_positions),)
+
+    monkeypatch.setattr(GridPart, "positions", zigzag)
+    common_parts.cache_clear()
+    first, second = Interval(0, 2), Interval(2, 4)
+    source = Tile(first, Interval(0, 2), tuple(range(source_y)), TensorGrid(y=source_y, sequence_parallel=True))
+    ranks = tuple(range(4, 4 + target_y))
+    target = Tile(second, Interval(0, 2), ranks, TensorGrid(y=target_y, sequence_parallel=target_y == 2))
+    plan = Plan((source, target), 1, 2)
+    receiving = target if forward else source
+    for rank in receiving.ranks:
+        count = np.zeros((2, 24), int)
+        for transfer in receives(plan, receiving, rank, row, forward):
+            tokens = transfer.tokens
+            positions = transfer.cut.positions if transfer.cut else Interval(0, 24)
+            count[tokens.start // 24 : tokens.stop // 24, slice(*positions)] += 1
+        expected = np.zeros((2, 24), int)
+        for interval in receiving.part(rank).positions(24):
+            expected[:, slice(*interval)] = 1
+        assert np.array_equal(count, expected)
+    common_parts.cache_clear()
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(1, 4), (2, 4), (4, 4), (4, 2), (3, 2)])
@@ -121,7 +154,7 @@ def test_one_copy_goes_over_the_slow_link_and_all_senders_share_it(source_y, tar
     target = Tile(Interval(2, 4), Interval(0, 12), into, TensorGrid(y=target_y))
     plan = Plan((source, target), 1, 12, unused=tuple(range(source_y, size)))
     near = of_hosts(size)
-    assert gathers(plan, target, True, near) and not gathers(plan, target, True, everywhere)
+    assert gathers(plan, target, True, near, ROW) and not gathers(plan, target, True, everywhere, ROW)
 
     def bytes_sent(rank: int, near) -> int:
         return sum(transfer.num_elements for transfer in sends(plan, source, rank, ROW, True, near))
@@ -140,7 +173,7 @@ def test_what_y_cuts_by_positions_is_sent_once_and_never_gathered(source_y, targ
     target = Tile(Interval(2, 4), Interval(0, 4), into, TensorGrid(1, target_y, 1, target_y > 1))
     plan, near = Plan((source, target), 1, 4, unused=tuple(range(source_y, size))), of_hosts(size)
     for forward, tile, others in ((True, target, source), (False, source, target)):
-        assert not gathers(plan, tile, forward, near)
+        assert not gathers(plan, tile, forward, near, ROW)
         transfers = [transfer for rank in tile.ranks for transfer in receives(plan, tile, rank, ROW, forward, near)]
         assert sum(transfer.num_elements for transfer in transfers) == 4 * POSITIONS * HIDDEN
         if source_y == target_y:
@@ -151,10 +184,10 @@ def test_a_single_row_is_cut_too_and_far_y_are_sent_it_whole():
     source = Tile(Interval(0, 2), Interval(0, 1), (0,))
     target = Tile(Interval(2, 4), Interval(0, 1), (2, 3), TensorGrid(y=2))
     plan, near = Plan((source, target), 1, 1, unused=(1,)), of_hosts(2)
-    assert gathers(plan, target, True, near)
+    assert gathers(plan, target, True, near, ROW)
     sizes = [sum(each.num_elements for each in receives(plan, target, rank, ROW, True, near)) for rank in (2, 3)]
     assert sizes == [POSITIONS * HIDDEN // 2] * 2
-    assert not gathers(plan, target, True, lambda one, other: {one, other} <= {0, 2}), "3 is elsewhere"
+    assert not gathers(plan, target, True, lambda one, other: {one, other} <= {0, 2}, ROW), "3 is elsewhere"
 
 
 @settings(max_examples=30, deadline=None)

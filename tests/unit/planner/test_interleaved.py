@@ -12,7 +12,7 @@ from hpctrain.config.job import load_job
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, parse_plan
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_flight, one_f_one_b, passes, schedule_of
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan

@@ -18,13 +18,12 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.engine.step.host_state import buckets_of
 from hpctrain.model.host_activations import HostActivations, KeptLayer
-from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.recompute import unpack
 from hpctrain.model.storage.groups import Group, PlacedUnits
 from hpctrain.model.storage.shard import make_shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
-from hpctrain.plan.holders import ShardGroup
+from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.prediction.memory import state_bytes
@@ -34,7 +33,8 @@ from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.space import Space
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import ONE_RANK, TensorGrid
+from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.host_buckets import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
 
@@ -174,7 +174,7 @@ def test_hosts_must_have_room_for_what_is_offloaded():
 
 def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype():
     """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
-    places = PlacedUnits([], Axes())
+    places = PlacedUnits([], *parts_of(ONE_RANK))
     places.size, waits = 8, []
     group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
     group.grads = torch.zeros(8)

@@ -13,7 +13,7 @@ from hpctrain.config.job import load_job
 from hpctrain.engine.start.yardstick import format_yardstick, keep_families, predict_families, yardstick
 from hpctrain.jobs.common import Described, check_runs, ready_miniature
 from hpctrain.plan.checks import check_tiling
-from hpctrain.plan.holders import check_zero
+from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup

@@ -15,8 +15,6 @@ AVOIDED = {
     "beside": "overlapped",
     "way": "operand layout, stage variant, direction",
     "ways": "operand layout, stage variant, direction",
-    "holding": "shard group",
-    "holdings": "shard groups",
     "slab": "region",
     "slabs": "regions",
     "piece": "region, part, row chunk",

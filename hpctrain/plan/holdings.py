@@ -1,7 +1,9 @@
-"""The ranks that keep the same elements of the weights: they sum gradients together, and share the updates.
+"""Holdings: what each rank of a plan has of the model, and with whom. Pure: needs neither MPI nor torch.
 
-The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
-whole units have the same holders, at the same (x, y, z) of every tile. What these exchange is one flat array.
+A rank *uses* the boxes of its part (`hpctrain.sharding.grid_parts`), *stores* a share of each unit's flat array, and
+*owns* what it updates of that (ZeRO). The *holders* of an element are the ranks that store it: they sum gradients
+together, and share the updates. Where all tiles that use an item have the same tensor grid, whole units have the same
+holders, at the same place of every tile. What these exchange is one flat array.
 Where grids are different, their ranks store rectangles of the parameters, which intersect in smaller ones: *regions*.
 Each region is held by one exact set of ranks, which exchanges its regions packed side by side.
 
@@ -21,8 +23,9 @@ from typing import NamedTuple
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly, tiles_exactly
+from hpctrain.sharding.grid import ONE_RANK, TensorGrid
+from hpctrain.sharding.grid_parts import GridPart, parts_of, same_elements
+from hpctrain.sharding.intervals import Interval, cut_by_shares, tiles_exactly
 from hpctrain.sharding.items import block_of
 from hpctrain.sharding.parameters import (
     Box,
@@ -82,22 +85,26 @@ class ShardGroup:
 
 
 @dataclass(frozen=True)
-class RankShards:
-    """All that one rank holds."""
+class Holding:
+    """The weights of a plan that one rank has."""
 
+    part: GridPart
+    """What it uses."""
     shard_groups: tuple[ShardGroup, ...]
+    """What it stores, by the ranks that store the same. These cut it among themselves into what each owns."""
     cut_units: tuple[UnitLayout, ...] = ()
     """The units whose elements are in regions, of each item what is not tied as one."""
 
 
-def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> RankShards:
+def holding(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holding:
     """Return what a rank holds, and with whom.
 
     What the same ranks hold is cut into shard groups of at least `bucket_bytes` of gradients each, which must be the
-    same for all ranks; without it there is one.
+    same for all ranks; without it there is one. Ranks at the same place of tiles of one kind (`Plan.first_like`) hold
+    the same.
     """
     tile = plan.tile_of(rank)
-    x, y, _ = tile.coordinate(rank)
+    part, place = tile.part(rank), tile.ranks.index(rank)
     number_of = _numbers(model)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
@@ -108,7 +115,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     def items_here(unit: Unit) -> list[int]:
         return [item for item in unit.items if any(each.contains(item) for each in tiles)]
 
-    held: dict[tuple, list[HeldShard]] = {}  # by ranks, ZeRO stage, unit that exchanges by itself, and kind of part
+    held_by: dict[tuple, list[HeldShard]] = {}  # by ranks, ZeRO stage, unit that exchanges by itself, and kind of part
     mixed: list[Unit] = []
     for unit in units(model, tile.tensor):  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if not items_here(unit):
@@ -117,48 +124,48 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
         key = id(users), unit.shared_heads
         if key not in counterparts:
             has_others = any(other.tensor != tile.tensor for other in users)
-            counterparts[key] = None if has_others else _counterparts(unit, users, tile.coordinate(rank))
+            places = same_elements(tile.tensor, unit.shared_heads)[place]
+            counterparts[key] = None if has_others else tuple(user.ranks[i] for user in users for i in places)
         ranks = counterparts[key]
         if ranks is None:
             mixed.append(unit)
             continue
-        zero, layout = zero_of(ranks, len(unit.items) > 1), unit.layout(tile.tensor, x, y)
-        place = number_of[unit.parameters[0].name], 0, 0
+        zero, layout = zero_of(ranks, len(unit.items) > 1), part.layout(unit)
+        first = number_of[unit.parameters[0].name], 0, 0
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
-        held.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
-            HeldShard(place, unit, layout, layout.size / tile.tensor.z)
+        held_by.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
+            HeldShard(first, unit, layout, layout.size / tile.tensor.stored_parts)
         )
     cut_units = join_units(mixed)
     for unit in cut_units:
         for region, ranks in cutter.regions(unit, plan.users(unit.items)):
             zero = max(1, zero_of(ranks, len(unit.items) > 1))
-            place = number_of[region.parameter.name], region.rows.start, region.columns.start
+            first = number_of[region.parameter.name], region.rows.start, region.columns.start
             by_itself = unit if zero >= 2 else None
-            held.setdefault((ranks, zero, by_itself, Region), []).append(HeldShard(place, unit, region, region.size))
+            held_by.setdefault((ranks, zero, by_itself, Region), []).append(HeldShard(first, unit, region, region.size))
 
     shard_groups = []
-    for (ranks, zero, *_), parts in held.items():
-        for bucket in _buckets(sorted(parts, key=lambda part: part.place), bucket_bytes):
+    for (ranks, zero, *_), shards in held_by.items():
+        for bucket in _buckets(sorted(shards, key=lambda shard: shard.first), bucket_bytes):
             shard_group = ShardGroup(
                 ranks,
                 tuple(plan.tile_of(rank).state_share for rank in ranks),
                 zero,
-                layouts=tuple(part.shard for part in bucket if isinstance(part.shard, UnitLayout)),
-                regions=tuple(part.shard for part in bucket if isinstance(part.shard, Region)),
-                items=tuple(sorted({item for part in bucket for item in part.unit.items})),
-                final_after=min(item for part in bucket for item in items_here(part.unit)),
-                is_tied=any(len(part.unit.items) > 1 for part in bucket),
+                layouts=tuple(held.shard for held in bucket if isinstance(held.shard, UnitLayout)),
+                regions=tuple(held.shard for held in bucket if isinstance(held.shard, Region)),
+                items=tuple(sorted({item for held in bucket for item in held.unit.items})),
+                final_after=min(item for held in bucket for item in items_here(held.unit)),
+                is_tied=any(len(held.unit.items) > 1 for held in bucket),
             )
-            shard_groups.append((bucket[0].place, shard_group))
+            shard_groups.append((bucket[0].first, shard_group))
     shard_groups.sort(key=lambda pair: pair[0])
-    layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
-    return RankShards(tuple(shard_group for _, shard_group in shard_groups), tuple(layouts))
+    return Holding(part, tuple(shard_group for _, shard_group in shard_groups), tuple(map(part.layout, cut_units)))
 
 
 class HeldShard(NamedTuple):
     """A part of what one rank holds."""
 
-    place: tuple[int, int, int]
+    first: tuple[int, int, int]
     """Its first element in the plan-wide order: the parameter's number, the row, the column."""
     unit: Unit
     shard: UnitLayout | Region
@@ -172,11 +179,11 @@ def _numbers(model: Model) -> dict[str, int]:
     return {name: number for number, name in enumerate(all_parameters(model))}
 
 
-def whole_model(model: Model) -> RankShards:
+def whole_model(model: Model) -> Holding:
     """Return what a rank holds that has the whole model to itself."""
-    whole = TensorGrid()
-    layouts = (unit.layout(whole, 0, 0) for unit in units(model, whole))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
-    return RankShards((ShardGroup((0,), (1,), 1, tuple(layouts)),))
+    (whole,) = parts_of(ONE_RANK)
+    layouts = map(whole.layout, units(model, ONE_RANK))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+    return Holding(whole, (ShardGroup((0,), (1,), 1, tuple(layouts)),))
 
 
 def _buckets(parts: Sequence[HeldShard], bucket_bytes: int | None) -> Iterator[list[HeldShard]]:
@@ -238,14 +245,6 @@ def check_zero(plan: Plan, where: str) -> None:
                         f" {number} and {other_number} share items but have different {what}: {a} and {b};"
                         " make them equal, or set zero to 1 or 0 in both"
                     )
-
-
-def _counterparts(unit: Unit, users: tuple[Tile, ...], coordinate: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the ranks at the same (x, y, z) of tiles of one grid; for shared heads also those of the same head."""
-    x, y, z = coordinate
-    group = users[0].tensor.y // unit.shared_heads if unit.shared_over_y else 1
-    ys = range(y // group * group, (y // group + 1) * group)
-    return tuple(tile.rank_at(x, other, z) for tile in users for other in ys)
 
 
 class _Cutter:
@@ -331,9 +330,9 @@ def _cutting(parameter: Parameter) -> tuple:
 
 def _stored_rectangles(unit: Unit, grid: TensorGrid, index: int) -> Iterator[tuple[Parameter, list[Rectangle]]]:
     """Yield of each parameter of a unit the rectangles that a place of a grid stores. Padding is in none."""
-    x, y, z = grid.coordinate(index)
-    layout = unit.layout(grid, x, y)
-    shard = cut_evenly(layout.size, grid.z)[z]
+    part = parts_of(grid)[index]
+    layout = part.layout(unit)
+    shard = part.stored(layout.size)
     for parameter, box, placed in layout.placed():
         inside = placed.intersect(shard).shift(-placed.start)
         runs = whole_rows(parameter, box, inside) if inside.size else ()
@@ -356,7 +355,7 @@ def _check_tiling(parameter: Parameter, rectangles: Collection[Rectangle], grid:
 
 def _parameters(model: Model, item: int) -> list[Parameter]:
     """Return the parameters of an item; a tied embedding is one of the first item alone."""
-    return [p for unit in item_units(model, TensorGrid(), item) for p in unit.parameters]
+    return [p for unit in item_units(model, ONE_RANK, item) for p in unit.parameters]
 
 
 def _meet(a: Rectangle, b: Rectangle) -> Rectangle | None:

@@ -1,0 +1,102 @@
+"""Parts: the rows, positions and features of hidden states that a coordinate of a tensor grid has, and its weights.
+
+Pure functions of grid and coordinate. Whoever has no plan yet asks a `GridPart`. With whom a rank of a plan has it is
+said by its *holding* (`hpctrain.plan.holdings`).
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpctrain.sharding.grid import CUTTING_FEATURES, CUTTING_PRODUCTS, CUTTING_ROWS, STORING, Coordinate, TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import Box, Parameter, Unit, UnitLayout
+
+
+class GridPart(NamedTuple):
+    """The share that a coordinate of a tensor grid has of any model."""
+
+    grid: TensorGrid
+    coordinate: Coordinate
+
+    def rows(self, rows: Interval) -> Interval:
+        """Return what it computes of the rows of its tile."""
+        index, parts = self.grid.combined(self.coordinate, CUTTING_ROWS)
+        return cut_evenly(rows.size, parts)[index].shift(rows.start)
+
+    def positions(self, num_positions: int) -> tuple[Interval, ...]:
+        """Return the positions of each of its rows of which it has hidden states, in their order in memory."""
+        index = self.coordinate.y if self.grid.sequence_parallel else 0
+        return (cut_evenly(num_positions, self.grid.position_parts)[index],)
+
+    def features(self, hidden_size: int) -> Interval:
+        """Return what it has of the features of a hidden state."""
+        index, parts = self.grid.combined(self.coordinate, CUTTING_FEATURES)
+        return cut_evenly(hidden_size, parts)[index]
+
+    def box(self, parameter: Parameter) -> Box:
+        """Return what it uses of a parameter, in the indices of the padded one."""
+        box = []
+        for length, axis in zip(parameter.padded_shape(self.grid), parameter.split, strict=True):
+            index, parts = self.grid.combined(self.coordinate, (axis,) if axis else ())
+            if axis == "y" and parameter.is_shared_over_y(self.grid):
+                index, parts = index * parameter.heads // parts, parameter.heads
+            box.append(cut_evenly(length, parts)[index])
+        return tuple(box)
+
+    def layout(self, unit: Unit) -> UnitLayout:
+        """Return how the boxes that it uses of a unit lie one after the other."""
+        return UnitLayout(unit, tuple(map(self.box, unit.parameters)))
+
+    def stored(self, size: int) -> Interval:
+        """Return which of so many elements, the flat array of a unit, it stores."""
+        index, parts = self.grid.combined(self.coordinate, STORING)
+        return cut_evenly(size, parts)[index]
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Say whether its copy of a parameter is the one that counts, where axes do not cut the parameter.
+
+        Such copies (norm weights over y, for example) have the same gradient everywhere, once what is partial was
+        summed. The norm of the gradient and the checkpoint take the copy at index 0.
+        """
+        return self._is_first(set(CUTTING_PRODUCTS).difference(parameter.split))
+
+    def adds(self, parameter: Parameter) -> bool:
+        """Say whether its gradient of a parameter adds to a sum over all copies: what counts, or is partial."""
+        return self._is_first(set(CUTTING_PRODUCTS).difference(parameter.split, self.partial_axes(parameter)))
+
+    def partial_axes(self, parameter: Parameter) -> tuple[str, ...]:
+        """Return the axes over which copies of a parameter have parts of its gradient, which are to be summed.
+
+        What y does not cut acts on hidden states: norms, biases of outputs, learned positions. Where y cuts these by
+        positions, each y has the gradient of its positions alone.
+        """
+        return ("y",) if self.grid.sequence_parallel and "y" not in parameter.split else ()
+
+    @property
+    def counts_loss(self) -> bool:
+        """Say whether its sum of the loss is the one that counts: ranks that have the same rows have the same sum."""
+        return self._is_first(CUTTING_PRODUCTS)
+
+    def _is_first(self, axes: Iterable[str]) -> bool:
+        return all(getattr(self.coordinate, axis) == 0 for axis in axes)
+
+
+@lru_cache(maxsize=4096)
+def parts_of(grid: TensorGrid) -> tuple[GridPart, ...]:
+    """Return the parts of all places of a grid, in the order of its ranks."""
+    return tuple(GridPart(grid, grid.coordinate(index)) for index in range(grid.size))
+
+
+@lru_cache(maxsize=1024)
+def same_elements(grid: TensorGrid, shared_heads: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each place of a grid the places that store the same elements of a unit, each with a part of their
+    gradient: itself, and those of the same key/value head, of so many, where several y have one."""
+    firsts = []
+    for _, coordinate in parts_of(grid):
+        group = grid.y // shared_heads if shared_heads else 1
+        firsts.append(coordinate._replace(y=coordinate.y // group * group))
+    together: dict[Coordinate, list[int]] = {}
+    for index, first in enumerate(firsts):
+        together.setdefault(first, []).append(index)
+    return tuple(tuple(together[first]) for first in firsts)

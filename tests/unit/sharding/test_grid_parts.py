@@ -1,0 +1,86 @@
+"""What a coordinate has: the parts of all places of a grid cover everything once, and each says what counts."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.config.job import Model
+from hpctrain.sharding.grid import AXES, RANK_ORDER, Coordinate, TensorGrid
+from hpctrain.sharding.grid_parts import parts_of, same_elements
+from hpctrain.sharding.intervals import Interval, place_in, tiles_exactly
+from hpctrain.sharding.parameters import all_parameters, box_size
+
+MODEL = Model(architecture="gpt2", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, vocab_size=13)
+GRIDS = st.builds(TensorGrid, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3), st.booleans())
+WHOLE = Interval(0, 16)
+
+
+def test_the_table_names_the_fields_of_grids_and_coordinates():
+    assert tuple(AXES) == Coordinate._fields == TensorGrid._fields[: len(AXES)]
+    assert sorted(RANK_ORDER) == sorted(AXES)
+
+
+@given(GRIDS)
+def test_parts_cover_rows_features_and_positions_of_hidden_states(grid):
+    """Each token and feature is held once, or as often as there are y where these do not cut positions."""
+    held = Counter(
+        (part.rows(Interval(3, 9)), part.features(16), interval)
+        for part in parts_of(grid)
+        for interval in part.positions(16)
+    )
+    assert set(held.values()) == {grid.size // (grid.row_parts * grid.x * grid.position_parts)}
+    rows, features, positions = (list({key[i] for key in held}) for i in range(3))
+    assert tiles_exactly(rows, Interval(3, 9)) and tiles_exactly(features, WHOLE) and tiles_exactly(positions, WHOLE)
+
+
+@given(GRIDS)
+def test_boxes_that_count_cover_each_parameter_once(grid):
+    for parameter in all_parameters(MODEL).values():
+        firsts = [part for part in parts_of(grid) if part.coordinate.z == 0]
+        boxes = [part.box(parameter) for part in firsts if part.counts(parameter)]
+        size = box_size(tuple(Interval(0, n) for n in parameter.padded_shape(grid)))
+        copies = grid.y // parameter.heads if parameter.is_shared_over_y(grid) else 1
+        assert sum(map(box_size, boxes)) == size * copies
+        assert len(set(boxes)) * copies == len(boxes)
+        for part in firsts:  # what does not count has a copy that does
+            assert part.box(parameter) in boxes
+
+
+@given(GRIDS)
+def test_what_adds_is_what_counts_and_what_is_partial(grid):
+    for parameter in all_parameters(MODEL).values():
+        for part in parts_of(grid):
+            is_partial = grid.sequence_parallel and "y" not in parameter.split
+            assert part.partial_axes(parameter) == (("y",) if is_partial else ())
+            along = {part.coordinate._replace(y=0)} if is_partial else {part.coordinate}
+            assert part.adds(parameter) == any(part._replace(coordinate=c).counts(parameter) for c in along)
+
+
+@given(GRIDS)
+def test_one_loss_counts_of_each_part_of_the_rows(grid):
+    rows = [part.rows(Interval(0, 12)) for part in parts_of(grid) if part.counts_loss]
+    assert tiles_exactly(rows, Interval(0, 12))
+
+
+@given(GRIDS, st.integers(1, 40))
+def test_what_ranks_store_of_one_box_is_all_of_it(grid, size):
+    stored = Counter(part.stored(size) for part in parts_of(grid))
+    assert sum(interval.size for interval in stored) == size
+
+
+def test_ranks_of_one_head_store_the_same_elements():
+    grid = TensorGrid(x=2, y=4, z=2)
+    assert same_elements(grid, 0) == tuple((index,) for index in range(grid.size))
+    pairs = same_elements(grid, 2)
+    assert pairs[:8] == ((0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7))
+    assert all(len({parts_of(grid)[i].coordinate[::2] for i in pair}) == 1 for pair in pairs), "of one x and z"
+
+
+def test_the_place_in_intervals_that_lie_one_after_the_other():
+    zigzag = [Interval(2, 4), Interval(8, 12)]
+    assert place_in(zigzag, Interval(3, 4)) == Interval(1, 2)
+    assert place_in(zigzag, Interval(8, 12)) == Interval(2, 6)
+    with pytest.raises(ValueError, match="is inside of none"):
+        place_in(zigzag, Interval(3, 9))
