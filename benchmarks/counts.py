@@ -26,10 +26,10 @@ from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.comm.bind import DTYPES, bind_accelerator
 from hpctrain.config.job import Job, load_job
 from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.engine.step.layout import make_kernels
 from hpctrain.engine.trainer import Trainer
 from hpctrain.jobs.arguments import json_option, override_option, print_result
 from hpctrain.jobs.common import load_job_on, started_world
-from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store

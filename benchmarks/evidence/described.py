@@ -20,7 +20,7 @@ from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.prediction.memory import StageMemory
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
-from hpctrain.planner.prices.prices import Sharing
+from hpctrain.planner.prices.prices import GradientExchange
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -239,15 +239,15 @@ class TiedByPairs(Predictor):
     first and last stage sum the embedding between the two of them (Narayanan et al. 2021; DeepSpeed's
     `_exec_reduce_tied_grads` before `_exec_reduce_grads`). All of these pairs share the NICs. Replicas are equal."""
 
-    def _sharings(self) -> tuple[Sharing, ...]:
+    def _gradient_exchanges(self) -> tuple[GradientExchange, ...]:
         return tuple(
-            self._by_pairs(sharing) if len({tile.items for tile in sharing.tiles}) > 1 else sharing
-            for sharing in super()._sharings()
+            self._by_pairs(exchange) if len({tile.items for tile in exchange.tiles}) > 1 else exchange
+            for exchange in super()._gradient_exchanges()
         )
 
-    def _by_pairs(self, sharing: Sharing) -> Sharing:
+    def _by_pairs(self, exchange: GradientExchange) -> GradientExchange:
         stages: dict[object, list[Tile]] = {}
-        for tile in sharing.tiles:
+        for tile in exchange.tiles:
             stages.setdefault(tile.items, []).append(tile)
         ends = list(stages.values())
         (tied,) = (group for group in self._rank_shards(ends[0][0]).shard_groups if group.is_tied)
@@ -258,7 +258,7 @@ class TiedByPairs(Predictor):
         operation = "reduce_scatter" if tied.zero else "all_reduce"
         replicas = (tuple(tile.ranks[0] for tile in tiles) for tiles in ends)
         of_stage = max(self.network.group_seconds(operation, num_bytes, ranks, self._sharers) for ranks in replicas)
-        return replace(sharing, reduce_seconds=between + of_stage)
+        return replace(exchange, reduce_seconds=between + of_stage)
 
 
 def predictor_of(run: DescribedRun) -> type[Predictor]:

@@ -30,9 +30,9 @@ from hpctrain.config.job import Job
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
+from hpctrain.engine.step.layout import make_kernels
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.operators.cases import Operator, Rounding, operators
-from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.storage.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid

@@ -8,10 +8,10 @@ inside of a layer (`recompute.py`).
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
@@ -66,6 +66,18 @@ def _forget_numbers(value: torch.Tensor) -> None:
     value.data = value.new_empty(()).expand(value.shape)
 
 
+class LayerTracer(Protocol):
+    """A recorder of what each layer computes, and when."""
+
+    def now(self) -> float:
+        """Return the time by its clock, in seconds."""
+        ...
+
+    def computed(self, name: object, since: float) -> None:
+        """Record that something was computed from `since` until now."""
+        ...
+
+
 class Stage:
     """The items of one tile on one rank."""
 
@@ -75,7 +87,7 @@ class Stage:
         tile: Tile,
         axes: Axes,
         store: Store,
-        tracer: Tracer = UNTRACED,
+        tracer: LayerTracer | None = None,
         computing: Computing | None = None,
         host: HostActivations | None = None,
     ):
@@ -128,13 +140,14 @@ class Stage:
 
     def _traced(self, layers: Iterable[LayerModule], what: str) -> Iterator[LayerModule]:
         """Yield layers; what is done until the next one is asked for is a span of the trace, if there is one."""
-        if self._tracer is UNTRACED:
+        tracer = self._tracer
+        if tracer is None:
             yield from layers
             return
         for layer in layers:
-            since = self._tracer.now()
+            since = tracer.now()
             yield layer
-            self._tracer.computed(f"{layer.name} {what}", since)
+            tracer.computed(f"{layer.name} {what}", since)
 
     def _run_keeping(self, layer: LayerModule, given: torch.Tensor, saved: Saved, host: HostActivations):
         """Run a layer; what a block keeps for its backward pass goes to host memory, its input too."""

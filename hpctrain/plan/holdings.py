@@ -75,7 +75,7 @@ class ShardGroup:
     items: tuple[int, ...] = ()
     """Of which all this is, in their order; one that is tied is of two."""
     final_after: int = 0
-    """The item of this rank's tiles after whose backward pass the gradients of all this have what a microbatch adds."""
+    """The item of this rank's tiles after whose backward pass all gradients of this group are complete."""
     is_tied: bool = False
     """Whether it has weights of two items. Holders of one of these may have summed all else before the others begin."""
 

@@ -33,10 +33,9 @@ from hpctrain.data.order import Batch, Sequences
 from hpctrain.data.tokens import TokenSource
 from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
-from hpctrain.engine.step.layout import Layout, make_layout
+from hpctrain.engine.step.layout import Layout, make_kernels, make_layout
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.pipeline import Pipeline
-from hpctrain.model.operators.running import make_kernels
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import Computing
 from hpctrain.plan.tiling import Plan, Tile, counted

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.channel import Channel
 from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.comm.groups.offline_world import OfflineWorld
-from hpctrain.comm.progress.instruments import Tracer
+from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.model.host_activations import HostActivations
-from hpctrain.model.operators.running import make_kernels
+from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
@@ -60,6 +62,12 @@ class Layout:
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
 
+def make_kernels(choice: KernelChoice, family: str) -> Kernels:
+    """Return the kernels of a rank of a family. They are not fused where the choice is still open."""
+    run = Compiled() if choice.fused_of(family) else run_eagerly
+    return Kernels(run, choice.attention, choice.logits_bytes)
+
+
 def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
     """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
 
@@ -97,7 +105,8 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     dtypes = {operator: known[name] for operator, name in job.precision.overrides.items()}
     computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
     host = HostActivations(accelerator)
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, computing, host) for tile in role.tiles)
+    tracer = None if world.tracer is UNTRACED else world.tracer
+    stages = tuple(Stage(job.model, tile, axes, store, tracer, computing, host) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.accelerators.compiling import Compiled
-from hpctrain.config.kernels import LOGITS_BYTES, KernelChoice
+from hpctrain.config.kernels import LOGITS_BYTES
 
 Run = Callable[..., Any]
 """`run(function, *tensors, **constants)` returns what a pure function makes of tensors."""
@@ -30,12 +29,6 @@ class Kernels:
     """Which of torch's kernels, a key of `ATTENTION_BACKENDS`."""
     logits_bytes: int = LOGITS_BYTES
     """How many bytes of logits may be there at once."""
-
-
-def make_kernels(choice: KernelChoice, family: str) -> Kernels:
-    """Return the kernels of a rank of a family. They are not fused where the choice is still open."""
-    run = Compiled() if choice.fused_of(family) else run_eagerly
-    return Kernels(run, choice.attention, choice.logits_bytes)
 
 
 def add_part(grad: torch.Tensor, part: torch.Tensor, overwrite: bool) -> None:

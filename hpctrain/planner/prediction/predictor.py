@@ -24,9 +24,9 @@ from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.prices import (
     PASSES,
     Costs,
+    GradientExchange,
     PassCost,
     Prices,
-    Sharing,
     Site,
     TileCost,
 )
@@ -199,7 +199,7 @@ class Predictor:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
         messages, agree, crossed = self._messages
-        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share or 0.0, crossed)
+        return Costs(tiles, messages, self._gradient_exchanges(), agree, self._blocking_share or 0.0, crossed)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
@@ -341,13 +341,13 @@ class Predictor:
         seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
         return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
 
-    def _sharings(self) -> tuple[Sharing, ...]:
-        return tuple(itertools.starmap(self._sharing, self._exchanges))
+    def _gradient_exchanges(self) -> tuple[GradientExchange, ...]:
+        return tuple(itertools.starmap(self._timed, self._exchanges))
 
     @cached_property
-    def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
+    def _exchanges(self) -> tuple[tuple[ShardGroup, GradientExchange], ...]:
         """Return the exchange of each group, but for when gradients are made and weights needed."""
-        result: dict[tuple, tuple[ShardGroup, Sharing]] = {}
+        result: dict[tuple, tuple[ShardGroup, GradientExchange]] = {}
         for tile in self.plan.tiles:
             self._rank_shards(tile)
         for shards, rank in self._shards_by_tile.values():
@@ -359,7 +359,7 @@ class Predictor:
                     result[key] = group, self._exchange(group, self._stored(group, self.plan.tile_of(rank)))
         return tuple(result.values())
 
-    def _exchange(self, group: ShardGroup, stored: int) -> Sharing:
+    def _exchange(self, group: ShardGroup, stored: int) -> GradientExchange:
         """Return what a group exchanges that stores so many weights."""
 
         def seconds(operation: str, element_bytes: int) -> float:
@@ -372,20 +372,20 @@ class Predictor:
             gather = seconds("all_gather", self.setup.item_bytes)
         # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
         firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
-        return Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
+        return GradientExchange(tuple(dict.fromkeys(firsts)), reduce, gather)
 
-    def _sharing(self, group: ShardGroup, sharing: Sharing) -> Sharing:
+    def _timed(self, group: ShardGroup, exchange: GradientExchange) -> GradientExchange:
         """Return it with when gradients are made and weights needed, where that is overlapped."""
         if not self._overlapped_work:
-            return sharing
+            return exchange
         ready, needed, before = {}, {}, {}
-        for tile in sharing.tiles:
+        for tile in exchange.tiles:
             if tile.items not in before:
                 first = min(filter(tile.contains, group.items))
                 before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
-        is_early = all(len(each.ranks) == each.tensor.product_parts for each in sharing.tiles) and not group.regions
-        return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
+        is_early = all(len(each.ranks) == each.tensor.product_parts for each in exchange.tiles) and not group.regions
+        return replace(exchange, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hpctrain.plan.schedule import Instruction, Op, Schedule
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prices.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.planner.prices.prices import PASSES, Costs, GradientExchange, PassCost, TileCost, slowed_by
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
@@ -193,9 +193,9 @@ class Simulation(ScheduleRun):
         for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(together)
             clock.spend("optimizer", self._costs.agree_seconds + clock.costs[0].update_seconds)
-        for sharing in self._costs.sharings:
-            if sharing.needed_seconds is None:
-                self._exchange(sharing.tiles, sharing.gather_seconds)
+        for exchange in self._costs.exchanges:
+            if exchange.needed_seconds is None:
+                self._exchange(exchange.tiles, exchange.gather_seconds)
         for clock in self._clocks:
             clock.spans.append(PredictedSpan(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
             clock.spans.append(PredictedSpan(Instruction(Op.UPDATE), reduced[clock], clock.now))
@@ -203,14 +203,14 @@ class Simulation(ScheduleRun):
     def _start_gathers(self) -> None:
         """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""
         ends = dict.fromkeys(self._clocks, 0.0)
-        for sharing in self._costs.sharings:
-            if sharing.needed_seconds is None or not sharing.gather_seconds:
+        for exchange in self._costs.exchanges:
+            if exchange.needed_seconds is None or not exchange.gather_seconds:
                 continue
-            clocks = [self.runner_of[tile] for tile in sharing.tiles]
-            end = max(ends[clock] for clock in clocks) + sharing.gather_seconds
-            for tile, clock in zip(sharing.tiles, clocks, strict=True):
+            clocks = [self.runner_of[tile] for tile in exchange.tiles]
+            end = max(ends[clock] for clock in clocks) + exchange.gather_seconds
+            for tile, clock in zip(exchange.tiles, clocks, strict=True):
                 ends[clock] = end
-                gather = sharing.gather_seconds, end, sharing.needed_seconds[tile]
+                gather = exchange.gather_seconds, end, exchange.needed_seconds[tile]
                 clock.gathers.setdefault(clock.virtual_stages.index(tile), []).append(gather)
 
     def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
@@ -228,34 +228,34 @@ class Simulation(ScheduleRun):
         self._wait_overlapped(clock, taken, waited)
 
     def _reduce(self) -> None:
-        """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
+        """Sum gradients, each exchange when all its tiles have made them and the one before it is done.
 
         What is made first, by the last items, is summed first, and slows what is computed then.
         """
         lane, taken, slowed = (dict.fromkeys(self._clocks, 0.0) for _ in range(3))
-        for sharing in sorted(self._costs.sharings, key=self._order_of_sums):
-            if not sharing.reduce_seconds:
+        for exchange in sorted(self._costs.exchanges, key=self._order_of_sums):
+            if not exchange.reduce_seconds:
                 continue
-            clocks = {tile: self.runner_of[tile] for tile in sharing.tiles}
-            ready = sharing.ready_seconds
+            clocks = {tile: self.runner_of[tile] for tile in exchange.tiles}
+            ready = exchange.ready_seconds
             made = (
                 slowed[clock] + (clock.done[clock.virtual_stages.index(tile)] - ready[tile] if ready else clock.now)
                 for tile, clock in clocks.items()
             )
             start = max(*made, *(lane[clock] for clock in clocks.values()))
             for tile, clock in clocks.items():
-                lane[clock] = start + sharing.reduce_seconds
-                taken[clock] += sharing.reduce_seconds
-                overlapped = min(sharing.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
+                lane[clock] = start + exchange.reduce_seconds
+                taken[clock] += exchange.reduce_seconds
+                overlapped = min(exchange.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
                 times = self._costs.tiles[tile].overlap_slowdown
-                slowed[clock] += slowed_by(overlapped, sharing.reduce_seconds, times)
+                slowed[clock] += slowed_by(overlapped, exchange.reduce_seconds, times)
         for clock in self._clocks:
             clock.spend("compute", slowed[clock])
             self._wait_overlapped(clock, taken[clock], max(0.0, lane[clock] - clock.now))
 
-    def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
-        virtual_stage = max(self.runner_of[tile].virtual_stages.index(tile) for tile in sharing.tiles)
-        return -virtual_stage, -max(sharing.ready_seconds.values(), default=0.0)
+    def _order_of_sums(self, exchange: GradientExchange) -> tuple[int, float]:
+        virtual_stage = max(self.runner_of[tile].virtual_stages.index(tile) for tile in exchange.tiles)
+        return -virtual_stage, -max(exchange.ready_seconds.values(), default=0.0)
 
     @staticmethod
     def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:

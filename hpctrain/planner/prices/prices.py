@@ -191,7 +191,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class GradientExchange:
     """The exchange of gradients and weights among the same ranks in a step."""
 
     tiles: tuple[Tile, ...]
@@ -238,7 +238,7 @@ class Costs:
     """Of each microbatch."""
     messages: Mapping[tuple[Tile, Tile], float]
     """Of an activation, or its gradient, from a tile to another."""
-    sharings: tuple[Sharing, ...] = ()
+    exchanges: tuple[GradientExchange, ...] = ()
     """In the order in which all ranks exchange them."""
     agree_seconds: float = 0.0
     """Until all ranks agree on the loss and the norm."""

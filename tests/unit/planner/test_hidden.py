@@ -13,7 +13,7 @@ from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prediction.simulate import simulate
 from hpctrain.planner.prices.cost import PassWork, layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
-from hpctrain.planner.prices.prices import Costs, PassCost, Sharing, Site, TileCost, pass_cost, slowed_by
+from hpctrain.planner.prices.prices import Costs, GradientExchange, PassCost, Site, TileCost, pass_cost, slowed_by
 from hpctrain.planner.prices.setup import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, layers
@@ -35,8 +35,8 @@ def test_what_is_overlapped_adds_what_is_waited_for(ready, needed, exposed):
     plan = even_plan(6, TensorGrid(), 1, 2, 2, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
-    sharings = tuple(
-        Sharing(
+    exchanges = tuple(
+        GradientExchange(
             plan.tiles,
             1.0,
             1.0,
@@ -45,7 +45,7 @@ def test_what_is_overlapped_adds_what_is_waited_for(ready, needed, exposed):
         )
         for i in (0, 1)
     )
-    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, exchanges))
     assert result.step_seconds == pytest.approx(6.0 + exposed)
     for parts in result.parts.values():
         assert sum(parts.values()) == pytest.approx(result.step_seconds)
@@ -76,8 +76,8 @@ def test_overlapped_sums_slow_the_last_backward_pass(seconds, longer):
     plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
-    sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
-    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
+    exchange = GradientExchange(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (exchange,)))
     assert result.step_seconds == pytest.approx(3.0 + longer)
     for parts in result.parts.values():
         assert sum(parts.values()) == pytest.approx(result.step_seconds)
@@ -87,7 +87,7 @@ def test_what_different_pipelines_share_is_exchanged_once():
     """Each of the holders has it among other things, so in another place; a bucket is a block or more."""
     whole, first, last = LAYOUTS[-1].tiles
     of_all, of_blocks = (
-        [set(sharing.tiles) for sharing in Predictor(setup, LAYOUTS[-1], CLUSTER).costs.sharings]
+        [set(exchange.tiles) for exchange in Predictor(setup, LAYOUTS[-1], CLUSTER).costs.exchanges]
         for setup in (SETUP, replace(SETUP, bucket_bytes=1))
     )
     assert of_all == [{whole, first}, {whole, last}]
@@ -106,11 +106,11 @@ def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
     plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
-    sharings = tuple(
-        Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - ready_at))
+    exchanges = tuple(
+        GradientExchange(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - ready_at))
         for seconds, ready_at in zip((0.5, 1.0), ready, strict=True)
     )
-    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, exchanges))
     assert result.step_seconds == pytest.approx(3.0 + longer)
 
 
@@ -119,10 +119,11 @@ def test_weights_that_come_slow_what_does_not_wait_for_them():
     plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_slowdown=2.0)
-    sharings = tuple(
-        Sharing(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed)) for needed in (0.0, 1.0)
+    exchanges = tuple(
+        GradientExchange(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed))
+        for needed in (0.0, 1.0)
     )
-    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, exchanges))
     assert result.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
 
 

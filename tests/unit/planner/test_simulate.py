@@ -12,7 +12,7 @@ from hpctrain.plan.schedule import one_f_one_b, schedule_of
 from hpctrain.plan.schedule_run import ScheduleRun
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.simulate import simulate
-from hpctrain.planner.prices.prices import Costs, PassCost, Sharing, TileCost
+from hpctrain.planner.prices.prices import Costs, GradientExchange, PassCost, TileCost
 from hpctrain.sharding.intervals import Interval
 from tests.tilings import tilings
 
@@ -49,18 +49,18 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
     leaving = {pair for pair in pairs if data.draw(st.booleans())}
     leaving |= {(copies[a], copies[b]) for a, b in leaving}
-    sharings = []
+    exchanges = []
     for items in sorted({tile.items for tile in plan.tiles}):
-        sharing = tuple(tile for tile in plan.tiles if tile.items == items)
-        ready, needed = (dict.fromkeys(sharing, data.draw(SECONDS)) for _ in range(2))
-        sharings.append(Sharing(sharing, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
+        holders = tuple(tile for tile in plan.tiles if tile.items == items)
+        ready, needed = (dict.fromkeys(holders, data.draw(SECONDS)) for _ in range(2))
+        exchanges.append(GradientExchange(holders, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
     if pairs and data.draw(st.booleans()):  # the copy is not quite one
         a, b = data.draw(st.sampled_from(pairs))
         messages[copies[a], copies[b]] = messages[a, b] + 0.75
     elif data.draw(st.booleans()):
         tile = data.draw(st.sampled_from(list(copies)))
         tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
-    costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1, leaving=frozenset(leaving))
+    costs = Costs(tiles, messages, tuple(exchanges), agree_seconds=0.1, leaving=frozenset(leaving))
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
