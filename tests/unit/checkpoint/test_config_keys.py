@@ -99,6 +99,13 @@ def variants(config: dict, prefix: tuple[str, ...] = ()) -> list[tuple[str, dict
     return result
 
 
+def tried(changes: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    """Return all removals, and as many of the other changes as a costly rule is tried on."""
+    removed = [change for change in changes if change[0].endswith("removed")]
+    other = [change for change in changes if not change[0].endswith("removed")]
+    return [*removed, *other[:: len(other) // costly(len(other))]]
+
+
 def others(value) -> list:
     if isinstance(value, bool):
         return [not value, None]
@@ -143,7 +150,7 @@ def quiet():
 def test_each_key_is_followed_or_refused(family, tmp_path):
     config, ids = save_small(family, tmp_path / "theirs"), torch.arange(LENGTH)[None] * 7 % VOCAB
     count, wrong = Counter(), []
-    for number, (what, changed) in enumerate([("nothing", config), *variants(config)]):
+    for number, (what, changed) in enumerate([("nothing", config), *tried(variants(config))]):
         folder, run = tmp_path / f"{number}", tmp_path / f"{number}-run"
         folder.mkdir()
         os.link(tmp_path / "theirs/model.safetensors", folder / "model.safetensors")
@@ -161,7 +168,7 @@ def test_each_key_is_followed_or_refused(family, tmp_path):
         elif (difference := (ours - theirs).abs().max().item()) > TOLERANCE:
             wrong.append(f"{what}: {difference:.3g}")
     assert not wrong
-    assert count["followed"] > 20 and count["refused"] > 20
+    assert count["followed"] > 15 and count["refused"] > 15
 
 
 def test_a_head_of_its_own_under_a_tied_config_is_refused(tmp_path):
