@@ -9,10 +9,14 @@ import pytest
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.config.errors import CheckpointError, DataError, JobError
 from tests.checkpoints import forge_file
-from tests.old_runs.make import HERE, LAYOUTS, SAVED_STEP
+from tests.old_runs.make import HERE, SAVED_STEP
 
 STATES = sorted(path.name for path in HERE.iterdir() if (path / "job.toml").is_file())
-EACH = [(state, layout) for state in STATES for layout in LAYOUTS]
+OLDEST = {path.parts[-2]: path.parts[-3] for path in sorted(HERE.glob("*/*/checkpoints"), reverse=True)}
+EACH = [(state, layout) for layout, state in sorted(OLDEST.items())]
+"""Each layout, as the first state wrote it that has it."""
+CHANGES = {"fp8": ("--set", "train.dtype=fp8"), "unused-model-key": ("--set", "model.window=8")}
+"""Of a layout that is continued, what its job has besides that of all."""
 TRAIN = ("train", "job.toml", "--set", "plan.data=1", "--sample", "0")
 
 
@@ -29,7 +33,7 @@ def last_line(run: Path) -> dict:
 
 @pytest.mark.parametrize(("work", "layout"), EACH, indirect=["work"])
 def test_an_old_run_is_read_exported_and_continued(hpctrain, work, layout):
-    losses = json.loads((work / "losses.json").read_text())
+    losses = json.loads((work / ("losses-fp8.json" if layout == "fp8" else "losses.json")).read_text())
     inspected = hpctrain("inspect", layout, "--verify", "--json", cwd=work)
     assert json.loads(inspected.out)["step"] == SAVED_STEP, inspected.err
     exported = hpctrain("export", layout, "--hf", "exported", "--json", cwd=work)
@@ -38,7 +42,7 @@ def test_an_old_run_is_read_exported_and_continued(hpctrain, work, layout):
     assert json.loads(evaluated.out)["loss"] < losses[0], evaluated.err
     reported = hpctrain("report", layout, "--out", "report.html", cwd=work)
     assert reported.code == 0, reported.err
-    done = hpctrain(*TRAIN, "--run", layout, cwd=work)
+    done = hpctrain(*TRAIN, *CHANGES.get(layout, ()), "--run", layout, cwd=work)
     assert done.code == 0 and f"continuing after step {SAVED_STEP}" in done.out, done.err
     assert last_line(work / layout)["step"] == len(losses)
     assert last_line(work / layout)["loss"] == pytest.approx(losses[-1], rel=1e-5)

@@ -2,7 +2,10 @@
 
 NAME is the folder to make beside this file, such as the date of the state that writes it. It gets a token file, a job,
 and a run folder of each layout, stopped after its second step of three. `losses.json` has the losses of all three steps
-as one rank computes them without a stop.
+as one rank computes them without a stop. A layout whose losses are others (fp8) has a file of its own, such as
+`losses-fp8.json`.
+
+A state keeps what it wrote: a layout that a later state cannot write any more leaves `LAYOUTS` and stays in its folder.
 """
 
 import json
@@ -43,8 +46,37 @@ LAYOUTS = {
     "tensor-gzip": (4, ("plan.tensor.x=2", "plan.tensor.y=2", 'checkpoint.compression="gzip"')),
     "pipeline-node": (4, ("plan.pipeline=2", "plan.data=2", 'checkpoint.parts="node"')),
     "sharded": (4, ("plan.tensor.z=2", "plan.data=2", "plan.zero=3", "plan.microbatch=4")),
+    "offload-optimizer": (1, ('plan.offload="optimizer"',)),
+    "offload-activations": (1, ('plan.offload="activations"', "plan.microbatch=4")),
+    "offload-all": (2, ('plan.offload="all"', "plan.pipeline=2", "plan.microbatch=4")),
+    "fp8": (1, ('train.dtype="fp8"',)),
+    "unlike-zero2": (4, ("plan.file=unlike-zero2.toml",)),
+    "unlike-zero3": (4, ("plan.file=unlike-zero3.toml",)),
+    "unused-model-key": (1, ("model.window=8",)),
 }
 """By name the number of ranks, and what differs in the job."""
+UNLIKE = """\
+schedule = "1f1b"
+microbatches = 1
+rows = 8
+
+[[tile]]
+items = [0, 6]
+rows = [0, 4]
+ranks = [0, 1]
+tensor = {{x = 2}}
+zero = {zero}
+
+[[tile]]
+items = [0, 6]
+rows = [4, 8]
+ranks = [2, 3]
+tensor = {{y = 2}}
+zero = {zero}
+"""
+"""A plan whose holders have unlike tensor grids and exchange while they compute."""
+OTHER_LOSSES = ("fp8",)
+"""Layouts that compute other numbers."""
 CACHE = "/tmp/hpctrain-old-runs"
 """Where the description of the machine goes, which is of no use to others."""
 LEFT_OUT = ("flight", "lock", "timeline.json", "traffic.json")
@@ -59,10 +91,11 @@ def main(name: str) -> None:
     text.write_text("".join(f"The number {i} times {i + 3} is {i * (i + 3)}.\n" for i in range(150)))
     _start(made, 0, "prepare", text.name, "--tokenizer", "bpe", "--vocab-size", "300", "--out", "tokens.h5")
     text.unlink()
-    _start(made, 1, "train", "job.toml", "--run", "reference", "--set", "plan.data=1", "--sample", "0")
-    lines = [json.loads(line) for line in (made / "reference" / "metrics.jsonl").read_text().splitlines()]
-    (made / "losses.json").write_text(json.dumps([line["loss"] for line in lines]) + "\n")
-    shutil.rmtree(made / "reference")
+    _write_losses(made, "losses.json")
+    for layout in OTHER_LOSSES:
+        _write_losses(made, f"losses-{layout}.json", *LAYOUTS[layout][1])
+    for zero in (2, 3):
+        (made / f"unlike-zero{zero}.toml").write_text(UNLIKE.format(zero=zero))
     for layout, (ranks, changes) in LAYOUTS.items():
         sets = [word for change in changes for word in ("--set", change)]
         stop = ("--stop-after", str(SAVED_STEP), "--sample", "0")
@@ -70,6 +103,14 @@ def main(name: str) -> None:
         for left in LEFT_OUT:
             path = made / layout / left
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _write_losses(made: Path, name: str, *changes: str) -> None:
+    sets = [word for change in ("plan.data=1", *changes) for word in ("--set", change)]
+    _start(made, 1, "train", "job.toml", "--run", "reference", "--sample", "0", *sets)
+    lines = [json.loads(line) for line in (made / "reference" / "metrics.jsonl").read_text().splitlines()]
+    (made / name).write_text(json.dumps([line["loss"] for line in lines]) + "\n")
+    shutil.rmtree(made / "reference")
 
 
 def _start(folder: Path, ranks: int, *words: str) -> None:

@@ -102,7 +102,8 @@ def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     memory = run.forecast.prediction.memory if run.forecast else ()
     if ours := [stage.memory for stage in memory if not set(group.ranks).isdisjoint(stage.ranks)]:
         most = max(ours, key=lambda memory: memory.total)
-        stacks.append(StackedBar("predicted", dict(vars(most)), f"{run.name}/forecast"))
+        parts = {part: getattr(most, part) for part in FILLED_BY}  # of the device, without what is in host memory
+        stacks.append(StackedBar("predicted", parts, f"{run.name}/forecast"))
     if run.ranks:
         peak = max(run.ranks["memory_peak_bytes"][rank] or 0.0 for rank in group.ranks)
         stacks.append(StackedBar("measured", {"peak": peak}, f"{run.name}/{RANKS.name}:memory_peak_bytes"))
