@@ -22,7 +22,7 @@ import numpy as np
 
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, latest_checkpoint, partial_folder
-from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, KINDS, RECTANGLE, num_blocks, part_name
+from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, RECTANGLE, num_blocks, part_name, tensor_shapes
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.resume import verify_checkpoint
@@ -43,11 +43,11 @@ def make_contents(job: Job, ranks: int) -> Contents:
     sizes = [int(np.prod(each.shape)) for each in parameters.values()]
     begins = np.concatenate([[0], np.cumsum(sizes)])
     edges = np.linspace(0, begins[-1], ranks + 1).astype(np.int64)
-    shapes = {f"{kind}/{name}": each.shape for kind in KINDS for name, each in parameters.items()}
+    shapes = tensor_shapes(job)
     by_rank, elements = [], []
     for rank in range(ranks):
         own, start, rectangles = Interval(int(edges[rank]), int(edges[rank + 1])), 0, []
-        for kind in range(len(KINDS)):
+        for kind in range(len(shapes) // len(parameters)):
             for number, (parameter, begin) in enumerate(zip(parameters.values(), begins.tolist(), strict=False)):
                 taken = own.intersect(Interval(begin, begin + sizes[number]))
                 if not taken.size:

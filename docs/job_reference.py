@@ -9,9 +9,11 @@ import re
 import sys
 from pathlib import Path
 
+from hpctrain.config.training.decays import DECAYS
+from hpctrain.config.training.optimizers import RULES
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
-SOURCES = [CONFIG / f"{name}.py" for name in ("job", "precision", "parallelism", "kernels", "watch")]
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
@@ -48,6 +50,8 @@ TYPES = {
     "RopeScaling": "keys of `[model.rope_scaling]`",
     "TensorSizes": "`{x, y, z}`, or a number",
     "Trained": "`fp32` `bf16` `fp16`",
+    "OptimizerName": " ".join(f"`{name}`" for name in RULES),
+    "DecayName": " ".join(f"`{name}`" for name in DECAYS),
 }
 INTRODUCTION = """# Job files
 
@@ -77,7 +81,7 @@ global_batch = 64
 
 
 def main() -> int:
-    text = reference("\n".join(source.read_text() for source in SOURCES))
+    text = reference("\n".join(source.read_text() for source in sorted(CONFIG.rglob("*.py"))))
     if "--check" in sys.argv[1:]:
         if PAGE.read_text() != text:
             print(f"{PAGE} is not what the code says; run python docs/job_reference.py", file=sys.stderr)

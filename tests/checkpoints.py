@@ -9,12 +9,11 @@ import numpy as np
 
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import MANIFEST, RECTANGLE, part_name, seal
+from hpctrain.checkpoint.format import MANIFEST, RECTANGLE, part_name, seal, tensor_shapes
 from hpctrain.checkpoint.parts import compress, lay_out, write_stream
 from hpctrain.config.job import Checkpoint, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.sharding.parameters import all_parameters
 
 SMALL = ("model.vocab_size=61", "model.num_layers=2", "model.hidden_size=48", "model.num_heads=4")
 KINDS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
@@ -69,7 +68,7 @@ def write_checkpoint(
     """Write a checkpoint whose tensors are cut among some writers, in bands of rows and columns; return its tensors."""
     job = small_job()
     rng = np.random.default_rng(seed)
-    shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
+    shapes = tensor_shapes(job)
     tensors = {name: rng.standard_normal(shape).astype("<f4").round(3) for name, shape in shapes.items()}
     rectangles, values = [[] for _ in range(writers)], [[] for _ in range(writers)]
     for number, tensor in enumerate(tensors.values()):

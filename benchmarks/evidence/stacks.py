@@ -12,9 +12,17 @@ from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
 from hpctrain.architectures.description import Attention, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
 from hpctrain.planner.prediction.activations import branch_kept
-from hpctrain.planner.prediction.memory import MASTER_BYTES
 from hpctrain.planner.prices.cost import heads_on
-from hpctrain.planner.prices.setup import EAGER_PASSES, FLASH_2, FUSED_PASSES, GRADIENT_BYTES, BytePasses, Setup, Stack
+from hpctrain.planner.prices.setup import (
+    EAGER_PASSES,
+    FLASH_2,
+    FUSED_PASSES,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    BytePasses,
+    Setup,
+    Stack,
+)
 from hpctrain.sharding.grid import TensorGrid
 
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
@@ -138,7 +146,7 @@ MEGATRON = Software(
     _FUSED,
     vocabulary_multiple=128,  # --make-vocab-size-divisible-by
     gathers_parts=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
-    update_bytes=40,
+    clipping_bytes=8,
     link_share=0.8,
     block_operations=(30, 50),
     sums_in_place=True,  # 6 + 12 / d bytes of a weight (its README, Distributed Optimizer)
@@ -190,7 +198,7 @@ EAGER = Software(
     "eager",
     {4: _SAILOR, 2: _halved(_SAILOR)},
     link_share=0.75,
-    update_bytes=60,
+    clipping_bytes=28,
     block_operations=(40, 60),
     kept_inner=3.0,
     dropped_scores=False,
@@ -212,7 +220,7 @@ FSDP = Software(
     "fsdp",
     {width: replace(passes, logits=_LOGITS[width], weight=8 * width) for width, passes in EAGER_PASSES.items()},
     link_share=0.9,
-    update_bytes=40,
+    clipping_bytes=8,
     block_operations=(24, 40),
     flash=FLASH_2,
     again_operations=(10, 6),

@@ -162,8 +162,10 @@ def _is_named(path: Path, final: Path) -> bool:
         return False
 
 
-def commit(partial: Path, keeping: Checkpoint) -> Path:
+def commit(partial: Path, keeping: Checkpoint, kept_step: int | None = None) -> Path:
     """Give a complete checkpoint its final name, move `latest` to it, remove what is not kept; return its path.
+
+    That of `kept_step` is kept in any case.
 
     Raises OSError: then `latest` and what it names are as before; CheckpointError where only the removing failed.
     """
@@ -188,14 +190,14 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
     with refused_as(CheckpointError, text, "delete them, or keep more (checkpoint.keep)"):
         if replaced:
             _delete(replaced)
-        _delete_others(final, keeping)
+        _delete_others(final, keeping, kept_step)
     return final
 
 
-def _delete_others(newest: Path, keeping: Checkpoint) -> None:
+def _delete_others(newest: Path, keeping: Checkpoint, kept_step: int | None) -> None:
     """Delete the checkpoints that are not kept. Raises OSError."""
     there = complete_checkpoints(newest.parents[1])
-    kept = kept_steps({step_of(path): _validation_loss(path) for path in there}, step_of(newest), keeping)
+    kept = kept_steps({step_of(path): _validation_loss(path) for path in there}, step_of(newest), keeping, kept_step)
     for path in there:
         if step_of(path) not in kept:
             _delete(_set_aside(path))
@@ -207,14 +209,17 @@ def _validation_loss(checkpoint: Path) -> float | None:
     return None
 
 
-def kept_steps(losses: Mapping[int, float | None], newest: int, keeping: Checkpoint) -> set[int]:
-    """Return the steps of the checkpoints to keep: the last ones, every n-th, the best; nothing after the newest.
+def kept_steps(
+    losses: Mapping[int, float | None], newest: int, keeping: Checkpoint, kept_step: int | None = None
+) -> set[int]:
+    """Return the steps of the checkpoints to keep: the last ones, every n-th, the best, `kept_step`; nothing after the
+    newest.
 
     What is after it is left from a past that the run did not continue from. `losses` are the validation losses of those
     that there are, by step.
     """
     past = sorted(step for step in losses if step <= newest)
-    kept = set(past[-keeping.keep :])
+    kept = {*past[-keeping.keep :], *(step for step in past if step == kept_step)}
     if keeping.keep_every:
         kept |= {step for step in past if step % keeping.keep_every == 0}
     validated = [(loss, step) for step in past if (loss := losses[step]) is not None]

@@ -12,7 +12,8 @@
 
 hpctrain reads by manifest, rectangles and blocks, and never asks HDF5 to parse a file that may be damaged.
 `h5py.File("index.h5")["model/blocks.3.attention.q.weight"][:]` is the weight as the unsplit model has it, whatever
-layout wrote it; `optimizer/exp_avg/...` and `optimizer/exp_avg_sq/...` are the moments, all of them fp32 and exact.
+layout wrote it; `optimizer/exp_avg/...` and others are the moments that the optimizer's rule names, all of them fp32
+and exact.
 A folder has its final name only if it is complete and synced.
 """
 
@@ -27,8 +28,10 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+from hpctrain.config.job import Job
 from hpctrain.config.paths import MOST_READ_BYTES, exists, is_file, read_bytes, refused_as
 from hpctrain.config.tables import Several, Table, explain
+from hpctrain.sharding.parameters import all_parameters
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
@@ -45,8 +48,8 @@ ABOUT = {
 }
 """The files that say what wrote a checkpoint; those without contents are left out."""
 PARTIAL = ".partial"
-MOMENTS = ("optimizer/exp_avg", "optimizer/exp_avg_sq")
-KINDS = ("model", *MOMENTS)
+MODEL, OPTIMIZER = "model", "optimizer/"
+"""The kind of weights, and how the kinds of moments begin."""
 BLOCK_BYTES = 128 << 10
 """Bytes under one CRC-32: few, since a reader reads whole blocks; 70 G parameters have 26 MB of CRC-32s."""
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -121,6 +124,20 @@ class Manifest(Table):
     def num_bytes(self) -> int:
         """All files together, but for the manifest."""
         return sum(each.bytes for each in (*self.parts, *self.files.values()))
+
+
+def tensor_shapes(job: Job) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a checkpoint, by their names with the kind before them: all weights, then all
+    of each moment that the optimizer's rule names."""
+    parameters, moments = all_parameters(job.model), job.train.rule.moments
+    names = dict.fromkeys(name for p in parameters.values() for name in moments(p.shape))
+    shapes = {f"{MODEL}/{name}": p.shape for name, p in parameters.items()}
+    return shapes | {
+        f"{OPTIMIZER}{moment}/{name}": p.shape
+        for moment in names
+        for name, p in parameters.items()
+        if moment in moments(p.shape)
+    }
 
 
 def seal(contents: dict) -> bytes:

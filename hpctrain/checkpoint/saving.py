@@ -15,9 +15,9 @@ import torch
 
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
-from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
+from hpctrain.checkpoint.format import BLOCK_BYTES, RECTANGLE, Part, part_name, tensor_shapes
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
-from hpctrain.checkpoint.state import tensors_of, writing
+from hpctrain.checkpoint.state import StateTensor, tensors_of, writing
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
@@ -26,7 +26,7 @@ from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.parameters import all_parameters, whole_rows
+from hpctrain.sharding.parameters import whole_rows
 
 T = TypeVar("T")
 BY_NODE_ABOVE = 512
@@ -36,8 +36,8 @@ BY_NODE_ABOVE = 512
 class ShardSlice(NamedTuple):
     """Elements of a tensor of a shard, and where in the stream of this rank they begin."""
 
-    kind: str
     shard: Shard
+    tensor: StateTensor
     at: Interval
     start: int
 
@@ -54,9 +54,10 @@ class OwnState:
 def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnState:
     """Lay out what a rank owns as one stream: weights first, then each moment."""
     rectangles, slices, start = [], [], 0
-    for kind in KINDS:
-        for shard in shards:
-            for region in shard.group.regions(shard.owned):
+    tensors = [(shard, tensor) for shard in shards for tensor in tensors_of(shard)]
+    for kind in dict.fromkeys(tensor.kind for _, tensor in tensors):
+        for shard, tensor in ((shard, tensor) for shard, tensor in tensors if tensor.kind == kind):
+            for region in shard.group.regions(shard.owned.intersect(tensor.at)):
                 if not region.counts:
                     continue
                 for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
@@ -64,10 +65,10 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
                     number = tensor_numbers[f"{kind}/{region.parameter.name}"]
                     rectangles.append((number, 0, tuple(rows), (columns.start, columns.stop), start))
                     last = slices[-1] if slices else None
-                    if last and last.kind == kind and last.shard is shard and last.at.stop == at.start:
+                    if last and last.tensor is tensor and last.at.stop == at.start:
                         slices[-1] = last._replace(at=Interval(last.at.start, at.stop))
                     else:
-                        slices.append(ShardSlice(kind, shard, at, start))
+                        slices.append(ShardSlice(shard, tensor, at, start))
                     start += at.size
     return OwnState(np.array(rectangles, RECTANGLE), tuple(slices), start)
 
@@ -108,10 +109,11 @@ class Saver:
         that change; all ranks return the same.
         """
         self._world, self._accelerator, self._run, self._keeping = world, accelerator, run, job.checkpoint
+        self._kept_step = job.train.kept_step
         if world.rank == 0:  # later it is not made again
             with writing(run):
                 run.mkdir(parents=True, exist_ok=True)
-        shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
+        shapes = tensor_shapes(job)
         self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
         described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
@@ -180,9 +182,8 @@ class Saver:
             self._buffer[size:].zero_()
         values = self._buffer.view(torch.float32)
         self._accelerator.synchronize()  # what is in host memory is read at once, and may still be in transfer
-        for kind, shard, at, start in self._own.slices:
-            source = shard.of(tensors_of(shard)[kind], at)
-            values[start : start + at.size].copy_(source, non_blocking=True)
+        for _, tensor, at, start in self._own.slices:
+            values[start : start + at.size].copy_(tensor.of(at), non_blocking=True)
         self._accelerator.synchronize()
         return self._buffer.numpy()
 
@@ -219,11 +220,11 @@ class Saver:
         if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
             return None
         bad = dict[str, None]()
-        for kind, shard, at, start in self._own.slices:
+        for shard, tensor, at, start in self._own.slices:
             for region in shard.group.regions(at):
                 part = values[slice(*region.at.shift(start - at.start))]
                 if not part.isfinite().all():
-                    bad[f"{kind}/{region.parameter.name}"] = None
+                    bad[f"{tensor.kind}/{region.parameter.name}"] = None
         place = self._world.place
         return f"rank {self._world.rank} (host {place.host}, {place.family}): {shorten_list(list(bad))}"
 
@@ -282,7 +283,7 @@ class Saver:
                 raise CorruptionError(self._refusal(self.step, bad))
             with writing(partial, self._num_bytes):
                 write_tables(partial, contents, written, self.step, self._validation_loss, self._texts)
-                return commit(partial, self._keeping)
+                return commit(partial, self._keeping, self._kept_step)
         except HpctrainError:
             shutil.rmtree(partial, ignore_errors=True)
             raise

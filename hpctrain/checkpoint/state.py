@@ -6,11 +6,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
 
-from hpctrain.checkpoint.format import KINDS
+from hpctrain.checkpoint.format import MODEL, OPTIMIZER, tensor_shapes
 from hpctrain.checkpoint.index import Index
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
@@ -25,10 +26,11 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import parse_plan
 from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.tiling import Plan
-from hpctrain.sharding.parameters import all_parameters, check_grid, whole_rows
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import check_grid, whole_rows
 
 # What must be the same for a resumed run to have the same numbers; model is compared key by key.
-SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
+SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed", "train.optimizer")
 
 
 def make_empty(folder: Path) -> None:
@@ -59,9 +61,27 @@ def _describe_free(where: Path) -> str:
     return f", {about.f_bavail * about.f_frsize:,} are free"
 
 
-def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
-    """Return the tensors of a shard by kind."""
-    return dict(zip(KINDS, (shard.master, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]), strict=True))
+class StateTensor(NamedTuple):
+    """A tensor of one kind, which holds some of the elements of a shard."""
+
+    kind: str
+    at: Interval
+    """Within the group's flat array."""
+    values: torch.Tensor
+    """fp32 [at.size]."""
+
+    def of(self, at: Interval) -> torch.Tensor:
+        return self.values[slice(*at.shift(-self.at.start))]
+
+
+def tensors_of(shard: Shard) -> list[StateTensor]:
+    """Return the tensors of a shard, the masters first."""
+    moments = [
+        StateTensor(OPTIMIZER + name, state.at, values)
+        for state in shard.states
+        for name, values in state.moments.items()
+    ]
+    return [StateTensor(MODEL, shard.updated, shard.master), *moments]
 
 
 def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
@@ -72,11 +92,9 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
     with world.all_or_none(), Index(checkpoint) as index:
         for shard in shards:
             _load_weights(index, shard)
-            for kind, tensor in tensors_of(shard).items():
-                if kind == KINDS[0]:
-                    continue
-                for region in shard.group.regions(shard.updated):
-                    read_region(index, kind, region, shard.of(tensor, region.at))
+            for tensor in tensors_of(shard)[1:]:
+                for region in shard.group.regions(tensor.at):
+                    read_region(index, tensor.kind, region, tensor.of(region.at))
         return index.step
 
 
@@ -101,12 +119,12 @@ def _load_weights(index: Index, shard: Shard) -> None:
     """Fill weights and masters of a shard; what both have in fp32 is read once."""
     for region in shard.group.regions(shard.group.stored):
         weights, both = shard.group.weights_at(region.at), region.at.intersect(shard.updated)
-        read_region(index, KINDS[0], region, weights)
+        read_region(index, MODEL, region, weights)
         if both.size and weights.dtype == torch.float32:
             shard.of(shard.master, both).copy_(weights[slice(*both.shift(-region.at.start))])
     if shard.group.weights.dtype != torch.float32:
         for region in shard.group.regions(shard.updated):
-            read_region(index, KINDS[0], region, shard.of(shard.master, region.at))
+            read_region(index, MODEL, region, shard.of(shard.master, region.at))
 
 
 def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Tensor) -> None:
@@ -156,20 +174,15 @@ def check_contents(index: Index) -> None:
     job = read_job(index)
     read_plan(index, job)
     _read_cluster(index)
-    wanted = all_parameters(job.model)
-    for kind in KINDS:
-        there = index.names(kind)
-        if kind != KINDS[0] and not there:
-            continue  # weights alone
-        if odd := sorted(set(there) ^ set(wanted)):
-            what = "has no" if odd[0] in wanted else "has a"
-            raise CheckpointError(f"{index.path}: {what} {kind}/{odd[0]}, other than its job says")
-        for name, parameter in wanted.items():
-            if index.shape(name, kind) != parameter.shape:
-                raise CheckpointError(
-                    f"{index.path}: {kind}/{name} has shape {list(index.shape(name, kind))}, and its job says"
-                    f" {list(parameter.shape)}"
-                )
+    wanted, there = tensor_shapes(job), {tensor.name: tensor.shape for tensor in index.manifest.tensors}
+    if not any(name.startswith(OPTIMIZER) for name in there):  # weights alone
+        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(OPTIMIZER)}
+    if odd := sorted(there.keys() ^ wanted.keys()):
+        what = "has no" if odd[0] in wanted else "has a"
+        raise CheckpointError(f"{index.path}: {what} {odd[0]}, other than its job says")
+    for name, shape in wanted.items():
+        if there[name] != shape:
+            raise CheckpointError(f"{index.path}: {name} has shape {list(there[name])}, and its job says {list(shape)}")
 
 
 def _read_cluster(index: Index) -> Cluster | None:

@@ -9,6 +9,7 @@ Read it in this order; a file imports only from its own line and those above it.
     tables       what all TOML files have in common
     parallelism  the section `[plan]` of a job
     precision    number formats
+    training/    how weights are updated
     watch        faults that a run looks for in its numbers
     other_names  what other trainers call them
     removed      keys that went, and what says so

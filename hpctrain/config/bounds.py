@@ -24,6 +24,8 @@ MOST_PARTS = 64
 """Of a product that is cut so that its collective is overlapped: each part is a message more, and a smaller product."""
 MOST_NUMBER = 10**12
 """Of what is only counted, such as steps."""
+MOST_RATE = 100.0
+"""Of learning rates, decay and initial weights: beyond it fp32 overflows in the first step."""
 MOST_SECONDS = 1e9
 """About 30 years; timers take no more than ten times that."""
 LEAST_SECONDS = 1e-15

@@ -19,9 +19,9 @@ from hpctrain.architectures.description import Description, RotaryScaling, head_
 from hpctrain.architectures.registry import describe_unread, families, presets, unread_keys
 from hpctrain.config.bounds import (
     MOST_NUMBER,
+    MOST_RATE,
     Count,
     LayerCount,
-    SequenceCount,
     Timeout,
     TokenCount,
     WholeNumber,
@@ -47,11 +47,9 @@ from hpctrain.config.tables import (
     toml_comment,
     toml_value,
 )
+from hpctrain.config.training.train import Train
 from hpctrain.config.watch import Watch
 
-NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
-MOST_RATE = 100.0
-"""Of learning rates, decay and initial weights: beyond it fp32 overflows in the first step."""
 MOST_NAME_BYTES = 200
 """Names of files have 255 at most, and a run folder's has a date behind."""
 MOST_EXTENDED = 20
@@ -201,57 +199,6 @@ class Data(Table):
     """Tokens of a sequence."""
     mask_documents: bool = False
     """Whether attention and loss stay inside a document, where a sequence holds several; positions restart."""
-
-
-class Train(Table):
-    """The optimisation, in terms that do not depend on how many ranks there are."""
-
-    steps: Count = 100
-    """Updates of the weights."""
-    start_from: FilePath | None = None
-    """A checkpoint, or a run folder, whose weights to start from, such as `hpctrain import` makes. Relative to the job
-    file."""
-    global_batch: SequenceCount = 16
-    """Sequences in a step, over all ranks."""
-    learning_rate: Annotated[float, Field(gt=0, le=MOST_RATE)] = 3e-4
-    """The highest, after warm-up."""
-    min_learning_rate: NonNegative | None = None
-    """Where the cosine ends; None: a tenth of learning_rate."""
-    warmup_steps: WholeNumber = 0
-    """Steps in which the learning rate rises from 0."""
-    weight_decay: Annotated[float, Field(ge=0, le=MOST_RATE)] = 0.1
-    """On weights of two dims; biases and norms are not decayed."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    clip_norm: NonNegative = 1.0
-    """Largest global norm of the gradient; 0 turns clipping off."""
-    seed: int = 1
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, AUTO] = None
-    """Of weights in use and activations; auto: fp32 on processors; else by family, bf16 or fp16 where it is
-    clearly faster.
-
-    Master weights, moments and sums of gradients are always fp32. "fp8" is short for bf16 with
-    `precision.overrides = {linear = "fp8"}`.
-    """
-    validate_every: WholeNumber = 0
-    """Steps between validations; 0: at the end only."""
-    validation_sequences: SequenceCount = 64
-
-    @property
-    def resolved_dtype(self) -> str:
-        """The dtype of a resolved job."""
-        assert self.dtype is not None, "a job is resolved before it is trained"
-        return self.dtype
-
-    @model_validator(mode="after")
-    def _rates_in_order(self) -> Self:
-        if (self.min_learning_rate or 0) > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate {self.min_learning_rate} is more than learning_rate {self.learning_rate};"
-                " lower the one or raise the other"
-            )
-        return self
 
 
 class Checkpoint(Table):

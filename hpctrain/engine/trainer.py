@@ -20,7 +20,7 @@ from hpctrain.engine.saves import Saves
 from hpctrain.engine.step import loss_scale
 from hpctrain.engine.step.layout import Layout, make_layout
 from hpctrain.engine.step.loss_scale import LossScale
-from hpctrain.engine.step.optimizer import Optimizer, learning_rate
+from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.engine.step.pipeline import Pipeline
 from hpctrain.engine.step.replicas import Replicas, describe_odd
@@ -134,7 +134,7 @@ class Trainer:
             "step": self.steps_done,
             "loss": totals.loss / max(1, num_targets),
             "grad_norm": totals.norm,
-            "learning_rate": learning_rate(self.job.train, step),
+            "learning_rate": self.job.train.rate(step),
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
@@ -211,7 +211,8 @@ class Trainer:
                 metrics["validation_loss"] = self.validate(validation)
             report(metrics)
             requests.longest_step = max(requests.longest_step, time.monotonic() - begun)
-            saved = last or asked.save or bool(every and done % every == 0)
+            kept = done == self.job.train.kept_step
+            saved = last or asked.save or kept or bool(every and done % every == 0)
             if replicas and (saved or done % self.job.watch.replicas_every == 0) and (odd := replicas.differing()):
                 enter(phases.saving)
                 raise CorruptionError(describe_odd(done, odd, saves.end()))

@@ -92,16 +92,12 @@ def _relative_difference(a: float, b: float) -> float:
 def _different_parameters(run_a: Path, run_b: Path) -> list[str]:
     """Return what is not the same, bit for bit, in the latest checkpoints of two runs."""
     from hpctrain.checkpoint.folder import locate_checkpoint
-    from hpctrain.checkpoint.format import KINDS
     from hpctrain.checkpoint.index import Index
 
     with Index(locate_checkpoint(run_a)) as a, Index(locate_checkpoint(run_b)) as b:
-        names = sorted(set(a.names()) | set(b.names()))
-        missing = [name for name in names if not (a.has(name) and b.has(name))]
-        return missing + [
-            f"{kind}/{name}"
-            for name in names
-            if name not in missing
-            for kind in KINDS
-            if a.whole(kind, name).tobytes() != b.whole(kind, name).tobytes()
+        there = [{tensor.name for tensor in index.manifest.tensors} for index in (a, b)]
+        both = (name.rpartition("/") for name in sorted(there[0] & there[1]))
+        differing = [
+            f"{kind}/{name}" for kind, _, name in both if a.whole(kind, name).tobytes() != b.whole(kind, name).tobytes()
         ]
+        return sorted(there[0] ^ there[1]) + differing

@@ -20,8 +20,9 @@ from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.truth import Truth
-from hpctrain.config.job import Job, Train, load_job
+from hpctrain.config.job import Job, load_job
 from hpctrain.config.parallelism import PlanRequest
+from hpctrain.config.training.train import Train
 from hpctrain.data.order import Batch, open_datasets
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.trainer import Trainer
@@ -224,8 +225,8 @@ def whole(folder) -> dict[str, np.ndarray]:
     """Return every parameter and moment of a run folder's newest checkpoint."""
     with Index(latest_checkpoint(folder)) as index:
         index.verify()
-        kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-        return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}
+        names = [tensor.name for tensor in index.manifest.tensors]
+        return {f"{kind}/{name}": index.whole(kind, name) for kind, _, name in (each.rpartition("/") for each in names)}
 
 
 def losses_from(job_file: Path, folder: Path, steps: int = 5) -> tuple[list[float], list[np.ndarray], Train]:

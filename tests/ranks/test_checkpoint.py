@@ -37,9 +37,9 @@ def run(world, job, folder, interrupt_after=None, resume=False):
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("model", "number"), [("gpt2", 0), ("llama", 1)])
-def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number):
-    job = make_job(tokens, model, LAYOUTS[world.size][number], SHAPE, steps=STEPS)
+@pytest.mark.parametrize(("model", "number", "optimizer"), [("gpt2", 0, "adamw"), ("llama", 1, "lion")])
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number, optimizer):
+    job = make_job(tokens, model, LAYOUTS[world.size][number], SHAPE, steps=STEPS, optimizer=optimizer)
     uninterrupted = run(world, job, folder / "a")
     for step in (1, STEPS - 1) if world.size == 2 else (2,):
         first = run(world, job, folder / f"b{step}", interrupt_after=step)

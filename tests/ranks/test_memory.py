@@ -181,6 +181,14 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", [{"data": 4, "zero": 0}, {"data": 2, "pipeline": 2, "offload": "optimizer"}], ids=str)
+def test_an_optimizer_of_one_moment_takes_what_is_predicted(world, tokens, plan):
+    job = make_job(tokens, "llama", plan | {"microbatch": 2}, shape=SHAPE, steps=2, global_batch=16, optimizer="lion")
+    check_memory(world, job)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", FEW_ROWS)
 def test_sums_by_messages_take_no_more_than_predicted(world, tokens, case):
     """Without scratch of collectives in the memory model these needed up to 17 % more than predicted."""

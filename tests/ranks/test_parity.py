@@ -11,7 +11,7 @@ from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, losses_of_one_rank, make_job
 
 TOLERANCE = 1e-5
 AXES = ("x", "y", "z", "pipeline", "data")
@@ -88,6 +88,33 @@ def test_options_do_not_change_losses(world, tokens, steps, option):
     job = job_of(tokens, "gpt2", {"tensor": {"z": 2}, "pipeline": 1, "data": 2, **option})
     expected = reference(world, tokens, "gpt2", steps)
     assert largest_relative_difference(losses(world, job, steps), expected) < TOLERANCE
+
+
+LION = {"optimizer": "lion", "beta2": 0.99, "learning_rate": 3e-4}
+OF_ONE_MOMENT = {
+    "y": {"tensor": {"y": 4}},
+    "x and y": {"tensor": {"x": 2, "y": 2}},
+    "y and z": {"tensor": {"y": 2, "z": 2}},
+    "x, pipeline": {"tensor": {"x": 2}, "pipeline": 2},
+    "z, data, ZeRO 3": {"tensor": {"z": 2}, "data": 2, "zero": 3},
+    "data, ZeRO 0": {"data": 4, "zero": 0},
+    "pipeline, data, ZeRO 2": {"pipeline": 2, "data": 2, "zero": 2},
+    "pipeline": {"pipeline": 4},
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", OF_ONE_MOMENT)
+def test_losses_by_an_optimizer_of_one_moment_are_those_of_one_rank(world, tokens, name):
+    """Its direction is a sign, which rounding may turn where a sum is nearly zero."""
+    expected = losses_of_one_rank(world, tokens, "llama", 20, **LION)
+    result = losses(world, make_job(tokens, "llama", OF_ONE_MOMENT[name], **LION))
+    difference = largest_relative_difference(result, expected)
+    if world.rank == 0:
+        print(f"lion, {name}: {difference:.2e}")
+    assert expected[19] < 0.98 * expected[0], "the reference learns"
+    assert difference < TOLERANCE
 
 
 UNEVEN = {

@@ -5,34 +5,20 @@ computes the same numbers as without offload. Two buckets are on the device: whi
 the last goes out, where the device has streams.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.model.storage.shard import Shard
+from hpctrain.engine.step.updates import Updated
+from hpctrain.model.storage.shard import Shard, ShardState
 from hpctrain.sharding.host_buckets import ALIGNED, SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
 
 
-class Updated(NamedTuple):
-    """Parts of shards with the same update, all of one dim; each list has one tensor a part."""
-
-    masters: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    exp_avg: list[torch.Tensor]
-    exp_avg_sq: list[torch.Tensor]
-
-    def take(self, stretches: "Iterable[Stretch]", start: int, *tensors: torch.Tensor) -> None:
-        """Add some stretches of flat tensors, one for each list, which begin with element `start` of the group."""
-        for stretch in stretches:
-            for part, tensor in zip(self, tensors, strict=True):
-                part.append(tensor[slice(*stretch.at.shift(-start))])
-
-
 class Stretch(NamedTuple):
-    """Neighbouring elements of a shard with the same update."""
+    """Neighbouring elements of a shard's state with the same update."""
 
     at: Interval
     """Within the group's flat array."""
@@ -44,6 +30,7 @@ class Bucket(NamedTuple):
     """The elements of a shard that go through the device at once."""
 
     shard: Shard
+    state: ShardState
     stretches: tuple[Stretch, ...]
     """In order; what lies between them is never updated."""
 
@@ -52,10 +39,10 @@ class Bucket(NamedTuple):
         return Interval(self.stretches[0].at.start, self.stretches[-1].at.stop)
 
 
-def stretches_of(shard: Shard) -> list[Stretch]:
-    """Return what this rank updates of a shard, in order, neighbours together."""
+def stretches_of(shard: Shard, state: ShardState) -> list[Stretch]:
+    """Return what this rank updates of a state, in order, neighbours together."""
     stretches: list[Stretch] = []
-    for region in shard.group.regions(shard.updated):
+    for region in shard.group.regions(state.at):
         stretch = Stretch(region.at, region.parameter.decay)
         if stretches and stretches[-1].at.stop == stretch.at.start and stretches[-1].decays == stretch.decays:
             stretch = Stretch(Interval(stretches.pop().at.start, stretch.at.stop), stretch.decays)
@@ -65,20 +52,21 @@ def stretches_of(shard: Shard) -> list[Stretch]:
 
 def buckets_of(shard: Shard, most: int) -> Iterator[Bucket]:
     """Yield the stretches of a shard in buckets of at most so many elements, a multiple of `ALIGNED`."""
-    taken: list[Stretch] = []
-    for stretch in stretches_of(shard):
-        start = stretch.at.start
-        while start < stretch.at.stop:
-            left = most - (start - taken[0].at.start if taken else 0)
-            stop = stretch.at.stop if stretch.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
-            if stop > start:
-                taken.append(Stretch(Interval(start, stop), stretch.decays))
-                start = stop
-            if start < stretch.at.stop:
-                yield Bucket(shard, tuple(taken))
-                taken = []
-    if taken:
-        yield Bucket(shard, tuple(taken))
+    for state in shard.states:
+        taken: list[Stretch] = []
+        for stretch in stretches_of(shard, state):
+            start = stretch.at.start
+            while start < stretch.at.stop:
+                left = most - (start - taken[0].at.start if taken else 0)
+                stop = stretch.at.stop if stretch.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
+                if stop > start:
+                    taken.append(Stretch(Interval(start, stop), stretch.decays))
+                    start = stop
+                if start < stretch.at.stop:
+                    yield Bucket(shard, state, tuple(taken))
+                    taken = []
+        if taken:
+            yield Bucket(shard, state, tuple(taken))
 
 
 class HostState:
@@ -88,11 +76,10 @@ class HostState:
         self._accelerator = accelerator
         self._most = bucket_elements(sum(shard.updated.size for shard in shards))
         self._buckets = [bucket for shard in shards for bucket in buckets_of(shard, self._most)]
-        kinds = max((len(shard.on_host) for shard in shards), default=0)
-        self._shape = SLOTS, kinds, self._most
+        self._shape = SLOTS, max((len(_moved(bucket)) for bucket in self._buckets), default=0), self._most
 
-    def update(self, adamw: Callable[[Updated, bool], None]) -> None:
-        """Update all buckets and bring new weights into use on this rank. `adamw` updates parts in place, which have
+    def update(self, update: Callable[[Updated, bool], None]) -> None:
+        """Update all buckets and bring new weights into use on this rank. `update` changes parts in place, which have
         weight decay or not."""
         if not self._buckets:
             return
@@ -106,30 +93,41 @@ class HostState:
                 following = (number + 1) % SLOTS
                 there = self._fetch(self._buckets[number + 1], slots[following], free[following])
             accelerator.wait_for(arrived)
-            self._update(bucket, slots[slot], adamw)
+            self._update(bucket, slots[slot], update)
             free[slot] = self._put_back(bucket, slots[slot])
         for event in free:
             accelerator.wait_for(event)
 
     def _fetch(self, bucket: Bucket, slot: torch.Tensor, after: Event) -> Event:
-        for staged, state in zip(slot, bucket.shard.on_host.values(), strict=False):
-            after = self._accelerator.move(staged[: bucket.at.size], bucket.shard.of(state, bucket.at), after)
+        for staged, moved in zip(slot, _moved(bucket).values(), strict=False):
+            after = self._accelerator.move(staged[: bucket.at.size], moved, after)
         return after
 
     def _put_back(self, bucket: Bucket, slot: torch.Tensor) -> Event:
         after = self._accelerator.queued()
-        for staged, state in zip(slot, bucket.shard.on_host.values(), strict=False):
-            after = self._accelerator.move(bucket.shard.of(state, bucket.at), staged[: bucket.at.size], after)
+        for staged, moved in zip(slot, _moved(bucket).values(), strict=False):
+            after = self._accelerator.move(moved, staged[: bucket.at.size], after)
         return after
 
-    def _update(self, bucket: Bucket, slot: torch.Tensor, adamw: Callable[[Updated, bool], None]) -> None:
+    def _update(self, bucket: Bucket, slot: torch.Tensor, update: Callable[[Updated, bool], None]) -> None:
         shard, at = bucket.shard, bucket.at
-        staged = dict(zip(shard.on_host, slot[:, : at.size], strict=False))
-        grads, master = shard.of(shard.grads, at), staged.get("master", shard.of(shard.master, at))
+        staged = dict(zip(_moved(bucket), slot[:, : at.size], strict=False))
+        grads, new_master = shard.of(shard.grads, at), staged.pop(MASTER, None)
+        master = shard.of(shard.master, at) if new_master is None else new_master
         for decays in (True, False):
-            parts = Updated([], [], [], [])
-            stretches = [stretch for stretch in bucket.stretches if stretch.decays == decays]
-            parts.take(stretches, at.start, master, grads, staged["exp_avg"], staged["exp_avg_sq"])
-            adamw(parts, decays)
-        if "master" in staged:
-            shard.group.weights_at(at).copy_(staged["master"])
+            cuts = [slice(*s.at.shift(-at.start)) for s in bucket.stretches if s.decays == decays]
+            moments = {name: [tensor[cut] for cut in cuts] for name, tensor in staged.items()}
+            if cuts:
+                update(Updated([master[cut] for cut in cuts], [grads[cut] for cut in cuts], moments), decays)
+        if new_master is not None:
+            shard.group.weights_at(at).copy_(new_master)
+
+
+MASTER = "master"
+
+
+def _moved(bucket: Bucket) -> dict[str, torch.Tensor]:
+    """Return by name the parts of moments, and of a master that is not in use, which a bucket moves."""
+    shard, at = bucket.shard, bucket.at
+    moved = {name: bucket.state.of(tensor, at) for name, tensor in bucket.state.moments.items()}
+    return moved if shard.has_master_in_use else moved | {MASTER: shard.of(shard.master, at)}

@@ -1,4 +1,4 @@
-"""AdamW over the shards that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
+"""The optimizer over the shards that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
 
 With `zero = 1` a rank gets the summed gradient of its own shard alone, updates that, and the weights are gathered;
 with `zero = 0` everybody sums and updates everything. With 2 the gradients are summed into the shards after each item's
@@ -10,32 +10,22 @@ The way of a gradient, and who has what:
     Traffic.end_backward     with z, or ZeRO 2 and 3, it is summed into shards layer by layer, as passes go on
     Optimizer.start_reduce   else it is summed over its holders, into `Shard.grads`, after the last backward pass
     Optimizer.squared_norm   each element counts on one rank; all ranks sum the norm with the loss (Pipeline)
-    Optimizer.update         masters and moments of the shard change; weights in use (`Group.weights`) are gathered
+    Optimizer.update         masters and moments of the shard change, as the rule says (engine/step/updates); weights in
+                             use (`Group.weights`) are gathered
     Saver                    copies masters and moments of the shard for a checkpoint (checkpoint/saving)
 """
 
-import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch.optim.adamw import adamw
 
-from hpctrain.config.job import Train
-from hpctrain.engine.step.host_state import HostState, Updated, stretches_of
+from hpctrain.config.training.train import Train
+from hpctrain.engine.step.host_state import HostState, stretches_of
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.step.loss_scale import LossScale
+from hpctrain.engine.step.updates import UPDATES, Updated, UpdateStep
 from hpctrain.model.parallel.axes import PendingWork
-from hpctrain.model.storage.shard import Shard, make_shard
-
-
-def learning_rate(train: Train, step: int) -> float:
-    """Return the rate of a step (the first is 0): linear warm-up, then a cosine to the smallest rate."""
-    floor = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    return floor + 0.5 * (train.learning_rate - floor) * (1 + math.cos(math.pi * min(1.0, progress)))
+from hpctrain.model.storage.shard import make_shard
 
 
 class Optimizer:
@@ -47,16 +37,15 @@ class Optimizer:
         # Tiles of a rank agree on it.
         host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offloads_optimizer else None
         self.shards = [
-            make_shard(group, holders, shard_group, host_buffer)
+            make_shard(group, holders, shard_group, train.rule, host_buffer)
             for group, holders, shard_group in zip(
                 layout.store.groups, layout.groups, layout.holding.shard_groups, strict=True
             )
         ]
 
         # Views, made once: a step then is a few operations on lists, however many parameters there are.
-        on_device = [shard for shard in self.shards if not shard.on_host]
-        self._updated = {decays: self._updated_group(on_device, decays) for decays in (True, False)}
-        self._host_state = HostState(layout.accelerator, [shard for shard in self.shards if shard.on_host])
+        self._updated = self._on_device()
+        self._host_state = HostState(layout.accelerator, [shard for shard in self.shards if shard.is_on_host])
         self._owned_grads = [
             shard.of(shard.grads, each.at)
             for shard in self.shards
@@ -72,15 +61,19 @@ class Optimizer:
         self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
-    @staticmethod
-    def _updated_group(shards: Sequence[Shard], decays: bool) -> Updated:
-        """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
-        result = Updated([], [], [], [])
-        for shard in shards:
-            stretches = [stretch for stretch in stretches_of(shard) if stretch.decays == decays]
-            tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
-            result.take(stretches, shard.updated.start, *tensors)
-        return result
+    def _on_device(self) -> list[tuple[Updated, bool]]:
+        """Return what this rank updates where it is, by moments and weight decay, and whether it has weight decay."""
+        result: dict[tuple, tuple[Updated, bool]] = {}
+        for shard in self.shards:
+            for state in () if shard.is_on_host else shard.states:
+                for at, decays in stretches_of(shard, state):
+                    empty = Updated([], [], {name: [] for name in state.moments})
+                    parts, _ = result.setdefault((decays, *state.moments), (empty, decays))
+                    parts.masters.append(shard.of(shard.master, at))
+                    parts.grads.append(shard.of(shard.grads, at))
+                    for name, moments in state.moments.items():
+                        parts.moments[name].append(state.of(moments, at))
+        return list(result.values())
 
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
@@ -145,34 +138,18 @@ class Optimizer:
         if factor != 1.0:
             for shard in self.shards:
                 shard.grads.mul_(factor)
-        adamw_step = partial(self._adamw, step)
-        for decays, parts in self._updated.items():
-            adamw_step(parts, decays)
-        self._host_state.update(adamw_step)
+        update = partial(self._update_parts, step)
+        for parts, decays in self._updated:
+            update(parts, decays)
+        self._host_state.update(update)
         self._gather_updated()
         self._layout.store.zero_grads()
         if scale:
             scale.grow()
         return norm
 
-    def _adamw(self, step: int, parts: Updated, decays: bool) -> None:
-        """Update masters and moments in place (Loshchilov and Hutter 2019), by torch's fused kernel."""
-        if not parts.masters:
-            return
-        done = torch.full((len(parts.masters),), float(step), device=parts.masters[0].device)  # torch counts on by one
-        adamw(
-            *(list(tensors) for tensors in parts),  # pyright: ignore[reportCallIssue] - four lists
-            max_exp_avg_sqs=[],
-            state_steps=list(done.unbind()),
-            fused=True,
-            amsgrad=False,
-            beta1=self._train.beta1,
-            beta2=self._train.beta2,
-            lr=learning_rate(self._train, step),
-            weight_decay=self._train.weight_decay if decays else 0.0,
-            eps=self._train.epsilon,
-            maximize=False,
-        )
+    def _update_parts(self, step: int, parts: Updated, decays: bool) -> None:
+        UPDATES[self._train.optimizer](parts, UpdateStep(self._train, step, decays))
 
     def _gather_updated(self) -> None:
         """Bring updated master weights into use on all holders, before the items compute with them that they are of.
@@ -182,7 +159,7 @@ class Optimizer:
         gathered = []
         for shard in self.shards:
             in_use = shard.group.weights_at(shard.updated)
-            if in_use.data_ptr() != shard.master.data_ptr() and not shard.on_host:
+            if in_use.data_ptr() != shard.master.data_ptr() and not shard.is_on_host:
                 in_use.copy_(shard.master)
             if shard.zero in (1, 2):
                 gathered.append((shard.final_after, shard.start_gather()))

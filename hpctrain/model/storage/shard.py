@@ -9,10 +9,25 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.config.training.optimizers import OptimizerRule
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
 from hpctrain.model.storage.groups import Group
 from hpctrain.plan.holdings import ShardGroup
 from hpctrain.sharding.intervals import Interval
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The moments of consecutive elements of a shard, whose parameters have the same ones."""
+
+    at: Interval
+    """Within the group's flat array."""
+    moments: dict[str, torch.Tensor]
+    """By name, fp32 [at.size]."""
+
+    def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
+        """Return the given elements of the group's flat array in a tensor that holds those of this state."""
+        return tensor[slice(*at.shift(-self.at.start))]
 
 
 @dataclass
@@ -29,16 +44,23 @@ class Shard:
     cuts: tuple[Interval, ...]
     updated: Interval
     master: torch.Tensor
-    moments: dict[str, torch.Tensor]
+    states: tuple[ShardState, ...]
+    """Of all `updated` elements, in order."""
     grads: torch.Tensor
     """fp32, of the `updated` elements, summed over the holders after `start_reduce`."""
-    on_host: dict[str, torch.Tensor]
-    """What of masters ("master") and moments is in host memory and must go through the device to be updated."""
+    is_on_host: bool
+    """Whether moments, and masters that are not the weights in use, are in host memory, and must go through the device
+    to be updated."""
 
     @property
     def owned(self) -> Interval:
         """The elements that this rank answers for in norms and checkpoints."""
         return self.cuts[self.holders.rank]
+
+    @property
+    def has_master_in_use(self) -> bool:
+        """Say whether the master weights are the weights in use."""
+        return self.group.weights.dtype == torch.float32
 
     def start_reduce(self) -> PendingWork:
         """Sum the gradients over the holders, all of whom must call; `grads` is there when the work is done."""
@@ -63,7 +85,11 @@ class Shard:
 
 
 def make_shard(
-    group: Group, holders: Axis, shard_group: ShardGroup, host_buffer: Callable[[int], torch.Tensor] | None = None
+    group: Group,
+    holders: Axis,
+    shard_group: ShardGroup,
+    rule: OptimizerRule,
+    host_buffer: Callable[[int], torch.Tensor] | None = None,
 ) -> Shard:
     """Make this rank's shard of a group, with zero moments and the weights in use as master weights.
 
@@ -74,17 +100,29 @@ def make_shard(
     updated = cuts[holders.rank] if shard_group.zero else Interval(0, group.size)
     in_use = group.weights_at(updated)
 
-    def state() -> torch.Tensor:
+    def zeros(size: int) -> torch.Tensor:
         if host_buffer is None:
-            return torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
-        return host_buffer(4 * updated.size).view(torch.float32).zero_()
+            return torch.zeros(size, dtype=torch.float32, device=in_use.device)
+        return host_buffer(4 * size).view(torch.float32).zero_()
 
-    master = in_use if in_use.dtype == torch.float32 else state().copy_(in_use)
+    master = in_use if in_use.dtype == torch.float32 else zeros(updated.size).copy_(in_use)
     in_place = holders.size == 1 or shard_group.zero != 1
     grads = group.own_grads() if in_place else torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
-    moments = {name: state() for name in ("exp_avg", "exp_avg_sq")}
-    on_host = {} if host_buffer is None else dict(moments)
-    if host_buffer is not None and master is not in_use:
-        on_host["master"] = master
+    states = tuple(
+        ShardState(at, {name: zeros(at.size) for name in names}) for at, names in _equal_moments(group, updated, rule)
+    )
     when = shard_group.zero, shard_group.final_after, not shard_group.is_tied
-    return Shard(group, holders, *when, cuts, updated, master, moments, grads, on_host)
+    return Shard(group, holders, *when, cuts, updated, master, states, grads, host_buffer is not None)
+
+
+def _equal_moments(group: Group, updated: Interval, rule: OptimizerRule) -> list[tuple[Interval, tuple[str, ...]]]:
+    """Cut the elements that a rank updates where other moments begin; return the names of these with each part."""
+    parts: list[tuple[Interval, tuple[str, ...]]] = []
+    for region in group.regions(updated):
+        names = rule.moments(region.parameter.shape)
+        if parts and parts[-1][1] == names:
+            continue
+        if parts:
+            parts[-1] = Interval(parts[-1][0].start, region.at.start), parts[-1][1]
+        parts.append((Interval(region.at.start if parts else updated.start, updated.stop), names))
+    return parts

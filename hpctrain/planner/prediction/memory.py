@@ -22,8 +22,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
-
-MASTER_BYTES, MOMENT_BYTES = 4, 8
+from hpctrain.sharding.parameters import box_size
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,13 @@ class State(NamedTuple):
     optimizer: float
 
 
-def state_of(setup: Setup, stored: float, updated: float, packed: float, zero: int, num_holders: int) -> State:
+def state_of(
+    setup: Setup, stored: float, updated: float, packed: float, zero: int, num_holders: int, state_bytes: float
+) -> State:
     """Return the bytes of the weights that a rank stores, of which it updates some, with as many holders.
 
-    `packed` are those that it has once more, to exchange them with other grids, and where they are used.
+    `state_bytes` are those of the optimizer for each weight that is updated. `packed` are those that it has once more,
+    to exchange them with other grids, and where they are used.
     """
     stack, b = setup.stack, setup.item_bytes
     weights = stack.stored_bytes(b) * (updated if zero == 3 else stored)
@@ -89,13 +91,7 @@ def state_of(setup: Setup, stored: float, updated: float, packed: float, zero: i
     gradients = (updated if zero >= 2 else stored) * kept
     if zero == 1 and num_holders > 1:
         gradients += updated * summed
-    return State(weights, gradients, updated * state_bytes(setup))
-
-
-def state_bytes(setup: Setup) -> int:
-    """Return the bytes of the optimizer's state for each weight that a rank updates: moments, and a master where
-    weights in use are half precision."""
-    return MOMENT_BYTES + (MASTER_BYTES if setup.item_bytes < MASTER_BYTES else 0)
+    return State(weights, gradients, updated * state_bytes)
 
 
 def memory_of(
@@ -120,7 +116,10 @@ def memory_of(
         packed = sum(region.size for region in group.regions)
         stored = sum(part.stored(layout.size).size for layout in group.layouts) + packed
         updated = group.cuts(stored)[group.ranks.index(rank)].size if group.zero else stored
-        states.append(state_of(setup, stored, updated, packed, group.zero, len(group.ranks)))
+        placed = ((p.shape, box_size(box)) for layout in group.layouts for p, box, _ in layout.placed())
+        parts = [*placed, *((region.parameter.shape, region.size) for region in group.regions)]
+        state_bytes = setup.state_bytes(parts)
+        states.append(state_of(setup, stored, updated, packed, group.zero, len(group.ranks), state_bytes))
         held.append((group, stored))
         num_updated += updated
     weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
@@ -141,7 +140,8 @@ def memory_of(
         buffers += computing
     if tile.offloads_optimizer:  # whose buckets move through the device when nothing of a microbatch is there
         moments, on_host = 0, on_host + moments
-        buffers = max(buffers, SLOTS * min(num_updated, bucket_elements(num_updated)) * state_bytes(setup) - kept)
+        bucket = SLOTS * min(num_updated, bucket_elements(num_updated))
+        buffers = max(buffers, int(bucket * setup.state_bytes()) - kept)
     return MemoryParts(weights, gradients, moments, kept, gathered, buffers, on_host)
 
 

@@ -5,15 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, Cluster
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.memory import StageMemory, state_bytes
+from hpctrain.planner.prediction.memory import StageMemory
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 
-ADAMW_SHARE = 32 / 48
-"""Of the seconds of an update, that overlap copies: AdamW's own, by `Stack.update_bytes` of our engine. The norm and
-the clipping come before."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -21,16 +18,18 @@ def offloaded_update_seconds(setup: Setup, device: DeviceModel, num_elements: in
     """Return what an update takes that moves its state through the device.
 
     As `engine/step/host_state.py` does it: copies in, updates and copies out each follow each other, and a bucket
-    comes in when one has left that was `SLOTS` before it.
+    comes in when one has left that was `SLOTS` before it. Copies overlap the update itself; the norm and the clipping
+    come before.
     """
     if not num_elements:
         return 0.0
     bucket = min(num_elements, bucket_elements(num_elements))
-    copy = bucket * state_bytes(setup) / device.host_copy_bytes_per_second
-    each = ADAMW_SHARE * update_seconds(setup, device, bucket)
+    copy = bucket * setup.state_bytes() / device.host_copy_bytes_per_second
+    share = setup.update_bytes / (setup.stack.clipping_bytes + setup.update_bytes)
+    each = share * update_seconds(setup, device, bucket)
     next_after = max(copy, each, (2 * copy + each) / SLOTS)
     all_buckets = 2 * copy + each + (num_elements / bucket - 1) * next_after
-    return all_buckets + (1 - ADAMW_SHARE) * update_seconds(setup, device, num_elements)
+    return all_buckets + (1 - share) * update_seconds(setup, device, num_elements)
 
 
 def exposed_copies(

@@ -282,7 +282,7 @@ def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> floa
     """Return what a rank's part of the optimizer takes, for the elements that it updates: as profiled, where it was."""
     if device.element_seconds is not None:
         return num_elements * device.element_seconds
-    return device.pass_seconds(num_elements * setup.stack.update_bytes)
+    return device.pass_seconds(num_elements * (setup.stack.clipping_bytes + setup.update_bytes))
 
 
 def model_flops(setup: Setup, tokens: int) -> float:

@@ -76,21 +76,28 @@ def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
 def describe_work(job: Job, dtype: str) -> str:
     """Return what a profile holds for, in words. The job's vocabulary size is a value."""
     others = sorted(job.precision.by_family.items())
-    return describe_training(job.model, job.data.sequence_length, dtype, others, job.kernels.is_fused)
+    fused, optimizer = job.kernels.is_fused, job.train.optimizer
+    return describe_training(job.model, job.data.sequence_length, dtype, others, fused, optimizer)
 
 
 def describe_training(
-    m: Model, positions: int, dtype: str, by_family: Sequence[tuple[str, str]] = (), fused: bool = False
+    m: Model,
+    positions: int,
+    dtype: str,
+    by_family: Sequence[tuple[str, str]] = (),
+    fused: bool = False,
+    optimizer: str = "adamw",
 ) -> str:
     """Return what `describe_work` does of a job with such a model and rows of so many positions, in a dtype, and in
-    those of some families."""
+    those of some families. AdamW has no name in it, as profiles had none before there were others."""
     others = "".join(f"; {family} in {own}" for family, own in by_family)
     head = "tied" if m.tie_head else "untied"
     attention = m.description.blocks[0].attention
+    updated = "" if optimizer == "adamw" else f"; {optimizer}"
     return (
         f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads"
         f" ({attention.kv_heads} for keys), ffn {inner_of(m)}, vocabulary {m.vocab_size} {head};"
-        f" {positions} positions; {dtype}{_more(m)}{others}{'; fused kernels' if fused else ''}"
+        f" {positions} positions; {dtype}{_more(m)}{others}{updated}{'; fused kernels' if fused else ''}"
     )
 
 

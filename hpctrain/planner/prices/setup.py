@@ -1,8 +1,9 @@
 """The model that is trained, by which software and in which kernels: what prices and memory depend on. Pure."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Self
 
 from hpctrain.architectures.description import Attention, Layer, Mlp
@@ -10,13 +11,15 @@ from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES
+from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
 from hpctrain.sharding.grid import AXES, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
+from hpctrain.sharding.parameters import all_parameters
 
-GRADIENT_BYTES = 4
+GRADIENT_BYTES = MASTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Stack:
     name: str
     passes: dict[int, BytePasses]
     """By bytes of a number: 2 and 4."""
-    update_bytes: float
-    """Read and written per weight that a rank updates."""
+    clipping_bytes: float
+    """Read and written per weight that a rank updates, apart from the update itself: to take the gradient's norm, to
+    clip it, to zero it, and for copies."""
     block_operations: tuple[int, int]
     """How many operations a block starts, forward and backward."""
     flash: tuple[float, float] | None = None
@@ -137,7 +141,7 @@ EAGER_PASSES = {
 HPCTRAIN = Stack(
     "hpctrain",
     EAGER_PASSES,
-    update_bytes=48,  # its norm 4, clipped 8, updated 32, zeroed 4
+    clipping_bytes=16,  # its norm 4, clipped 8, zeroed 4
     block_operations=(28, 60),
     flash=FLASH_2,
     again_operations=(10, 6),
@@ -159,6 +163,19 @@ HPCTRAIN_FUSED = replace(
     loss_bytes={4: 4, 2: 2},  # the gradient
 )
 """With `kernels.fused`."""
+
+
+def mean_by_weight(parts: Iterable[tuple[Shape, float]], value: Callable[[Shape], float]) -> float:
+    """Return the mean of a value over all weights of parts of parameters, each a shape and a number of weights."""
+    total = weights = 0.0
+    for shape, size in parts:
+        total, weights = total + size * value(shape), weights + size
+    return total / weights if weights else 0.0
+
+
+@lru_cache(maxsize=64)
+def _mean_of_model(model: Model, value: Callable[[Shape], float]) -> float:
+    return mean_by_weight(((p.shape, math.prod(p.shape)) for p in all_parameters(model).values()), value)
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,8 @@ class Setup:
     what is not searched for is not cut."""
     logits_bytes: int = LOGITS_BYTES
     """Of logits, as if in fp32, that may be there at once, where the head goes through its tokens in parts."""
+    optimizer: str = "adamw"
+    """By whose rule weights are updated."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
@@ -213,14 +232,27 @@ class Setup:
             by_family=differing,
             tensor_parts=job.overlap.tensor_parts,
             logits_bytes=job.kernels.logits_bytes,
+            optimizer=job.train.optimizer,
         )
 
     @cached_property
-    def works(self) -> tuple[str, str]:
+    def works(self) -> tuple[str, ...]:
         """Return what a profile may hold for: with the other kernels, fused or separate, and with these."""
         fused = self.stack.passes is HPCTRAIN_FUSED.passes
         given = self.model, self.positions, self.dtype, self.by_family
-        return describe_training(*given, not fused), describe_training(*given, fused)
+        return tuple(describe_training(*given, each, self.optimizer) for each in (not fused, fused))
+
+    @property
+    def update_bytes(self) -> float:
+        """The bytes that the optimizer's update reads and writes per weight, as a mean over the model."""
+        return _mean_of_model(self.model, RULES[self.optimizer].update_bytes)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+
+    def state_bytes(self, parts: Iterable[tuple[Shape, float]] | None = None) -> float:
+        """Return the bytes of the optimizer's state per weight, as a mean over the model, or over parts of parameters,
+        each a shape and a number of weights: moments, and a master where weights in use are half precision."""
+        moments = RULES[self.optimizer].moment_bytes
+        mean = _mean_of_model(self.model, moments) if parts is None else mean_by_weight(parts, moments)  # pyright: ignore[reportArgumentType]
+        return mean + (MASTER_BYTES if self.item_bytes < MASTER_BYTES else 0)
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:

@@ -30,7 +30,7 @@ from hpctrain.planner.search.space import PoolUse
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
-from hpctrain.sharding.parameters import check_grid
+from hpctrain.sharding.parameters import check_grid, item_parameters
 
 TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
@@ -212,6 +212,7 @@ class StageCosts:
         self.site = lru_cache(None)(self._site)
         self.splits_backward = lru_cache(None)(self._splits_backward)
         self.elements = lru_cache(None)(self._elements)
+        self.state_bytes = lru_cache(None)(self._state_bytes)
         self.row_bytes = lru_cache(None)(self._row_bytes)
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
@@ -369,18 +370,35 @@ class StageCosts:
 
     def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
-        fixed = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
+        return self._stored(grid, is_first, is_last, partial(self.elements_of, grid))
+
+    def _state_bytes(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
+        """Return the bytes of the optimizer's state of all weights that a rank of a stage stores."""
+        model = self.setup.model
+
+        def of(layer: Interval) -> float:
+            parameters = (p for item in range(*layer) for p in item_parameters(model, item))
+            parts = [(p.shape, math.prod(p.shape)) for p in parameters]
+            return self.elements_of(grid, layer) * self.setup.state_bytes(parts)
+
+        return self._stored(grid, is_first, is_last, of)
+
+    def _stored(self, grid: TensorGrid, is_first: bool, is_last: bool, of: Callable[[Interval], float]) -> BlockLine:
+        """Return what a rank of a stage stores, where the ranks at one (x, y) have so much `of` a layer together."""
+        fixed = of(EMBEDDING) * is_first + of(self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
-            fixed += self.elements_of(grid, EMBEDDING)
-        return BlockLine(fixed / grid.z, self.elements_of(grid, BLOCK) / grid.z)
+            fixed += of(EMBEDDING)
+        return BlockLine(fixed / grid.z, of(BLOCK) / grid.z)
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
         share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
-        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
-        of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
+        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders, 0.0)
+        of_optimizer, on_host = self.state_bytes(grid, *ends).times(share), NOTHING
+        if offload in ("optimizer", "all"):
+            of_optimizer, on_host = on_host, of_optimizer
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self.splits_backward(grid, recompute, stage.zero)
         block, others = self.row_bytes(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
@@ -390,14 +408,14 @@ class StageCosts:
         fixed = messages * message_bytes(setup, grid, stage.rows)
         fixed += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
         in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.stack.is_hpctrain else (0.0, 0.0, NOTHING)
-        always = stored.times(state.weights + state.gradients + of_optimizer).more(fixed + in_passes)
+        always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + in_passes)
         kept, computing = BlockLine(others.kept, block.kept).times(at_once), at_once * others.computing
         on_device = (
             always.plus(kept, stage.kept).more(computing),
             always.plus(kept).more(computing + first),
             always.plus(last),
         )
-        return Needs(on_device, stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept))
+        return Needs(on_device, on_host.plus(BlockLine(0.0, at_once * block.moved), stage.kept))
 
     def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
         """Return about what sums take: of each layer, in every pass; the first one at the end of a step, while one

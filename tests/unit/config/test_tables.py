@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config.errors import JobError
-from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, Train, dump_job, load_job
+from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, dump_job, load_job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.other_names import OTHER_NAMES, UNSUPPORTED
 from hpctrain.config.parallelism import PlanRequest, TensorSizes
 from hpctrain.config.tables import parse_toml, toml_comment, toml_key, toml_value
+from hpctrain.config.training.train import Train
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.intervals import Interval

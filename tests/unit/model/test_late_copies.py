@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hpctrain.checkpoint.state import tensors_of
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.data.order import open_datasets
@@ -94,7 +95,7 @@ def trained(job, offload: str, accelerator: Accelerator, **options) -> tuple[lis
     trainer.initialise()
     metrics = [trainer.step(training)[0] for _ in range(STEPS)]
     accelerator.synchronize()
-    state = [each for shard in trainer.optimizer.shards for each in (shard.master, *shard.moments.values())]
+    state = [tensor.values for shard in trainer.optimizer.shards for tensor in tensors_of(shard)]
     return [each[key] for each in metrics for key in ("loss", "grad_norm")], state
 
 

@@ -16,18 +16,18 @@ from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.config.clusters.cluster import Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
+from hpctrain.config.training.optimizers import RULES
 from hpctrain.engine.step.host_state import buckets_of
 from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.recompute import unpack
 from hpctrain.model.storage.groups import Group, PlacedUnits
-from hpctrain.model.storage.shard import make_shard
+from hpctrain.model.storage.shard import ShardState, make_shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.explain import reasons
-from hpctrain.planner.prediction.memory import state_bytes
-from hpctrain.planner.prediction.offload import ADAMW_SHARE, exposed_copies, offloaded_update_seconds
+from hpctrain.planner.prediction.offload import exposed_copies, offloaded_update_seconds
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.setup import Setup
@@ -48,7 +48,9 @@ def shard_of(*sizes_and_decays: tuple[int, bool]) -> Any:
     for size, decays in sizes_and_decays:
         regions.append(SimpleNamespace(at=Interval(at, at + size), parameter=SimpleNamespace(decay=decays)))
         at += size
-    return SimpleNamespace(updated=Interval(5, at), group=SimpleNamespace(regions=lambda within: regions))
+    updated = Interval(5, at)
+    states = (ShardState(updated, {}),)
+    return SimpleNamespace(updated=updated, states=states, group=SimpleNamespace(regions=lambda within: regions))
 
 
 @given(st.lists(st.tuples(st.integers(1, 700), st.booleans()), min_size=1, max_size=8), st.integers(1, 5))
@@ -93,16 +95,16 @@ def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
     assert one_way < seconds < 2 * one_way * (1 + 4 / BUCKETS), "both ways overlap"
     fast = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": 1e15}))
     assert offloaded_update_seconds(SETUP, fast, 10**6) == pytest.approx(
-        10**6 * SETUP.stack.update_bytes / device.memory_bytes_per_second, rel=1e-3
+        10**6 * (SETUP.stack.clipping_bytes + SETUP.update_bytes) / device.memory_bytes_per_second, rel=1e-3
     )
 
 
 @pytest.mark.parametrize("updates_of_copy", [0.1, 0.5, 1.0, 2.0, 10.0])
 def test_an_update_takes_what_its_buckets_take_one_by_one(updates_of_copy):
     device, num_elements = predictor_device(), 200 * LARGEST_BUCKET
-    each = ADAMW_SHARE * update_seconds(SETUP, device, LARGEST_BUCKET)
+    each = 32 / 48 * update_seconds(SETUP, device, LARGEST_BUCKET)
     copy = each / updates_of_copy
-    speed = LARGEST_BUCKET * state_bytes(SETUP) / copy
+    speed = LARGEST_BUCKET * SETUP.state_bytes() / copy
     device = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": speed}))
     come = updated = 0.0
     gone = [0.0] * SLOTS
@@ -110,7 +112,7 @@ def test_an_update_takes_what_its_buckets_take_one_by_one(updates_of_copy):
         come = max(come, gone[-SLOTS]) + copy
         updated = max(updated, come) + each
         gone.append(max(gone[-1], updated) + copy)
-    rest = (1 - ADAMW_SHARE) * update_seconds(SETUP, device, num_elements)
+    rest = (1 - 32 / 48) * update_seconds(SETUP, device, num_elements)
     assert offloaded_update_seconds(SETUP, device, num_elements) == pytest.approx(gone[-1] + rest, rel=0.005)
 
 
@@ -178,7 +180,9 @@ def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype(
     places.size, waits = 8, []
     group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
     group.grads = torch.zeros(8)
-    shard = make_shard(group, Communicator((0,)), ShardGroup((0,), (1,), 1), CpuAccelerator().host_buffer)
+    shard = make_shard(
+        group, Communicator((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer
+    )
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -73,11 +73,6 @@ def test_docstrings_are_sentences():
     assert not fragments
 
 
-def test_module_names_occur_once():
-    count = Counter(path.stem for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__"))
-    assert not [name for name, times in count.items() if times > 1]
-
-
 def test_files_that_are_named_exist():
     """In docstrings and comments files of the project, in pages also what is started as a module."""
     pages = [

@@ -28,7 +28,6 @@ AVOIDED = {
     "substeps": "row chunks",
     "find": "detect, locate, look up",
     "found": "result",
-    "moment": "now",
     "chosen": "resolved",
     "guessed": "assumed",
     "because": "reasons",
