@@ -28,7 +28,7 @@ from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import make_empty, read_job, writing
 from hpctrain.config.errors import CheckpointError, JobError, describe_os_error
-from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model
+from hpctrain.config.job import MOST_NAME_BYTES, Checkpoint, Job, Model, save_job
 from hpctrain.config.paths import is_file, read_bytes, refused_as
 from hpctrain.config.tables import explain, one_line, read_text, toml_value
 from hpctrain.data.tokenizer import Tokenizer
@@ -390,7 +390,7 @@ def _about(model: Model, folder: Path) -> dict[str, str]:
     name = one_line(folder.resolve().name)[: MOST_NAME_BYTES // 4] or "model"
     job = Job.model_validate({"name": name, "model": model, "data": data})
     plan = even_plan(model.num_items, TensorGrid(), 1, 1, 1, 1)
-    return {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": f"weights of {shown}"}
+    return {"job": save_job(job), "plan": dump_plan(plan), "data": f"weights of {shown}"}
 
 
 def _job_text(model: Model, folder: Path) -> str:

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.state import StateTensor, tensors_of, writing
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, CorruptionError, HpctrainError, shorten_list
-from hpctrain.config.job import Job
+from hpctrain.config.job import Job, save_job
 from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
@@ -116,7 +116,7 @@ class Saver:
         shapes = tensor_shapes(job)
         self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
-        described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
+        described = {"job": save_job(job), "plan": dump_plan(plan), **about}
         counts = world.all_objects(self._own.elements)
         rectangles = world.gather_objects(self._own.rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None

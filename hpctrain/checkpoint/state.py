@@ -18,7 +18,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_error
 from hpctrain.config.job import Job, Model
-from hpctrain.config.removed import ignore, without_removed
+from hpctrain.config.saved import ignore, saved_job
 from hpctrain.config.tables import explain
 from hpctrain.model.storage.groups import StoredRegion
 from hpctrain.model.storage.shard import Shard
@@ -142,12 +142,15 @@ def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Ten
 
 
 def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:
-    """Return the job that a checkpoint is of, without keys that are gone, of which `say` hears.
+    """Return the job that a checkpoint is of, without what is gone, of which `say` hears.
 
     Raises CheckpointError if this version does not know such jobs.
     """
     try:
-        return Job.model_validate(without_removed(json.loads(index.about["job"]), str(index.path), say))
+        tree = json.loads(index.about["job"])
+        if not isinstance(tree, dict):
+            raise ValueError("it is no table")
+        return Job.model_validate(saved_job(tree, Job, str(index.path), CheckpointError, say))
     except ValidationError as error:
         raise CheckpointError(
             f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[0][1]}"
@@ -156,10 +159,13 @@ def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:
         raise CheckpointError(f"{index.path}: its job is not valid JSON: {error}") from None
 
 
-def read_plan(index: Index, job: Job) -> Plan:
-    """Return the plan that wrote a checkpoint of a job. Raises CheckpointError where it is none for its model."""
+def read_plan(index: Index, job: Job, say: Callable[[str], None] = ignore) -> Plan:
+    """Return the plan that wrote a checkpoint of a job, without what is gone, of which `say` hears.
+
+    Raises CheckpointError where it is none for its model.
+    """
     try:
-        plan = parse_plan(index.about["plan"], f"{index.path}: plan")
+        plan = parse_plan(index.about["plan"], f"{index.path}: plan", say)
         check_tiling(plan, job.model.num_items)
         for tile in plan.tiles:
             check_grid(job.model, tile.tensor)
@@ -205,7 +211,7 @@ def check_same_run(
     """
     with Index(checkpoint) as index:
         their_job = read_job(index, say)
-        plan, their_data, cluster = read_plan(index, their_job), index.about["data"], _read_cluster(index)
+        plan, their_data, cluster = read_plan(index, their_job, say), index.about["data"], _read_cluster(index)
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())
     if plan.microbatches * plan.rows != their_job.train.global_batch:

@@ -12,7 +12,7 @@ Read it in this order; a file imports only from its own line and those above it.
     training/    how weights are updated
     watch        faults that a run looks for in its numbers
     other_names  what other trainers call them
-    removed      keys that went, and what says so
+    saved        jobs and plans of older schemas
     clusters/    the cluster file
     kernels      which kernels compute
     job          the job file

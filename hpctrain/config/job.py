@@ -7,6 +7,7 @@ from a ready-made job (`extends = "tiny"`) and from a model preset; the command 
 to set.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ from hpctrain.config.other_names import OTHER_NAMES
 from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
-from hpctrain.config.removed import REMOVED, removed_keys, say_on_stderr, without_removed
+from hpctrain.config.saved import KEY, SCHEMA, saved_job, say_on_stderr
 from hpctrain.config.tables import (
     AUTO,
     FilePath,
@@ -314,7 +315,7 @@ class Job(Table):
 def load_job(reference: str, overrides: Iterable[str] = (), say: Callable[[str], None] = say_on_stderr) -> Job:
     """Read a job file, or a ready-made job by its name, with `section.key=value` overrides applied last.
 
-    Keys that are gone are left out of files that hpctrain wrote, and `say` hears of it. Raises JobError for anything
+    What is gone since hpctrain wrote a file is left out of it, and `say` hears of it. Raises JobError for anything
     that is wrong with it, naming file and key.
     """
     path = locate_job(reference)
@@ -322,9 +323,6 @@ def load_job(reference: str, overrides: Iterable[str] = (), say: Callable[[str],
     tree.setdefault("name", path.stem)
     for override in overrides:
         _apply_override(tree, origins, override)
-    if gone := removed_keys(tree):
-        lines = (f"{origins.get(key, path)}: {key}: is gone; {REMOVED[key]}" for key in gone)
-        raise JobError("\n".join(lines))
     _apply_preset(tree, origins, path)
     try:
         return Job.model_validate(tree)
@@ -361,7 +359,7 @@ def _read(path: Path, seen: tuple[Path, ...], say: Callable[[str], None]) -> tup
     text = read_text(path, JobError)
     tree = parse_toml(text, str(path), JobError)
     if text.startswith(WRITTEN):
-        tree = without_removed(tree, str(path), say)
+        tree = saved_job(tree, Job, str(path), JobError, say)
     where = path.resolve()  # it could be read, so it is not a link to itself
     if where in seen:
         raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
@@ -431,6 +429,11 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
     tree["model"] = presets()[name] | model
 
 
+def save_job(job: Job) -> str:
+    """Return a job as a checkpoint has it: JSON."""
+    return json.dumps({KEY: SCHEMA} | job.model_dump(mode="json"), indent=1)
+
+
 def dump_job(job: Job, reasons: Mapping[str, str], plan_file: str | None) -> str:
     """Return a job as TOML, with reasons as comments. `plan_file` is relative to it; None: the plan is searched for."""
     tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
@@ -438,7 +441,7 @@ def dump_job(job: Job, reasons: Mapping[str, str], plan_file: str | None) -> str
     lines += toml_comment(
         "\n".join(f"{key}: {reason}" for key, reason in reasons.items()) or "nothing was left to choose"
     )
-    lines += ["", f"name = {toml_value(tree.pop('name'))}"]
+    lines += ["", f"{KEY} = {SCHEMA}", f"name = {toml_value(tree.pop('name'))}"]
     if plan_file:
         tree["plan"] = {"file": plan_file}
     for section, values in tree.items():

@@ -20,7 +20,7 @@ from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster, 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
-from hpctrain.config.removed import ignore, say_on_stderr
+from hpctrain.config.saved import ignore, say_on_stderr
 from hpctrain.engine.start.facts import Described, with_values
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.plan.checks import check_plan

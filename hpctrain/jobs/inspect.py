@@ -125,7 +125,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.index import Index
     from hpctrain.checkpoint.resume import verify_checkpoint
     from hpctrain.checkpoint.state import read_job
-    from hpctrain.config.removed import say_on_stderr
+    from hpctrain.config.saved import say_on_stderr
 
     if verify:
         verify_checkpoint(path)

@@ -1,6 +1,6 @@
 """The plan file: TOML that a person can write and edit. See docs/job.md."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from hpctrain.config.bounds import (
 )
 from hpctrain.config.errors import PlanError
 from hpctrain.config.parallelism import TensorSizes
+from hpctrain.config.saved import GONE_TILE_VALUES, KEY, SCHEMA, ignore, replaced, say_on_stderr, schema_of
 from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, toml_value
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
@@ -50,14 +51,24 @@ class _PlanTable(Table):
     tile: Annotated[list[_TileTable], Field(min_length=1)]
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path, say: Callable[[str], None] = say_on_stderr) -> Plan:
     """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
-    return parse_plan(read_text(path, PlanError), str(path))
+    return parse_plan(read_text(path, PlanError), str(path), say)
 
 
-def parse_plan(text: str, path: str) -> Plan:
-    """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
+def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore) -> Plan:
+    """Read a plan from TOML; `path` is what errors call it. Raises PlanError.
+
+    What is gone since an older version wrote it is read as something else, and `say` hears of it.
+    """
     tree = parse_toml(text, path, PlanError)
+    is_older = schema_of(tree, path, PlanError) < SCHEMA
+    tree.pop(KEY, None)
+    if is_older and isinstance(tiles := tree.get("tile"), list):
+        tree["tile"] = [
+            replaced(tile, GONE_TILE_VALUES, f"{path}: tile.{number}", say) if isinstance(tile, dict) else tile
+            for number, tile in enumerate(tiles)
+        ]
     try:
         table = _PlanTable.model_validate(tree)
     except ValidationError as error:
@@ -77,7 +88,12 @@ def parse_plan(text: str, path: str) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """Write a plan as TOML that `load_plan` reads back to an equal plan."""
-    head: dict[str, Any] = {"schedule": plan.schedule, "microbatches": plan.microbatches, "rows": plan.rows}
+    head: dict[str, Any] = {
+        KEY: SCHEMA,
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "rows": plan.rows,
+    }
     lines = _pairs(head | ({"unused": plan.unused} if plan.unused else {}))
     for tile in plan.tiles:
         grid = tile.tensor

@@ -52,7 +52,6 @@ LAYOUTS = {
     "fp8": (1, ('train.dtype="fp8"',)),
     "unlike-zero2": (4, ("plan.file=unlike-zero2.toml",)),
     "unlike-zero3": (4, ("plan.file=unlike-zero3.toml",)),
-    "unused-model-key": (1, ("model.window=8",)),
 }
 """By name the number of ranks, and what differs in the job."""
 UNLIKE = """\

@@ -135,7 +135,8 @@ def read_run(path: Path, name: str) -> RunRecord:
                 f"{path}: has no {file}, so it is no run folder, or one of an older version; name a folder that was"
                 " given as --run"
             )
-    plan, left_out = load_plan(path / PLAN), []
+    left_out: list[str] = []
+    plan = load_plan(path / PLAN, left_out.append)
     job, cluster = load_job(str(path / RESOLVED), say=left_out.append), load_cluster(path / CLUSTER)
 
     def read_lines(file: schema.SavedFile) -> list[Any]:

@@ -16,8 +16,8 @@ from hpctrain.architectures.registry import EVERYTHING, OPTIONAL, families, keys
 from hpctrain.checkpoint.convert import check_form, export_model, import_model, names_of
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.config.errors import CheckpointError, JobError
-from hpctrain.config.job import Model
-from hpctrain.config.removed import without_removed
+from hpctrain.config.job import Job, Model
+from hpctrain.config.saved import saved_job
 from hpctrain.engine.decode import WholeModel
 from tests.examples import costly
 
@@ -218,9 +218,12 @@ def test_each_key_of_a_model_changes_it_or_is_refused(family, key):
 def test_a_key_without_effect_is_passed_over_in_a_saved_job():
     job = {"model": {"architecture": "llama", **SIZES, "window": 5, "rope_base": 10000.0}}
     said: list[str] = []
-    assert "window" not in without_removed(job, "step-1", said.append)["model"]
+    assert "window" not in saved_job(job, Job, "step-1", CheckpointError, said.append)["model"]
     assert "step-1: model.window = 5 is passed over: it has no effect on a llama" in said[0]
-    assert without_removed({"model": {"architecture": "none", "window": 5}}, "step-1")["model"]["window"] == 5
+    assert (
+        saved_job({"model": {"architecture": "none", "window": 5}}, Job, "step-1", CheckpointError)["model"]["window"]
+        == 5
+    )
 
 
 def divisor_of(model: Model) -> dict:

@@ -7,52 +7,83 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoint.state import read_job
-from hpctrain.config.errors import CheckpointError, JobError
-from hpctrain.config.job import WRITTEN, dump_job, load_job
-from hpctrain.config.removed import REMOVED
+from hpctrain.config.errors import CheckpointError, JobError, PlanError
+from hpctrain.config.job import WRITTEN, dump_job, load_job, save_job
+from hpctrain.config.saved import SCHEMA
+from hpctrain.config.tables import toml_value
+from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.tiling import even_plan
+from hpctrain.sharding.grid import TensorGrid
 
 
-def test_a_saved_job_of_another_version_is_refused_with_its_key():
-    saved = json.loads(load_job("tiny", ["model.vocab_size=100"]).model_dump_json())
-    index = SimpleNamespace(path=Path("runs/a/checkpoints/step-00000003"), about={"job": json.dumps(saved)})
-    assert read_job(index).model.vocab_size == 100
+def checkpoint_of(tree: dict):
+    return SimpleNamespace(path=Path("step-00000003"), about={"job": json.dumps(tree)})
+
+
+@pytest.fixture
+def saved() -> dict:
+    return json.loads(save_job(load_job("tiny", ["model.vocab_size=100"])))
+
+
+def test_a_job_is_saved_with_its_schema_and_read_without_a_word(saved):
+    said = []
+    assert saved["schema"] == SCHEMA
+    assert read_job(checkpoint_of(saved), said.append) == load_job("tiny", ["model.vocab_size=100"]) and not said
     saved["observe"]["later_key"] = 3.0
-    index.about["job"] = json.dumps(saved)
     with pytest.raises(CheckpointError, match=r"step-00000003: was written by another version .*later_key"):
-        read_job(index)
+        read_job(checkpoint_of(saved))
 
 
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_key_that_is_gone_is_left_out_of_what_was_written_and_refused_elsewhere(tmp_path, key):
-    job = load_job("tiny", ["model.vocab_size=100"])
-    saved, said = json.loads(job.model_dump_json()), []
-    *sections, last = key.split(".")
-    table = saved
-    for section in sections:
-        table[section] = table[section] or {}
-        table = table[section]
-    table[last] = {"inside": 1} if not sections else 3.0
-    index = SimpleNamespace(path=Path("step-00000003"), about={"job": json.dumps(saved)})
-    assert read_job(index, said.append).model == job.model
-    assert said == [f"step-00000003: {key} is of an older version and has no effect any more; now: {REMOVED[key]}"]
-    path = tmp_path / "resolved.toml"
-    path.write_text(dump_job(job, {}, None) + (f"[{key}]\ninside = 1\n" if not sections else ""))
-    if sections:
-        line = f"[{sections[0]}]\n"
-        text = path.read_text() if line in path.read_text() else path.read_text() + line
-        path.write_text(text.replace(line, f"{line}{last} = 3\n"))
-    assert load_job(str(path), say=said.append).model == job.model
-    assert len(said) == 2 and said[1].startswith(f"{path}: {key} is of an older version")
-    path.write_text(path.read_text().replace(WRITTEN, "# By hand."))
-    with pytest.raises(JobError, match=rf"resolved.toml: {key}: is gone; {REMOVED[key]}"):
+@pytest.mark.parametrize("number", [SCHEMA + 1, "1", True, -1])
+def test_another_schema_is_refused(saved, tmp_path, number):
+    with pytest.raises(
+        CheckpointError, match=f"step-00000003: is of schema {number!r}, and this hpctrain reads {SCHEMA}"
+    ):
+        read_job(checkpoint_of(saved | {"schema": number}))
+    path, plan = tmp_path / "resolved.toml", even_plan(6, TensorGrid(), 1, 1, 1, 8)
+    text = f"schema = {toml_value(number)}"
+    path.write_text(dump_job(load_job("tiny"), {}, None).replace(f"schema = {SCHEMA}", text))
+    with pytest.raises(JobError, match="resolved.toml: is of schema"):
         load_job(str(path))
+    with pytest.raises(PlanError, match="a plan: is of schema"):
+        parse_plan(dump_plan(plan).replace(f"schema = {SCHEMA}", text), "a plan")
+    assert parse_plan(dump_plan(plan), "a plan") == plan == parse_plan(dump_plan(plan).split("\n", 1)[1], "a plan")
 
 
-def test_nothing_is_said_of_a_key_that_is_gone_and_was_auto():
-    saved, said = json.loads(load_job("tiny", ["model.vocab_size=100"]).model_dump_json()), []
-    saved["comm"] |= {"route": "auto", "algorithm": "doubling"}
-    read_job(SimpleNamespace(path=Path("step-00000003"), about={"job": json.dumps(saved)}), said.append)
-    assert len(said) == 1 and said[0].startswith("step-00000003: comm.algorithm is of an older version")
+OLD_KEYS = {
+    "observe": {"timeout_seconds": 3.0},
+    "comm": {"route": "auto", "algorithm": "doubling"},
+    "products": {"a": 1},
+}
+PASSED_OVER = "is of an older version; keys that are gone are passed over: "
+
+
+def test_what_is_gone_is_passed_over_in_an_older_schema_alone(saved, tmp_path):
+    said, job = [], load_job("tiny", ["model.vocab_size=100"])
+    older = {key: value for key, value in saved.items() if key != "schema"}
+    for section, keys in OLD_KEYS.items():
+        older[section] = older.get(section, {}) | keys
+    assert read_job(checkpoint_of(older), said.append) == job
+    assert len(said) == 1 and said[0].startswith(f"step-00000003: {PASSED_OVER}")
+    assert set(said[0].partition("over: ")[2].split(", ")) == {"observe.timeout_seconds", "comm.algorithm", "products"}
+    path = tmp_path / "resolved.toml"
+    text = dump_job(job, {}, None).replace("[observe]\n", "[observe]\ntimeout_seconds = 3\n")
+    path.write_text(text.replace(f"schema = {SCHEMA}\n", ""))
+    assert load_job(str(path), say=said.append).model == job.model
+    assert said[1:] == [f"{path}: {PASSED_OVER}observe.timeout_seconds"]
+    for refused in (text, text.replace(f"schema = {SCHEMA}\n", "").replace(WRITTEN, "# By hand.")):
+        path.write_text(refused)
+        with pytest.raises(
+            JobError, match=r"observe.timeout_seconds: unknown key; did you mean 'step_timeout_seconds'"
+        ):
+            load_job(str(path))
+
+
+def test_an_unknown_key_of_the_model_is_never_passed_over(saved):
+    del saved["schema"]
+    saved["model"]["experts"] = 8
+    with pytest.raises(CheckpointError, match=r"model.experts: unknown key"):
+        read_job(checkpoint_of(saved))
 
 
 def test_tables_within_sections_are_read_back(tmp_path):
