@@ -29,6 +29,7 @@ from hpctrain.planner.prices.prices import (
     Prices,
     Site,
     TileCost,
+    exchange_of,
 )
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import Interval
@@ -362,14 +363,10 @@ class Predictor:
     def _exchange(self, group: ShardGroup, stored: int) -> GradientExchange:
         """Return what a group exchanges that stores so many weights."""
 
-        def seconds(operation: str, element_bytes: int) -> float:
-            return self.network.group_seconds(operation, stored * element_bytes, group.ranks, self._sharers)
+        def seconds(operation: str, num_bytes: float) -> float:
+            return self.network.group_seconds(operation, int(num_bytes), group.ranks, self._sharers)
 
-        reduce = gather = 0.0
-        if group.zero < 2:
-            reduce = seconds("reduce_scatter" if group.zero else "all_reduce", self.setup.gradient_bytes)
-        if group.zero in (1, 2):
-            gather = seconds("all_gather", self.setup.item_bytes)
+        reduce, gather = exchange_of(self.setup, group.zero, stored, seconds)
         # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
         firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
         return GradientExchange(tuple(dict.fromkeys(firsts)), reduce, gather)

@@ -1,7 +1,7 @@
 """Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -188,6 +188,15 @@ class Prices:
             work = getattr(self._costs[of], name)
             self._passes[key] = pass_cost(setup, self.network, work, site)
         return self._passes[key]
+
+
+def exchange_of(setup: Setup, zero: int, stored: float, seconds: Callable[[str, float], float]) -> tuple[float, float]:
+    """Return what holders of so many weights take at the end of a step to sum gradients, and to gather weights.
+
+    `seconds` says it of an operation and its bytes. ZeRO 2 and 3 sum in every pass, and ZeRO 3 gathers there too.
+    """
+    reduce = seconds("reduce_scatter" if zero else "all_reduce", stored * setup.gradient_bytes) if zero < 2 else 0.0
+    return reduce, seconds("all_gather", stored * setup.item_bytes) if zero in (1, 2) else 0.0
 
 
 @dataclass(frozen=True)

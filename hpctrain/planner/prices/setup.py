@@ -268,6 +268,18 @@ class Setup:
         return (0, *equal, self.model.num_items - 1)
 
     @cached_property
+    def block_kinds(self) -> dict[Interval, float]:
+        """Return a block of each kind, and which share of all blocks it is like. The first one is the first block."""
+        counts: dict[tuple[int, ...], int] = {}
+        first: dict[tuple[int, ...], Interval] = {}
+        for number in range(self.model.num_layers):
+            layer = Interval(1 + 2 * number, 3 + 2 * number)
+            kind = self.first_equal[slice(*layer)]
+            first.setdefault(kind, layer)
+            counts[kind] = counts.get(kind, 0) + 1
+        return {first[kind]: count / self.model.num_layers for kind, count in counts.items()}
+
+    @cached_property
     def head(self) -> Interval:
         """The last layer."""
         return Interval(self.model.num_items - 1, self.model.num_items)

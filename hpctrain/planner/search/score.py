@@ -9,6 +9,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
+from hpctrain.planner.prices.prices import exchange_of
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
@@ -248,20 +249,18 @@ class Scorer:
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
 
-        def exchange(operation: str, element_bytes: int, meanwhile: str) -> float:
-            seconds = times * costs.sharing_seconds(groups, int(part * element_bytes), operation)
-            if not setup.bucket_bytes or not meanwhile:
+        def seconds_of(operation: str, num_bytes: float) -> float:
+            return times * costs.sharing_seconds(groups, int(num_bytes), operation)
+
+        def exposed(seconds: float, meanwhile: str) -> float:
+            if not seconds or not setup.bucket_bytes or not meanwhile:
                 return seconds
             of_block = (getattr(each.variant, meanwhile).per_block / each.variant.row_chunks for each in stages)
             return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
 
-        result = 0.0
-        if zero < 2:
-            result += exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
-        if zero in (1, 2):
-            is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.z == 1
-            result += exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
-        return result
+        reduce, gather = exchange_of(setup, zero, part, seconds_of)
+        is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.z == 1
+        return exposed(reduce, "backward") + exposed(gather, "forward" if is_early else "")
 
     def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
         """Say whether one of some stages has memory for so many more microbatches in flight."""

@@ -1,13 +1,14 @@
 """Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
-Blocks are equal, so a stage of k blocks takes a fixed part (of the embedding or the head) and k times the same.
+A stage of k blocks takes a fixed part (of the embedding or the head) and k times the mean of all blocks, each kind as
+often as the model has it: which ones a stage has is not known before all are cut. A simulation takes those that it has.
 Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a prediction, but for rounding
 and for tiles that exchange with tiles of different grids, about which a search knows only roughly.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -263,10 +264,16 @@ class StageCosts:
         parts: int | None = None,
     ) -> Passes:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
-        in so many parts, or in the best number."""
-        site, parts = self.site(number, grid, holders), parts or self.part_count(number, grid)
-        what = site, layer, rows, recompute, parts
-        return Passes(*(self.prices.price(name, *what).seconds for name in ("forward", "backward")))
+        in so many parts, or in the best number. `BLOCK` is the mean of all blocks, by kind."""
+        what = self.site(number, grid, holders), rows, recompute, parts or self.part_count(number, grid)
+        return Passes(*(self._mean_seconds(name, layer, *what) for name in ("forward", "backward")))
+
+    def _mean_seconds(self, name: str, layer: Interval, site: Site, *way) -> float:
+        return sum(share * self.prices.price(name, site, kind, *way).seconds for kind, share in self._kinds(layer))
+
+    def _kinds(self, layer: Interval) -> Iterable[tuple[Interval, float]]:
+        """Return the kinds of layers that one stands for, with the share of each."""
+        return self.setup.block_kinds.items() if layer == BLOCK else ((layer, 1.0),)
 
     def _both_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what both passes over a layer take a rank; of many rows it is a line between powers of two."""
@@ -278,8 +285,8 @@ class StageCosts:
 
     def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what of a backward pass makes gradients of weights."""
-        site = self.site(number, grid, ALONE)
-        return self.prices.price("backward_weight", site, layer, rows, recompute, self.part_count(number, grid)).seconds
+        way = rows, recompute, self.part_count(number, grid)
+        return self._mean_seconds("backward_weight", layer, self.site(number, grid, ALONE), *way)
 
     def _part_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -320,7 +327,11 @@ class StageCosts:
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if offload in ("activations", "all"):
-            moved = stage.rows * layer_moved(self.setup, stage.choice.grid, BLOCK, recompute, stage.rows)
+            way = recompute, stage.rows
+            each = (
+                share * layer_moved(self.setup, stage.choice.grid, kind, *way) for kind, share in self._kinds(BLOCK)
+            )
+            moved = stage.rows * sum(each)
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
             forward = BlockLine(forward.fixed, max(forward.per_block, copies))
             exposed = 0.0 if stage.ends[1] else copies
@@ -388,7 +399,8 @@ class StageCosts:
         fixed = of(EMBEDDING) * is_first + of(self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
             fixed += of(EMBEDDING)
-        return BlockLine(fixed / grid.z, of(BLOCK) / grid.z)
+        of_blocks = sum(share * of(kind) for kind, share in self._kinds(BLOCK))
+        return BlockLine(fixed / grid.z, of_blocks / grid.z)
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
@@ -403,8 +415,9 @@ class StageCosts:
         splits = not ends[0] and row_chunks == 1 and not moves and self.splits_backward(grid, recompute, stage.zero)
         block, others = self.row_bytes(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
-        sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
-        pair = self.elements_of(grid, BLOCK) + max(sizes)
+        blocks = [self.elements_of(grid, kind) for kind in setup.block_kinds]
+        sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.layers(ends, 0))]
+        pair = max(blocks) + max(sizes)
         fixed = messages * message_bytes(setup, grid, stage.rows)
         fixed += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
         in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.stack.is_hpctrain else (0.0, 0.0, NOTHING)
@@ -424,7 +437,8 @@ class StageCosts:
         `largest` are the weights of the largest layer, and a bucket has whole layers.
         """
         setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0, self.setup.bucket_bytes
-        items = (1, 2, *(0,) * stage.ends[0], *(setup.head.start,) * stage.ends[1])
+        layers = (*setup.block_kinds, *self.layers(stage.ends, 0))
+        items = tuple(item for layer in layers for item in range(*layer))
         unit, where = SUMMED_BYTES * largest_unit(setup, grid, items), (stage.pool, grid, stage.exchanging)
         if "z" in setup.overlaps and grid.z > 1:
             tile = self.site(*where).tile
@@ -455,6 +469,13 @@ class StageCosts:
         """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with, of
         so many at once: of other numbers than one and several those of the head alone differ."""
         options = {"offloads": moves, "splits": splits, "rows": rows}
-        one, two = (row_bytes(self.setup, grid, self.layers(ends, n), recompute, **options) for n in (1, 2))
-        block = two.minus(one)
-        return block, one.minus(block)._replace(computing=two.computing)
+
+        def bytes_of(*blocks: Interval) -> RowBytes:
+            layers = [*[EMBEDDING] * ends[0], *blocks, *[self.head] * ends[1]]
+            return row_bytes(self.setup, grid, layers, recompute, **options)
+
+        one, pairs = bytes_of(BLOCK), [(bytes_of(BLOCK, kind), share) for kind, share in self._kinds(BLOCK)]
+        first, _ = pairs[0]
+        each = zip(*([share * more for more in pair.minus(one)] for pair, share in pairs), strict=True)
+        computing = max(pair.computing for pair, _ in pairs)
+        return RowBytes(*map(sum, each)), one.minus(first.minus(one))._replace(computing=computing)
