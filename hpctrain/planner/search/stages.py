@@ -268,8 +268,8 @@ class StageCosts:
         what = self.site(number, grid, holders), rows, recompute, parts or self.part_count(number, grid)
         return Passes(*(self._mean_seconds(name, layer, *what) for name in ("forward", "backward")))
 
-    def _mean_seconds(self, name: str, layer: Interval, site: Site, *way) -> float:
-        return sum(share * self.prices.price(name, site, kind, *way).seconds for kind, share in self._kinds(layer))
+    def _mean_seconds(self, name: str, layer: Interval, site: Site, *options) -> float:
+        return sum(share * self.prices.price(name, site, kind, *options).seconds for kind, share in self._kinds(layer))
 
     def _kinds(self, layer: Interval) -> Iterable[tuple[Interval, float]]:
         """Return the kinds of layers that one stands for, with the share of each."""
@@ -285,8 +285,8 @@ class StageCosts:
 
     def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what of a backward pass makes gradients of weights."""
-        way = rows, recompute, self.part_count(number, grid)
-        return self._mean_seconds("backward_weight", layer, self.site(number, grid, ALONE), *way)
+        options = rows, recompute, self.part_count(number, grid)
+        return self._mean_seconds("backward_weight", layer, self.site(number, grid, ALONE), *options)
 
     def _part_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -327,9 +327,9 @@ class StageCosts:
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if offload in ("activations", "all"):
-            way = recompute, stage.rows
+            options = recompute, stage.rows
             each = (
-                share * layer_moved(self.setup, stage.choice.grid, kind, *way) for kind, share in self._kinds(BLOCK)
+                share * layer_moved(self.setup, stage.choice.grid, kind, *options) for kind, share in self._kinds(BLOCK)
             )
             moved = stage.rows * sum(each)
             copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
