@@ -74,7 +74,7 @@ def one_tensor(folder: Path, ranks: int = 8) -> dict:
         layout = lay_out({rank: count})
         buffer = np.random.default_rng(rank).random(-(-count // 32768) * 32768, np.float32).view(np.uint8)
         blocks = write_stream(partial / part_name(rank), layout, rank, buffer)
-        written.append(WrittenStream(rank, layout.streams[rank][0].offset, blocks, layout.describe(part_name(rank))))
+        written.append(WrittenStream(rank, layout.streams[rank].offset, blocks, layout.describe(part_name(rank))))
     write_tables(partial, contents, written, 1)
     commit(partial, job.checkpoint)
     path = latest_checkpoint(folder)
@@ -136,7 +136,7 @@ def tables(folder: Path, ranks: int, by_node: bool) -> dict:
             blocks = np.full(num_blocks(count), zeros, BLOCK)
             blocks[-1] = zlib.crc32(bytes(4 * count - (len(blocks) - 1) * BLOCK_BYTES))
             described = layout.describe(part_name(part)) if rank == first else None
-            written.append(WrittenStream(part, layout.streams[rank][0].offset, blocks, described))
+            written.append(WrittenStream(part, layout.streams[rank].offset, blocks, described))
     before, since = _peak_bytes(), time.perf_counter()
     write_tables(partial, contents, written, 1)
     write_seconds = time.perf_counter() - since

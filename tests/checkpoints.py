@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import MANIFEST, RECTANGLE, part_name, seal, tensor_shapes
-from hpctrain.checkpoint.parts import compress, lay_out, write_stream
+from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.config.job import Checkpoint, load_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.uniform import resolve_plan
@@ -60,7 +60,6 @@ def write_checkpoint(
     step: int = 1,
     writers: int = 3,
     parts: int = 2,
-    compression: bool = False,
     seed: int = 0,
     validation_loss: float | None = None,
     keep: Checkpoint | None = None,
@@ -89,14 +88,13 @@ def write_checkpoint(
         buffers.append(np.concatenate([data, np.zeros(-len(data) % (128 << 10), np.uint8)]))
     elements = [sum(map(len, each)) for each in values]
     written = []
-    parts = writers if compression else parts
     for part in range(parts):
         members = {writer: elements[writer] for writer in range(writers) if writer * parts // writers == part}
-        layout = lay_out(members, compress(buffers[part]) if compression else None)
+        layout = lay_out(members)
         for writer in members:
             blocks = write_stream(partial / part_name(part), layout, writer, buffers[writer])
             described = layout.describe(part_name(part)) if writer == min(members) else None
-            written.append(WrittenStream(part, layout.streams[writer][0].offset, blocks, described))
+            written.append(WrittenStream(part, layout.streams[writer].offset, blocks, described))
     plan = resolve_plan(job, 1).plan
     about = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": "61 tokens", "tokenizer": json.dumps({})}
     contents = Contents(shapes, [np.array(each, RECTANGLE) for each in rectangles], elements, about)

@@ -347,7 +347,7 @@ def _write_parts(
         starts = np.cumsum([0, *(array.size for array in arrays)]).tolist()
         layout, name = lay_out({number: starts[-1]}), part_name(number)
         checksums = write_stream(folder / name, layout, number, np.concatenate(arrays).view(np.uint8))
-        written.append(WrittenStream(number, layout.streams[number][0].offset, checksums, layout.describe(name)))
+        written.append(WrittenStream(number, layout.streams[number].offset, checksums, layout.describe(name)))
         rows = [
             (names.index(block.name), 0, (block.start, block.stop), (0, block.columns), start)
             for block, start in zip(blocks, starts[:-1], strict=True)

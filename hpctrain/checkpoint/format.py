@@ -63,7 +63,7 @@ RECTANGLE = np.dtype(
 BLOCK = np.dtype("<u4")
 """The CRC-32 of a block."""
 STORED_BLOCK = np.dtype([("offset", "<u8"), ("bytes", "<u4"), ("crc32", "<u4")])
-"""A compressed block: where it is in its part, and the CRC-32 of what is stored."""
+"""A compressed block of an older version: where it is in its part, and the CRC-32 of what is stored."""
 
 Whole = Annotated[int, Field(ge=0)]
 Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
@@ -115,6 +115,7 @@ class Manifest(Table):
     validation_loss: float | None = None
     block_bytes: Annotated[int, Field(ge=4, le=1 << 30, multiple_of=4)] = BLOCK_BYTES
     compression: Literal["gzip"] | None = None
+    """Of blocks; older versions could compress them."""
     files: dict[str, SmallFile]
     tensors: Several[Tensor]
     parts: Several[Part]

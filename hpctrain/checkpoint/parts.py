@@ -10,23 +10,19 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, STORED_BLOCK, Part, stream_name
+from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, Part, stream_name
 
 LARGE_BYTES, LARGE_ALIGNMENT, ALIGNMENT = 16 << 20, 1 << 20, 4096
 """Large streams begin at a multiple of the stripe size of parallel file systems, others at one of a page."""
 AT_ONCE_BYTES = 8 << 20
 SYNC_BYTES = 64 << 20
 """After so many bytes a thread syncs what is written, so that the sync at the end has little to do."""
-COMPRESSION_LEVEL = 1
-BOTH_FILTERS = 0b11
-"""The filter mask of a chunk that neither shuffle nor deflate was applied to."""
 
 
 class SparseFile(io.FileIO):
@@ -60,61 +56,45 @@ class PartLayout:
     """The places of everything in a part that several ranks write."""
 
     num_bytes: int
-    streams: dict[int, tuple[Extent, ...]]
-    """By rank: one extent, or one for each compressed block."""
+    streams: dict[int, Extent]
+    """By rank."""
     writes: tuple[tuple[int, bytes], ...]
     """What HDF5 needs, all that is in no stream: offsets and bytes."""
     rest_crc32: int
-    is_compressed: bool = False
 
     def describe(self, file: str) -> Part:
         return Part(file=file, bytes=self.num_bytes, rest_crc32=self.rest_crc32)
 
 
-def lay_out(elements: dict[int, int], stored: Sequence[int] | None = None) -> PartLayout:
-    """Return the layout of a part with a flat fp32 array for each rank, by its number of elements.
-
-    `stored` are the bytes of the compressed blocks of the only rank; a block as long as it was is stored as it is.
-    """
+def lay_out(elements: dict[int, int]) -> PartLayout:
+    """Return the layout of a part with a flat fp32 array for each rank, by its number of elements."""
     streams = {}
     large = any(4 * count >= LARGE_BYTES for count in elements.values())
-    interval = 1 if stored is not None else LARGE_ALIGNMENT if large else ALIGNMENT
+    interval = LARGE_ALIGNMENT if large else ALIGNMENT
     aligned = {"alignment_threshold": ALIGNMENT, "alignment_interval": interval}
     with SparseFile() as file:
         with h5py.File(file, "w", libver="latest", **aligned) as part:  # pyright: ignore[reportArgumentType] - numbers
             for rank, count in elements.items():
-                streams[rank] = _allocate(part, stream_name(rank), count, stored)
+                streams[rank] = _allocate(part, stream_name(rank), count)
         num_bytes = file.num_bytes
-        taken = [extent for extents in streams.values() for extent in extents]
-        rest = [(offset, os.pread(file.fileno(), size, offset)) for offset, size in gaps(taken, num_bytes)]
+        gaps_here = gaps(list(streams.values()), num_bytes)
+        rest = [(offset, os.pread(file.fileno(), size, offset)) for offset, size in gaps_here]
     crc32 = 0
     for _, data in rest:
         crc32 = zlib.crc32(data, crc32)
-    return PartLayout(num_bytes, streams, tuple(rest), crc32, stored is not None)
+    return PartLayout(num_bytes, streams, tuple(rest), crc32)
 
 
-def _allocate(part: h5py.File, name: str, count: int, stored: Sequence[int] | None) -> tuple[Extent, ...]:
-    """Allocate an array of a part, or the compressed chunks of one; return where it will be, or each of them."""
+def _allocate(part: h5py.File, name: str, count: int) -> Extent:
+    """Allocate an array of a part; return where it will be."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    create = partial(h5py.h5d.create, part.id, name.encode(), h5py.h5t.IEEE_F32LE)
-    if stored is None:
-        properties.set_layout(h5py.h5d.CONTIGUOUS)
-        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        dataset = create(h5py.h5s.create_simple((count,)), properties)
-        return (Extent(dataset.get_offset(), 4 * count),)
-    properties.set_chunk((BLOCK_BYTES // 4,))
-    properties.set_shuffle()
-    properties.set_deflate(COMPRESSION_LEVEL)
-    # Without a limit, as a chunk may be longer than what is there.
-    dataset = create(h5py.h5s.create_simple((count,), (h5py.h5s.UNLIMITED,)), properties)
-    zeros, at = bytes(BLOCK_BYTES), {}
-    for number, num_bytes in enumerate(stored):
-        mask = BOTH_FILTERS if num_bytes == BLOCK_BYTES else 0
-        dataset.write_direct_chunk((number * BLOCK_BYTES // 4,), zeros[:num_bytes], filter_mask=mask)
-    dataset.chunk_iter(lambda chunk: at.__setitem__(chunk.chunk_offset[0], Extent(chunk.byte_offset, chunk.size)))
-    return tuple(at[start] for start in sorted(at))
+    properties.set_layout(h5py.h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    space = h5py.h5s.create_simple((count,))
+    dataset = h5py.h5d.create(part.id, name.encode(), h5py.h5t.IEEE_F32LE, space, properties)
+    return Extent(dataset.get_offset(), 4 * count)
 
 
 def gaps(extents: Sequence[Extent], num_bytes: int) -> Iterator[Extent]:
@@ -128,23 +108,9 @@ def gaps(extents: Sequence[Extent], num_bytes: int) -> Iterator[Extent]:
         yield Extent(at, num_bytes - at)
 
 
-def compress(buffer: np.ndarray) -> list[int]:
-    """Compress each block of uint8 `buffer` in place; return how many bytes of each block are taken now.
-
-    A block that would not become shorter stays as it is.
-    """
-    stored = []
-    for start in range(0, len(buffer), BLOCK_BYTES):
-        block = buffer[start : start + BLOCK_BYTES]
-        packed = zlib.compress(block.reshape(-1, 4).T.tobytes(), COMPRESSION_LEVEL)
-        if len(packed) < BLOCK_BYTES:
-            block[: len(packed)] = np.frombuffer(packed, np.uint8)
-        stored.append(min(len(packed), BLOCK_BYTES))
-    return stored
-
-
 def decompress(data: bytes | bytearray, block_bytes: int) -> bytes | bytearray:
-    """Return a block of `block_bytes` that `compress` has packed. Raises zlib.error, ValueError."""
+    """Return a block of `block_bytes` as older versions packed it: bytes sorted by their place in a number, deflated,
+    or as they were. Raises zlib.error, ValueError."""
     if len(data) == block_bytes:
         return data
     result = np.frombuffer(zlib.decompress(data, bufsize=block_bytes), np.uint8)
@@ -156,34 +122,31 @@ def write_stream(path: Path, layout: PartLayout, rank: int, buffer: np.ndarray) 
 
     Returns the blocks. Raises OSError; the others of the part may write at the same time.
     """
-    extents = layout.streams.get(rank, ())
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
     try:
         if rank == min(layout.streams):
             for offset, data in layout.writes:
                 _write(handle, memoryview(data), offset)
             os.ftruncate(handle, layout.num_bytes)
-        write = _write_compressed if layout.is_compressed else _write_plain
-        blocks = write(handle, extents, buffer)
+        blocks = _write_array(handle, layout.streams[rank], buffer)
         os.fsync(handle)
     finally:
         os.close(handle)
     return blocks
 
 
-def _write_plain(handle: int, extents: Sequence[Extent], buffer: np.ndarray) -> np.ndarray:
+def _write_array(handle: int, extent: Extent, buffer: np.ndarray) -> np.ndarray:
     """Write while a thread computes the CRC-32s and another moves what is written on to the disk."""
     crcs, synced, since = [], [], 0
     with ThreadPoolExecutor(1, "checksums") as checker, ThreadPoolExecutor(1, "sync") as sync:
-        for offset, num_bytes in extents:
-            for start in range(0, num_bytes, AT_ONCE_BYTES):
-                some = buffer.data[start : min(start + AT_ONCE_BYTES, num_bytes)]
-                crcs.append(checker.submit(checksums, some))
-                _write(handle, some, offset + start)
-                since += len(some)
-                if since >= SYNC_BYTES:
-                    synced.append(sync.submit(os.fdatasync, handle))
-                    since = 0
+        for start in range(0, extent.num_bytes, AT_ONCE_BYTES):
+            some = buffer.data[start : min(start + AT_ONCE_BYTES, extent.num_bytes)]
+            crcs.append(checker.submit(checksums, some))
+            _write(handle, some, extent.offset + start)
+            since += len(some)
+            if since >= SYNC_BYTES:
+                synced.append(sync.submit(os.fdatasync, handle))
+                since = 0
         for each in synced:
             each.result()
         return np.array([crc32 for each in crcs for crc32 in each.result()], BLOCK)
@@ -192,15 +155,6 @@ def _write_plain(handle: int, extents: Sequence[Extent], buffer: np.ndarray) -> 
 def checksums(some: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
     """Return the CRC-32 of each block."""
     return [zlib.crc32(some[at : at + block_bytes]) for at in range(0, len(some), block_bytes)]
-
-
-def _write_compressed(handle: int, extents: Sequence[Extent], buffer: np.ndarray) -> np.ndarray:
-    blocks = np.zeros(len(extents), STORED_BLOCK)
-    for number, (offset, num_bytes) in enumerate(extents):
-        data = buffer.data[number * BLOCK_BYTES :][:num_bytes]
-        blocks[number] = offset, num_bytes, zlib.crc32(data)
-        _write(handle, data, offset)
-    return blocks
 
 
 def _write(handle: int, view: memoryview, offset: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, RECTANGLE, Part, part_name, tensor_shapes
-from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
+from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import StateTensor, tensors_of, writing
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
@@ -121,10 +121,9 @@ class Saver:
         rectangles = world.gather_objects(self._own.rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
-        self._is_compressed = job.checkpoint.compression != "none"
         self._part, members = self._part_of(counts)
         self._members = {rank: counts[rank] for rank in members}
-        self._layout: PartLayout | None = None if self._is_compressed or not self._members else lay_out(self._members)
+        self._layout = lay_out(self._members) if self._members else None
         self._buffer: torch.Tensor | None = None
         self._background: Future | None = None
         self._committing = False
@@ -137,7 +136,7 @@ class Saver:
     def _part_of(self, counts: list[int]) -> tuple[int, tuple[int, ...]]:
         """Return the number of the part that this rank writes into, and its ranks; none where it has no elements."""
         own, world, parts = self._world.rank, self._world, self._keeping.parts
-        by_node = (parts == "node" or (parts == "auto" and world.size > BY_NODE_ABOVE)) and not self._is_compressed
+        by_node = parts == "node" or (parts == "auto" and world.size > BY_NODE_ABOVE)
         groups: dict[object, list[int]] = {}
         for rank, count in enumerate(counts):
             if count:
@@ -198,12 +197,11 @@ class Saver:
         if bad := self._not_finite(buffer):
             raise CorruptionError(bad)
         layout, rank = self._layout, self._world.rank
-        if layout is None:
-            layout = lay_out(self._members, compress(buffer))
+        assert layout is not None, "who has members writes"
         name = part_name(self._part)
         blocks = write_stream(self._partial / name, layout, rank, buffer)
         part: Part | None = layout.describe(name) if rank == min(self._members) else None
-        return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
+        return WrittenStream(self._part, layout.streams[rank].offset, blocks, part)
 
     def check_finite(self, step: int) -> None:
         """Refuse a state after `step` from which nobody could continue. All ranks must call.

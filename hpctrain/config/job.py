@@ -216,8 +216,6 @@ class Checkpoint(Table):
     latest or not at all; step-00000100: from that one."""
     parts: Literal["auto", "rank", "node"] = "auto"
     """Who writes a file: each rank, or the ranks of a node together; auto: a node from 513 ranks on."""
-    compression: Literal["none", "gzip"] = "none"
-    """gzip: without loss, as HDF5 does, after sorting bytes by their place; a part a rank."""
     on_error: Literal["stop", "continue"] = "stop"
     """What happens where a checkpoint cannot be written: the run stops, or trains on and says so."""
 

@@ -43,7 +43,6 @@ must_fit = false
 """
 LAYOUTS = {
     "one": (1, ("plan.data=1",)),
-    "tensor-gzip": (4, ("plan.tensor.x=2", "plan.tensor.y=2", 'checkpoint.compression="gzip"')),
     "pipeline-node": (4, ("plan.pipeline=2", "plan.data=2", 'checkpoint.parts="node"')),
     "sharded": (4, ("plan.tensor.z=2", "plan.data=2", "plan.zero=3", "plan.microbatch=4")),
     "offload-optimizer": (1, ('plan.offload="optimizer"',)),

@@ -18,7 +18,7 @@ from tests.ranks.test_tilings import MICROBATCHES, MODELS, ROWS, TOLERANCE, job_
 from tests.tilings import tilings
 
 FIRST_STEPS, MORE_STEPS = 2, 2
-KEYS = ({}, {"parts": "node"}, {"compression": "gzip"})
+KEYS = ({}, {"parts": "node"})
 
 
 @st.composite

@@ -88,9 +88,8 @@ def test_a_snapshot_is_not_changed_by_later_steps(world, tokens, folder, monkeyp
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("keys", [{"parts": "node"}, {"compression": "gzip"}])
-def test_parts_by_node_and_compressed_ones_have_the_same_numbers(world, tokens, folder, keys):
-    for name, more in (("plain", {}), ("other", keys)):
+def test_a_part_of_a_node_has_the_same_numbers(world, tokens, folder):
+    for name, more in (("plain", {}), ("other", {"parts": "node"})):
         trainer = make_trainer(world, job_of(tokens, **more))
         trainer.initialise()
         trainer.save(folder / name, {})
@@ -99,13 +98,7 @@ def test_parts_by_node_and_compressed_ones_have_the_same_numbers(world, tokens, 
         assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
         path = latest_checkpoint(folder / "other")
         verify_checkpoint(path)
-        assert len(list(path.glob("part-*"))) == (1 if keys == {"parts": "node"} else world.size)
-        if "compression" in keys:
-            sizes = [
-                sum(part.stat().st_size for part in latest_checkpoint(folder / name).glob("part-*"))
-                for name in ("plain", "other")
-            ]
-            assert sizes[1] < sizes[0] / 2, "moments are zero before the first step"
+        assert len(list(path.glob("part-*"))) == 1
     world.agree(None)
 
 
