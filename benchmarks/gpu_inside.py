@@ -333,7 +333,7 @@ SETTINGS = {
 @command.command()
 @click.argument("job")
 def settings(job: str):
-    """Seconds of a step by keys of the job that cost time, each in its turn; products in 8 bits against the job's."""
+    """Seconds of a step by keys of the job that cost time, each in its turn."""
     few = ["model.num_layers=4"] if DEVICE.type == "cuda" else []
     result: dict = {"step_seconds": {}, "could_not": {}}
     with started_world() as world:
@@ -346,37 +346,7 @@ def settings(job: str):
             seconds = [trainer.step(training)[0]["step_seconds"] for _ in range(5)][2:]
             result["step_seconds"][name] = statistics.median(seconds)
             keep(result)
-    print(json.dumps(result | {"products": _product_seconds(load_job(job))}))
-
-
-def _product_seconds(job: Job) -> dict[str, float]:
-    """Return what the three products of a linear layer take, in the job's dtype and with operands of 8 bits."""
-    from hpctrain.model.operators.scaled_products import (
-        add_scaled_product,
-        forward_product,
-        has_scaled_products,
-        input_gradient,
-    )
-
-    dtype = DTYPES[job.train.dtype or "fp32"]
-    hidden, inner = job.model.hidden_size, job.model.description.blocks[0].mlp.up_size
-    tokens = 16384 if DEVICE.type == "cuda" else 256
-    x, dy = (torch.randn(tokens, size, device=DEVICE, dtype=dtype) for size in (hidden, inner))
-    weight = torch.randn(inner, hidden, device=DEVICE, dtype=dtype)
-    grad = torch.zeros(inner, hidden, device=DEVICE)
-
-    def of_dtype() -> None:
-        x @ weight.t(), dy @ weight, dy.t() @ x
-
-    def in_8_bits() -> None:
-        forward_product(x, weight), input_gradient(dy, weight)
-        add_scaled_product(grad, dy, x, overwrite=True)
-
-    return {
-        "dtype_seconds": seconds_of(of_dtype),
-        "8_bits_seconds": seconds_of(in_8_bits),
-        "has_scaled_products": float(has_scaled_products(DEVICE, dtype)),
-    }
+    print(json.dumps(result))
 
 
 class _OneRank:

@@ -52,7 +52,6 @@ LEFT_OUT = {
 ON_TWO_RANKS_ALONE = {
     "ranks/test_precision": {
         "fp16_skips_the_same_steps_on_all_layouts_and_follows_one_rank": (),
-        "products_in_fp8_follow_one_rank_on_all_layouts": (),
     },
 }
 """What has nothing more to show on more ranks."""

@@ -18,7 +18,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_error
 from hpctrain.config.job import Job, Model
-from hpctrain.config.saved import ignore, saved_job
+from hpctrain.config.saved import ignore, saved_job, with_other_numbers
 from hpctrain.config.tables import explain
 from hpctrain.model.storage.groups import StoredRegion
 from hpctrain.model.storage.shard import Shard
@@ -211,6 +211,11 @@ def check_same_run(
     """
     with Index(checkpoint) as index:
         their_job = read_job(index, say)
+        if gone := with_other_numbers(json.loads(index.about["job"])):
+            raise CheckpointError(
+                f"{checkpoint}: was trained with {gone}, which is gone, so that other numbers would follow; inspect,"
+                " evaluate or export it, or start a new run from its weights (train.start_from)"
+            )
         plan, their_data, cluster = read_plan(index, their_job, say), index.about["data"], _read_cluster(index)
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -265,19 +265,6 @@ class Job(Table):
     watch: Watch = Watch()
 
     other_names: ClassVar = OTHER_NAMES
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_for_fp8(cls, tree: Any) -> Any:
-        """Replace `train.dtype = "fp8"` by what it is short for; what the file says of `linear` itself counts."""
-        train = tree.get("train") if isinstance(tree, dict) else None
-        if not isinstance(train, dict) or train.get("dtype") != "fp8":
-            return tree
-        precision = tree.get("precision", {})
-        overrides = precision.get("overrides", {}) if isinstance(precision, dict) else None
-        if isinstance(overrides, dict):  # else that is the mistake to report
-            precision = precision | {"overrides": {"linear": "fp8"} | overrides}
-        return tree | {"train": train | {"dtype": "bf16"}, "precision": precision}
 
     def dtype_of(self, family: str) -> str:
         """Return the dtype that ranks of a family compute in. The job is resolved."""

@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from hpctrain.config.errors import JobError
 from hpctrain.config.tables import AUTO, Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
-    Trained = Operator = Computed = str
+    Trained = Operator = str
 else:
     Trained = Literal["fp32", "bf16", "fp16"]
-    Computed = Literal["fp32", "bf16", "fp16", "fp8"]
     Operator = Literal["linear", "attention", "rotary", "activation", "head"]
 
 
@@ -23,37 +21,15 @@ class Precision(Table):
     """The dtype of some families, such as `{v100 = "fp16"}`; all others have `train.dtype`."""
     wire: Annotated[Trained | None, AUTO] = None
     """Of activations and their gradients between tiles of different dtypes; auto: fp32, which loses nothing."""
-    overrides: dict[Operator, Computed] = Field(default_factory=dict)
-    """Operators that compute in another dtype on all families, such as `{attention = "fp32"}`; `{linear = "fp8"}`:
-    products of blocks round their operands to 8 bits, with a scale for each tensor."""
+    overrides: dict[Operator, Trained] = Field(default_factory=dict)
+    """Operators that compute in another dtype on all families, such as `{attention = "fp32"}`."""
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0
     """Where a family trains in fp16: by what the loss is multiplied in the first step. It is halved when a gradient
     overflows, and that step changes no weights."""
     loss_scale_window: Annotated[int, Field(ge=1)] = 1000
     """After so many steps without overflow the scale is doubled."""
 
-    @field_validator("overrides")
-    @classmethod
-    def _only_products_in_8_bits(cls, overrides: dict[str, str]) -> dict[str, str]:
-        for operator, dtype in overrides.items():
-            if dtype == "fp8" and operator != "linear":
-                raise ValueError(f"{operator} cannot compute in fp8, only linear can; set another dtype for {operator}")
-        return overrides
 
-    def check_fp8(self, kinds: Mapping[str, str]) -> None:
-        """Refuse products in fp8 on devices; `kinds` are those of the families that compute. Raises JobError."""
-        devices = [family for family, kind in kinds.items() if kind != "cpu"]
-        if devices and self.overrides.get("linear") == "fp8":
-            raise JobError(
-                f'train.dtype or precision.overrides.linear is "fp8", but {", ".join(devices)} computes on devices: to'
-                f" round an operand there takes {ROUNDING_KERNELS} kernels, so {2 * ROUNDING_KERNELS} for each product,"
-                ' and it was not shown yet that this is faster than bf16; set train.dtype = "bf16" and no'
-                " precision.overrides.linear"
-            )
-
-
-ROUNDING_KERNELS = 19
-"""Of `model.operators.scaled_products.round_to_8_bits`, counted by its test."""
 TRAINED_DTYPES = ("bf16", "fp16", "fp32")
 LEAST_HALF_SPEEDUP = 1.5
 """By how much large products must be faster in half precision than in fp32 for it to be taken.

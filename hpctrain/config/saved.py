@@ -22,8 +22,10 @@ from hpctrain.config.tables import as_table, toml_value
 SCHEMA = 1
 """The schema of what is written now: one more whenever a key or a value of jobs or plans goes."""
 KEY = "schema"
-GONE_VALUES: Mapping[str, Mapping[Any, Any]] = {}
-"""By dotted key of a job: what a value that is gone is read as."""
+GONE_VALUES: Mapping[str, Mapping[Any, Any]] = {"precision.overrides.linear": {"fp8": None}}
+"""By dotted key of a job: what a value that is gone is read as; None: as if the key were not there."""
+OTHER_NUMBERS = {"precision.overrides.linear": "fp8"}
+"""Values that are gone and without which a run has other numbers, so that none goes on."""
 GONE_TILE_VALUES: Mapping[str, Mapping[Any, Any]] = {}
 """By key of a plan's tile."""
 
@@ -65,7 +67,9 @@ def saved_job(
     for key, values in GONE_VALUES.items():
         *sections, last = key.split(".")
         section = reduce(lambda under, name: as_table(under.get(name)), sections, result)
-        section |= replaced({last: section[last]}, {last: values}, where, say) if last in section else {}
+        if last in section:
+            now = replaced({key: section.pop(last)}, {key: values}, where, say)[key]
+            section |= {} if now is None else {last: now}
     model = as_table(result.get("model"))
     with suppress(KeyError, TypeError, ValueError):  # what is wrong with it is reported when it is checked
         for key in unread_keys(model):
@@ -89,9 +93,18 @@ def replaced(
     for key, values in gone.items():
         if isinstance(value := result.get(key), str) and value in values:
             result[key] = values[value]
-            now = toml_value(values[value])
-            say(f"{where}: is of an older version; {key} = {toml_value(value)} is gone and is read as {now}")
+            now = "left out" if values[value] is None else f"read as {toml_value(values[value])}"
+            say(f"{where}: is of an older version; {key} = {toml_value(value)} is gone and is {now}")
     return result
+
+
+def with_other_numbers(tree: Mapping[str, Any]) -> str:
+    """Return what of a saved job is gone and gave other numbers, such as `precision.overrides.linear = "fp8"`."""
+    for key, value in OTHER_NUMBERS.items():
+        *sections, last = key.split(".")
+        if reduce(lambda under, name: as_table(under.get(name)), sections, dict(tree)).get(last) == value:
+            return f"{key} = {toml_value(value)}"
+    return ""
 
 
 def unknown_keys(tree: dict[str, Any], table: type[BaseModel]) -> list[tuple[Any, ...]]:

@@ -67,8 +67,6 @@ def with_overlap(job: Job, described: Described, plan: Plan | None = None) -> tu
     Without a plan what cuts rows stays as it is.
     """
     cluster, pretended = described.cluster, described.is_rehearsed
-    if not pretended:
-        job.precision.check_fp8({name: family.kind for name, family in cluster.families.items()})
     overlap, resolved = resolve_on(job, cluster, pretended, plan)
     kernels = job.kernels if pretended else job.kernels.assumed(cluster)
     if kernels.fused and job.kernels.fused is None:

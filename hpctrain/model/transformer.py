@@ -23,7 +23,6 @@ from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels
-from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.recompute import Dropping, Pack, Recompute, keep, keeping_inputs
 from hpctrain.model.storage.store import Store
@@ -111,7 +110,7 @@ class LayerModule:
         return NormLayer(weights, self.axes.x, self.model.hidden_size, of, self.kernels.run)
 
     def make_linear(
-        self, weights: list[Weight], biases: list[Weight], input_axis: Axis, output_axis: Axis, in_8_bits=False, parts=1
+        self, weights: list[Weight], biases: list[Weight], input_axis: Axis, output_axis: Axis, parts=1
     ) -> Linear:
         """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
         cuts_positions, y = self.axes.sequence_parallel, self.axes.y
@@ -122,7 +121,6 @@ class LayerModule:
             output_axis,
             gathers=cuts_positions and output_axis is y,
             scatters=cuts_positions and input_axis is y,
-            in_8_bits=in_8_bits,
             parts=parts,
             keeps_whole=self._recompute == "full",  # the backward pass follows at once, so that it is kept for a moment
         )
@@ -189,12 +187,10 @@ class Block(LayerModule):
             for each in "qk"
             if (of := attention.head_norm)
         ]
-        dtype = self._computing.dtypes.get("linear")
-        in_8_bits = dtype == FP8
-        self._linear_dtype = None if in_8_bits else dtype
+        self._linear_dtype = self._computing.dtypes.get("linear")
         x, y, parts = self.axes.x, self.axes.y, self._computing.parts
         self.qkv, self.out, self.up, self.down = (
-            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *cut_by, in_8_bits, parts)
+            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *cut_by, parts)
             for names, cut_by in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = attention.heads // y.size

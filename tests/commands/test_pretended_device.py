@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config.errors import CommError, JobError, TopologyError
+from hpctrain.config.errors import CommError, TopologyError
 from tests import clusters
 from tests.pretended_faults import FAULT_VARIABLE, MOVED, REFUSED, TWO_SIZES, UNSEEN
 from tests.started import BIN, COMPLAINED, Finished
@@ -80,15 +80,6 @@ def test_train_detects_probes_searches_and_trains_on_devices_and_hosts(started, 
 def test_align_compares_the_operators_of_a_device(started, folder):
     done = started("align", "job.toml", "--tokens", "32", devices=1, hosts=0, cwd=folder)
     assert "1 x h200 (NVIDIA H200)" in done.out and "aligned" in done.out.splitlines()[-1], done.out
-
-
-@pytest.mark.timeout(120)
-def test_products_in_fp8_are_refused_on_a_device(started, hpctrain, folder):
-    """With ranks, and on a login node for the description of a machine."""
-    done = started(
-        "train", "job.toml", "--set", "train.dtype=fp8", devices=1, hosts=0, cwd=folder, code=JobError.exit_code
-    )
-    assert "h200 computes on devices" in done.err and "19 kernels" in done.err, done.err
 
 
 @pytest.mark.timeout(120)

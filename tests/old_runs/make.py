@@ -2,8 +2,7 @@
 
 NAME is the folder to make beside this file, such as the date of the state that writes it. It gets a token file, a job,
 and a run folder of each layout, stopped after its second step of three. `losses.json` has the losses of all three steps
-as one rank computes them without a stop. A layout whose losses are others (fp8) has a file of its own, such as
-`losses-fp8.json`.
+as one rank computes them without a stop.
 
 A state keeps what it wrote: a layout that a later state cannot write any more leaves `LAYOUTS` and stays in its folder.
 """
@@ -48,7 +47,6 @@ LAYOUTS = {
     "offload-optimizer": (1, ('plan.offload="optimizer"',)),
     "offload-activations": (1, ('plan.offload="activations"', "plan.microbatch=4")),
     "offload-all": (2, ('plan.offload="all"', "plan.pipeline=2", "plan.microbatch=4")),
-    "fp8": (1, ('train.dtype="fp8"',)),
     "unlike-zero2": (4, ("plan.file=unlike-zero2.toml",)),
     "unlike-zero3": (4, ("plan.file=unlike-zero3.toml",)),
 }
@@ -73,8 +71,6 @@ tensor = {{y = 2}}
 zero = {zero}
 """
 """A plan whose holders have unlike tensor grids and exchange while they compute."""
-OTHER_LOSSES = ("fp8",)
-"""Layouts that compute other numbers."""
 CACHE = "/tmp/hpctrain-old-runs"
 """Where the description of the machine goes, which is of no use to others."""
 LEFT_OUT = ("flight", "lock", "timeline.json", "traffic.json")
@@ -90,8 +86,6 @@ def main(name: str) -> None:
     _start(made, 0, "prepare", text.name, "--tokenizer", "bpe", "--vocab-size", "300", "--out", "tokens.h5")
     text.unlink()
     _write_losses(made, "losses.json")
-    for layout in OTHER_LOSSES:
-        _write_losses(made, f"losses-{layout}.json", *LAYOUTS[layout][1])
     for zero in (2, 3):
         (made / f"unlike-zero{zero}.toml").write_text(UNLIKE.format(zero=zero))
     for layout, (ranks, changes) in LAYOUTS.items():

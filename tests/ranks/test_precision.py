@@ -130,26 +130,3 @@ def test_each_family_has_its_dtype_and_the_wire_is_fp32(world, tokens):
         layout = make_trainer(world, job, mixed_plan(2, "pipeline", 1)).layout
         assert layout.dtype == (torch.bfloat16 if world.rank == 0 else torch.float32)
         assert set(layout.wires.values()) == {torch.float32}
-
-
-FP8_LAYOUT_TOLERANCE, FP8_TOLERANCE = 2e-3, 5e-2
-"""Of losses between layouts, which round the smallest numbers differently, and of those in fp32."""
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_products_in_fp8_follow_one_rank_on_all_layouts(world, tokens, dtype):
-    precision = Precision(overrides={"linear": "fp8"})
-    job = job_in(tokens, dtype, precision=precision)
-    expected = world.broadcast_object(curve(Alone(), job) if world.rank == 0 else None)
-    exact = alone(world, tokens, "fp32")
-    difference = largest_relative_difference(of(expected, "loss"), of(exact, "loss"))
-    assert 1e-6 < difference < FP8_TOLERANCE, "it is rounded, and trains"
-    tolerance = FP8_LAYOUT_TOLERANCE if dtype == "fp32" else HALF_TOLERANCE
-    cut = {"tensor": {"y": 2}, "data": world.size // 2, "sequence_parallel": True}
-    for layout in [*LAYOUTS[world.size], cut]:
-        job = job_in(tokens, dtype, layout, precision)
-        result = curve(world, job)
-        assert largest_relative_difference(of(result, "loss"), of(expected, "loss")) < tolerance, layout
-        assert result[:AGAIN] == curve(world, job, steps=AGAIN), "bit for bit"

@@ -51,8 +51,7 @@ class Train(Table):
     """Of weights in use and activations; auto: fp32 on processors; else by family, bf16 or fp16 where it is
     clearly faster.
 
-    Master weights, moments and sums of gradients are always fp32. "fp8" is short for bf16 with
-    `precision.overrides = {linear = "fp8"}`.
+    Master weights, moments and sums of gradients are always fp32.
     """
     validate_every: WholeNumber = 0
     """Steps between validations; 0: at the end only."""

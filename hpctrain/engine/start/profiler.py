@@ -299,10 +299,9 @@ def _with_kernels(world: World, accelerator: Accelerator, job: Job) -> tuple[Job
     """Return the job with separate kernels, for trials of many sizes, each of which would be compiled; and the kernels
     that it has by itself.
 
-    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for, or computes
-    in fp8 on a device, or cannot compile what is to be fused.
+    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for, or cannot
+    compile what is to be fused.
     """
-    job.precision.check_fp8({place.family: place.kind for place in world.topology.places})
     own = resolve_kernels(world, accelerator, job, range(world.size))[0].kernels
     return job.model_copy(update={"kernels": own.model_copy(update={"fused": False, "fused_by_family": {}})}), own
 

@@ -116,14 +116,6 @@ def take_given_plan(run: Prepared) -> Prepared:
     return run.but(made.reasons, plan_or_none=made.plan)
 
 
-def check_precision(run: Prepared) -> Prepared:
-    """Refuse what is not computed on the devices that there are; a rehearsal computes on CPUs."""
-    topology = run.world.topology
-    if topology.shares_memory:
-        run.job.precision.check_fp8({place.family: place.kind for place in topology.places})
-    return run
-
-
 def know_machine(run: Prepared) -> Prepared:
     """Look up the description of these devices, where none is given, or measure one."""
     world = run.world
@@ -313,7 +305,6 @@ RESOLVERS: tuple[Callable[[Prepared], Prepared], ...] = (
     check_data,
     continue_run,
     take_given_plan,
-    check_precision,
     know_machine,
     size_head,
     choose_dtype,

@@ -16,7 +16,6 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.model.host_activations import HostActivations
 from hpctrain.model.operators.running import Kernels, run_eagerly
-from hpctrain.model.operators.scaled_products import FP8
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
@@ -101,8 +100,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in shard_groups]
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
     store = Store(groups, role.holding, axes, dtype, accelerator.device, kept, exchanged)
-    known = DTYPES | {"fp8": FP8}
-    dtypes = {operator: known[name] for operator, name in job.precision.overrides.items()}
+    dtypes = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
     computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
     host = HostActivations(accelerator)
     tracer = None if world.tracer is UNTRACED else world.tracer

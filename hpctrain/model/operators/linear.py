@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.model.operators.running import add_part
-from hpctrain.model.operators.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
 from hpctrain.model.parallel.gathering import Gathering, cut_parts, start_scatter
 from hpctrain.model.storage.units import Weight
@@ -98,13 +97,10 @@ class Linear:
         *,
         gathers: bool = False,
         scatters: bool = False,
-        in_8_bits: bool = False,
         parts: int = 1,
         keeps_whole: bool = False,
     ):
-        """The operands of all three products are rounded to fp8 where they are `in_8_bits`.
-
-        Next to a collective a product is cut in `parts`: of tokens, or, where positions are cut, of rows or of the
+        """Next to a collective a product is cut in `parts`: of tokens, or, where positions are cut, of rows or of the
         positions of a single row. Each part is summed or scattered while the next one is computed. All begin to be
         gathered at once, and each is multiplied when it is there.
 
@@ -113,7 +109,7 @@ class Linear:
         """
         self.weights, self.biases, self.input_axis, self.output_axis = weights, biases, input_axis, output_axis
         self.gathers, self.scatters, self.keeps_whole = gathers, scatters, keeps_whole
-        self.in_8_bits, self.parts = in_8_bits, parts
+        self.parts = parts
 
     @cached_property
     def outputs(self) -> list[int]:
@@ -138,16 +134,12 @@ class Linear:
 
     def whole_product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T, [..., O] of [..., I], not yet summed over `input_axis`."""
-        if len(self.weights) == 1 and not self.in_8_bits:
+        if len(self.weights) == 1:
             return F.linear(x, _in_dtype(self.weights[0], x.dtype))
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def product(self, x_NI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return x W^T, [N, O], in the place of `out` where that is given."""
-        if self.in_8_bits:
-            parts = [forward_product(x_NI, weight.data) for weight in self.weights]
-            y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            return y_NO if out is None else out.copy_(y_NO)
         if len(self.weights) == 1:
             return torch.mm(x_NI, _in_dtype(self.weights[0], x_NI.dtype).t(), out=out)
         y_NO = x_NI.new_empty(x_NI.shape[0], self.num_outputs) if out is None else out
@@ -158,11 +150,6 @@ class Linear:
     def input_gradient(self, dy_NO: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dy W, [N, I], summed over weights, in the place of `out` where that is given."""
         (first, *weights), (part, *parts) = self.weights, self.split(dy_NO)
-        if self.in_8_bits:
-            dx_NI = input_gradient(part, first.data)
-            for weight, part in zip(weights, parts, strict=True):
-                dx_NI += input_gradient(part, weight.data)
-            return dx_NI if out is None else out.copy_(dx_NI)
         dx_NI = torch.mm(part, _in_dtype(first, dy_NO.dtype), out=out)
         for weight, part in zip(weights, parts, strict=True):
             dx_NI.addmm_(part, _in_dtype(weight, dy_NO.dtype))
@@ -171,7 +158,7 @@ class Linear:
     def add_weight_gradients(self, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Add dy^T x to the gradient of each weight."""
         for weight, part in zip(self.weights, self.split(dy_NO), strict=True):
-            weight.accumulate(add_scaled_product if self.in_8_bits else add_product, part, x_NI)
+            weight.accumulate(add_product, part, x_NI)
 
     def add_biases(self, y_NO: torch.Tensor) -> None:
         """Add biases, which lie side by side, to each token's output, in place."""
