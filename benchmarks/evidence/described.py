@@ -251,7 +251,7 @@ class TiedByPairs(Predictor):
             stages.setdefault(tile.items, []).append(tile)
         ends = list(stages.values())
         (tied,) = (group for group in self._rank_shards(ends[0][0]).shard_groups if group.is_tied)
-        num_bytes = self._stored(tied, ends[0][0].tensor.z) * self.setup.gradient_bytes
+        num_bytes = self._stored(tied, ends[0][0]) * self.setup.gradient_bytes
         pair = tuple(tiles[0].ranks[0] for tiles in ends)
         every = self.network.concurrent(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
         between = self.network.group_seconds("all_reduce", num_bytes, pair, every)
