@@ -22,7 +22,7 @@ from hpctrain.comm.accelerators.kinds import (
     driver_files,
     family_of,
 )
-from hpctrain.comm.collectives.native import NATIVE_VARIABLE, library_ability
+from hpctrain.comm.collectives.native import NATIVE_VARIABLE, library_ability, open_store
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports.abilities import ON_HOST, UNPLANNED, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring, probe_direct
@@ -31,18 +31,21 @@ from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
+# Set to 1: several ranks may use one device, for tests and on laptops. They talk by messages.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
+SHARED_LIBRARY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+"""With which NCCL serves ranks that share a device, where `HPCTRAIN_NATIVE=1` asks for it: for tests. It refuses two
+ranks of one host and one device, and takes the host from NCCL_HOSTID. Ranks then talk by sockets, slowly."""
 ALONE = Ability(False, "a single rank sends no messages")
 """Not probed: that starts torch and the device once more, which takes seconds."""
 
 
-def bind_accelerator(world: World) -> Accelerator:
+def bind_accelerator(world: World, in_one_order: bool = True) -> Accelerator:
     """Take this rank's device, and use it from now on, in groups made from now on too. All ranks must call.
 
-    A second call returns the same. Ranks take devices as `choose_devices` says. Raises TopologyError on all of them
-    where there are too few, where a rank would compute on its host without having been told to, and where a maker's
-    library of collectives is not there.
+    A second call returns the same. `in_one_order` says whether sums of the maker's library must have one order. Ranks
+    take devices as `choose_devices` says. Raises TopologyError on all of them where there are too few, where a rank
+    would compute on its host without having been told to, and where a maker's library of collectives is not there.
     """
     if world.accelerator is not None:
         return world.accelerator
@@ -59,7 +62,9 @@ def bind_accelerator(world: World) -> Accelerator:
             index, identity = taken[world.rank]
             sharers = sum(other == identity for _, other in taken.values())
             accelerator = _device(KINDS[kind], index, world.place.family, sharers)
-        accelerator.bind()
+            if sharers > 1 and shares_library():
+                os.environ.update(SHARED_LIBRARY, NCCL_HOSTID=f"{socket.gethostname()}-{world.rank}")
+        accelerator.bind(in_one_order)
     threads_per_core = _threads_per_core(world)
     if isinstance(accelerator, CpuAccelerator):
         accelerator.threads_per_core = threads_per_core
@@ -86,7 +91,14 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
     families = combine(world.topology, world.all_objects((native, direct)))
     if asked_direct() is None:
         families = confirm_direct(world, accelerator, families)
-    return Devices(accelerator, families, bridge=asked_direct() or UNPLANNED)
+    used = any(each.native.works and len(world.topology.ranks_of(name)) > 1 for name, each in families.items())
+    store = open_store(world.space.members(range(world.size)), places[rank].host) if used else None
+    return Devices(accelerator, families, asked_direct() or UNPLANNED, store)
+
+
+def shares_library() -> bool:
+    """Say whether ranks that share a device are to use the maker's library, as a test of it."""
+    return os.environ.get(NATIVE_VARIABLE) == "1"
 
 
 def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:
@@ -97,7 +109,7 @@ def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -
     kind = KINDS.get(accelerator.kind)
     if kind is None or not kind.library:
         return Ability(False, f"no library of collectives is used on {accelerator.kind}")
-    if sharers > 1:
+    if sharers > 1 and not shares_library():
         return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
     if re.search(MIG_PATTERN, accelerator.model.lower()):
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
@@ -107,7 +119,10 @@ def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -
             f"{num_ranks} ranks of family '{accelerator.family}' have no {kind.library}: {ability.reason}; install a"
             f" torch that is built with it, or set {NATIVE_VARIABLE}=0 to do without it, through MPI"
         )
-    return ability
+    notes = accelerator.overridden
+    if sharers > 1:
+        notes = [f"{sharers} ranks share a device, as if on {sharers} hosts: a test, whose times are no speed", *notes]
+    return Ability(ability.works, "; ".join([ability.reason, *notes]))
 
 
 def confirm_direct(

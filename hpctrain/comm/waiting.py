@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +36,12 @@ class Phase:
     seconds: float
     key: str
     """Of the job, which sets the seconds."""
+    remedy: str = ""
+    """What to do where no key of the job sets them."""
 
     def __str__(self) -> str:
-        return f"in {self.name} an operation may take {self.seconds:g} s (raise {self.key} if it was only slow)"
+        remedy = self.remedy or f"raise {self.key} if it was only slow"
+        return f"in {self.name} an operation may take {self.seconds:g} s ({remedy})"
 
 
 class Patience:
@@ -50,6 +54,15 @@ class Patience:
         self.meanwhile: Callable[[], object] | None = None
         """Called before each look: moves what is in flight where no thread may call MPI. Else ranks that wait for
         different operations would wait for each other."""
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Wait as a phase says in this block, and as before after it."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
 
 def wait_until(

@@ -23,6 +23,7 @@ SHOWN = {
     "planned again": "planned again",
     "before": "before",
     "machine": "machine",
+    "cores": "cores",
     "routes": "routes",
     "messages between families": "messages between families",
     "profile": "profile",

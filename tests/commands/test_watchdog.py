@@ -116,6 +116,13 @@ def test_a_rank_that_does_not_come_is_named(run, tmp_path, hpctrain, culprit):
 
 
 @pytest.mark.timeout(120)
+def test_where_a_library_connects_in_vain_the_report_says_what_names_the_network(run):
+    check_report(
+        run("-", "connecting", 1), "rank 1", "in connecting by NCCL an operation may take 1 s (NCCL_SOCKET_IFNAME names"
+    )
+
+
+@pytest.mark.timeout(120)
 def test_where_files_are_waited_for_a_missing_rank_is_named_too(run, tmp_path, hpctrain):
     done = run(tmp_path, "absent", 2)
     check_report(

@@ -2,8 +2,8 @@
 
 `mpirun -n N python waiting_ranks.py FOLDER STORY R`; FOLDER "-" is none. Stories: "all" come; rank R "skips" an
 operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
-"slow"; R is "killed"; R "fails"; "everybody" but R skips; all "others" fail. All "rest" for long, and wait for nobody;
-all fail "equally".
+"slow"; R is "killed"; R is not there while all are "connecting" by a library, whose phase says what to set; R "fails";
+"everybody" but R skips; all "others" fail. All "rest" for long, and wait for nobody; all fail "equally".
 """
 
 import ctypes
@@ -58,7 +58,7 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
         (Path(folder) / f"resting-{rank}").touch()
         time.sleep(60)
     if (rank == culprit) != (story in ("everybody", "others")):
-        if story in ("skips", "everybody", "absent"):
+        if story in ("skips", "everybody", "absent", "connecting"):
             lost_in_thought(60)
         elif story == "stuck":
             lock_python(60)
@@ -71,6 +71,8 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     if story == "absent":
         world.agree(None)
+    if story == "connecting":
+        world.patience.phase = Phase("connecting by NCCL", patience, "", "NCCL_SOCKET_IFNAME names the network")
     together(comm, recorder, data, "all_reduce")
     comm.Free()
 

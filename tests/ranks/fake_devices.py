@@ -115,7 +115,7 @@ class FakeAccelerator(Accelerator):
         self._stream.add(lambda: tensor.copy_(values))
         return tensor
 
-    def bind(self) -> None:
+    def bind(self, in_one_order: bool = True) -> None:
         pass
 
     def memory(self) -> DeviceMemory:

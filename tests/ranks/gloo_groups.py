@@ -7,7 +7,11 @@ OPTIONS = ProcessGroupGloo._Options  # pyright: ignore[reportAttributeAccessIssu
 
 
 class GlooGroup:
-    """A group whose lists may be of uneven tensors, and which exchanges lists."""
+    """A group whose lists may be of uneven tensors, and which exchanges lists.
+
+    Lists must be asked for as asynchronous operations: NCCL's group starts their messages together. It records the end
+    of a synchronous one on a stream where nothing is, and nobody would notice a peer that is gone.
+    """
 
     @staticmethod
     def Options():  # noqa: N802
@@ -22,6 +26,7 @@ class GlooGroup:
         return getattr(self._group, name)
 
     def reduce_scatter(self, outs, lists, options) -> None:
+        assert options.asyncOp
         (out,), (parts,) = outs, lists
         for root, part in enumerate(parts):
             given = distributed_c10d.ReduceOptions()
@@ -33,6 +38,7 @@ class GlooGroup:
                 out.copy_(total)
 
     def allgather(self, lists, owns, options) -> None:
+        assert options.asyncOp
         for root, part in enumerate(lists[0]):
             given = distributed_c10d.BroadcastOptions()
             given.rootRank = root

@@ -2,15 +2,18 @@
 
 import itertools
 from contextlib import contextmanager
+from functools import cache
 from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
+from hpctrain.comm.collectives.native import open_store
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.channel import make_channel
 from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
@@ -37,6 +40,12 @@ SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129
 def small_chunks():
     with patch.multiple(messages, SMALLEST_CHUNK_BYTES=64, LARGEST_CHUNK_BYTES=CHUNK_BYTES):
         yield
+
+
+@cache
+def store_of(world, host: str):
+    """Return the store of all ranks. All must call, the first time."""
+    return open_store(world.space.members(range(world.size)), host)
 
 
 class Pretended:
@@ -74,7 +83,9 @@ class Pretended:
         self.progress, self._world = ProgressEngine(world.has_threads, self.device.use), world
         self.device.launches.meanwhile = self.progress.poll
         self._made: list[Communicator] = []
-        devices = Devices(self.device, known, bridge)
+        connects = native and self.library is None
+        store = store_of(world, own.host) if connects else HashStore()
+        devices = Devices(self.device, known, bridge, store)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
         self.routes = RouteMaker(world.space, settings, groups=self.library)

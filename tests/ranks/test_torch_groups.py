@@ -68,10 +68,10 @@ def called(names: list[tuple[str, torch.dtype]]):
 @given_on_ranks(cases(), max_examples=costly(40))
 def test_collectives_agree_with_a_reference(world, case):
     """Of any of the ranks, in any order: only members call."""
-    if world.rank not in case["ranks"]:
-        return
     with of_kind():
         pretended = pretended_ranks(world)
+        if world.rank not in case["ranks"]:
+            return
         comm = pretended.group(case["ranks"])
         check_collectives(comm, case, pretended.later)
         assert comm.route_name == "Gloo"
@@ -93,6 +93,25 @@ def test_what_is_asked_of_a_process_group(world, dtype):
     assert set(summed) == ({own[dtype]} if dtype in own else set()), "others are summed by ourselves"
     exchanged = set() if dtype in own else {"alltoall"}
     assert {call for call, _ in names} >= {"_allgather_base", "allgather"} | exchanged
+
+
+@pytest.mark.timeout(60)
+def test_connecting_has_a_limit_of_its_own_that_says_what_names_the_network(world, monkeypatch):
+    """The library blocks the host while it connects, so that the watchdog must know how long that may take."""
+    phases, before = [], world.patience.phase
+    connect = NativeCollectives._connect
+
+    def noting(self, has_pairs):
+        phases.append(world.patience.phase)
+        connect(self, has_pairs)
+
+    monkeypatch.setattr(NativeCollectives, "_connect", noting)
+    with of_kind(GLOO._replace(network="GLOO_IFNAME")):
+        pretended = pretended_ranks(world)
+        pretended.group(range(world.size)).close()
+    (phase,) = phases
+    assert phase.seconds == native.CONNECT_SECONDS and world.patience.phase is before
+    assert str(phase).endswith("may take 300 s (GLOO_IFNAME names the network that joins the hosts)")
 
 
 @pytest.mark.timeout(60)
@@ -123,6 +142,10 @@ def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, to
     assert largest_relative_difference(results[0], alone) < 1e-5
 
 
+def open_anew(world, host: str):
+    return native.open_store(world.space.members(range(world.size)), host)
+
+
 def refused(world) -> str:
     """Return why a group has no library; nobody waits for ever, and nobody goes by messages instead."""
     with pytest.raises(CommError) as error:
@@ -149,8 +172,11 @@ def test_a_rank_that_does_not_reach_the_store_is_an_error_on_all_ranks(world, fa
             raise ConnectionError(f"rank {failing} has no network")
         return real(*arguments, **options)
 
-    with of_kind(), patch.object(native.dist, "TCPStore", store):
-        assert f"ConnectionError: rank {failing} has no network" in refused(world)
+    with of_kind(), patch.object(native.dist, "TCPStore", store), patch("tests.ranks.test_staged.store_of", open_anew):
+        with pytest.raises(CommError) as error:
+            pretended_ranks(world)
+        reasons = world.all_objects(str(error.value))
+    assert set(reasons) == {f"ConnectionError: rank {failing} has no network"}, "all ranks give the same reason"
 
 
 @pytest.mark.timeout(90)

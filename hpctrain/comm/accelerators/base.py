@@ -8,7 +8,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
@@ -92,6 +92,9 @@ class Accelerator(ABC):
     time_scale = 1.0
     """How many seconds of `now` are one of the device: of pretended ones more than 1."""
 
+    overridden: Sequence[str] = ()
+    """Which of a site's variables were replaced when it was bound, and by what."""
+
     def __init__(self, kind: str, family: str, device: torch.device, model: str):
         self.kind, self.family, self.device = kind, family, device
         self.model = model
@@ -105,8 +108,9 @@ class Accelerator(ABC):
         return LaunchOrder(self)
 
     @abstractmethod
-    def bind(self) -> None:
-        """Make it the device of this process, and make its results the same in every run."""
+    def bind(self, in_one_order: bool = True) -> None:
+        """Make it the device of this process, and make its results the same in every run where sums are to be
+        `in_one_order`."""
 
     def sum_in_one_order(self, always: bool) -> None:  # noqa: B027
         """Have the same bits in every run, as after `bind`, or not: hosts always have."""

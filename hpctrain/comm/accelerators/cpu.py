@@ -42,7 +42,7 @@ class CpuAccelerator(Accelerator):
         self.threads_per_core = 1.0
         """How many computing threads of all ranks of the host share a core, 1 or more; set by `bind_accelerator`."""
 
-    def bind(self) -> None:
+    def bind(self, in_one_order: bool = True) -> None:
         """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory."""
         torch.set_num_threads(asked_threads() or 1)
         keep_freed_memory()

@@ -6,7 +6,7 @@
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib.metadata import version
 from types import ModuleType
 from typing import NamedTuple
@@ -69,6 +69,10 @@ class DeviceKind(NamedTuple):
     """What the version of a torch that is built for it ends in; empty where it does not say."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that are set where they are not, before the device is used."""
+    in_one_order: tuple[tuple[str, str], ...] = ()
+    """The same, where sums of the library must have one order."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Variables that have these values whatever a site has set: with others a rank would wait, or end, by torch."""
     pins_memory: bool = True
     """Whether host buffers can be pinned: not for a device that tests pretend."""
 
@@ -88,16 +92,25 @@ CUDA = DeviceKind(
     environment=(
         # Without it, products on several streams may sum in another order from run to run.
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-        # Both let switches sum, in an order that changes from call to call.
-        ("NCCL_NVLS_ENABLE", "0"),
-        ("NCCL_COLLNET_ENABLE", "0"),
         # Connections are made when a communicator is, where all ranks are at the same place: made at the first
         # operation they would block the host inside a lane, where ranks may be at different places.
         ("NCCL_RUNTIME_CONNECT", "0"),
+        # Torch's own flight recorder walks Python's stack at each collective.
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
+        ("TORCH_FR_BUFFER_SIZE", "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
+    ),
+    # Both let switches sum, in an order that changes from call to call.
+    in_one_order=(("NCCL_NVLS_ENABLE", "0"), ("NCCL_COLLNET_ENABLE", "0")),
+    overrides=(
         # Threads of torch would end the process at an error, before hpctrain can say where.
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "0"),
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"),
+        # The host would wait for each collective.
+        ("TORCH_NCCL_BLOCKING_WAIT", "0"),
+        ("NCCL_BLOCKING_WAIT", "0"),
     ),
 )
 ROCM = CUDA._replace(
@@ -147,6 +160,26 @@ def may_be_there(kind: DeviceKind) -> bool:
         return version("torch").endswith(kind.build) and bool(not kind.plugin or version(kind.plugin))
     except ImportError:  # it is not installed
         return False
+
+
+def set_environment(
+    kind: DeviceKind, in_one_order: bool, environment: MutableMapping[str, str] = os.environ
+) -> list[str]:
+    """Set a kind's variables, before torch and the library read them; say which of a site's were replaced."""
+    for name, value in (*kind.environment, *(kind.in_one_order if in_one_order else ())):
+        environment.setdefault(name, value)
+    replaced = []
+    for name, value in kind.overrides:
+        given = environment.get(name, value)
+        if given != value:
+            replaced.append(f"{name}={given} of this site is set to {value}")
+        if name in environment or not name.startswith(LEGACY):
+            environment[name] = value
+    return replaced
+
+
+LEGACY = "NCCL_"
+"""Before names by which torch had variables of its own; it complains where they are set, so they are not."""
 
 
 class DriverFile(NamedTuple):

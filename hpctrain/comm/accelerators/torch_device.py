@@ -1,7 +1,6 @@
 """A rank on a device that torch drives: one class for all makers, which differ by an entry of `kinds.KINDS`."""
 
 import mmap
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -12,7 +11,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
-from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
+from hpctrain.comm.accelerators.kinds import DeviceKind, set_environment, torch_module
 from hpctrain.comm.start.launcher import asked_threads
 from hpctrain.comm.start.process import this_machine
 from hpctrain.config.errors import TopologyError
@@ -64,18 +63,17 @@ class TorchAccelerator(Accelerator):
         if self.cupy is not None:
             self.cupy.cuda.Device(self._index).use()
 
-    def bind(self) -> None:
+    def bind(self, in_one_order: bool = True) -> None:
         """Use this device; sum in fp32 and in the same order in every run; run backward passes in the thread that asks
         for them.
 
         The last is for MPI: torch's own threads would communicate in backward passes, which an MPI without full
         support for threads does not allow.
         """
-        for name, value in self._kind.environment:
-            os.environ.setdefault(name, value)
+        self.overridden = set_environment(self._kind, in_one_order)
         self.use()
         torch.set_num_threads(asked_threads() or 1)
-        self.sum_in_one_order(True)
+        self.sum_in_one_order(in_one_order)
         products = torch.backends.cuda.matmul  # else a library may add parts of a long sum in half precision
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,8 @@
 """Collectives inside a family by its maker's library: NCCL, RCCL, oneCCL and HCCL alike, by process groups of torch.
 
-A group is made by its members alone, by the constructor of its class. MPI broadcasts the address of their store, and
-there is no default group. Operations are calls of a group, on the stream of all launches.
+A group is made by its members alone, by the constructor of its class. They find each other by a store that all ranks
+share, which `open_store` makes once. There is no default group. Operations are calls of a group, on the stream of all
+launches.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from hpctrain.comm.accelerators.launches import LaunchOrder
 from hpctrain.comm.collectives.flat import reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.transports.transport import as_bytes
-from hpctrain.comm.waiting import Steps
+from hpctrain.comm.waiting import Phase, Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -39,6 +40,10 @@ GROUP_SECONDS = 86400.0
 """After which torch ends an operation, or the process: more than any patience of hpctrain, which says what is late."""
 ABORT_SECONDS = 3.0
 """How long a rank waits for a group that it leaves in an error."""
+ADDRESS_SECONDS = 5.0
+"""How long a rank tries one address of the store before it tries the next."""
+NOWHERE = "192.0.2.1"
+"""An address of documentation (RFC 5737): the route to it shows by which address this host is seen. Nothing is sent."""
 
 
 def group_class(kind: DeviceKind) -> Any:
@@ -63,13 +68,13 @@ def library_ability(kind: DeviceKind) -> Ability:
     return Ability(True, f"{kind.library} {version}")
 
 
-def make_group(kind: DeviceKind, members: Members, groups: Any = None) -> Any:
+def make_group(kind: DeviceKind, members: Members, store: Any, groups: Any = None) -> Any:
     """Return a process group of the members. All must call; where one fails, all raise.
 
-    `groups` replaces the class, for tests.
+    `store` is that of all ranks; each group has a prefix of its own. `groups` replaces the class, for tests.
     """
     groups = groups or group_class(kind)
-    store, name = rendezvous(members)
+    name = members.bcast(f"hpctrain-{uuid.uuid4().hex}")
     options = groups.Options()
     values = {
         "_timeout": timedelta(seconds=GROUP_SECONDS),
@@ -81,18 +86,54 @@ def make_group(kind: DeviceKind, members: Members, groups: Any = None) -> Any:
     for key, value in values.items():
         if hasattr(options, key):  # makers' options differ
             setattr(options, key, value)
-    return on_all(members, lambda: groups(store, members.rank, members.size, options))
+    prefixed = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+    return on_all(members, lambda: groups(prefixed, members.rank, members.size, options))
 
 
-def rendezvous(members: Members) -> tuple[Any, str]:
-    """Return a store that the members share, and a new name. All must call; where one fails, all raise."""
+def open_store(members: Members, host: str) -> Any:
+    """Return a store that all members share, served by the first one. All must call; where one fails, all raise.
+
+    `host` is where this member is: those on the first one's host come by its loopback. Others try the name of the
+    first one's host, its full name and its addresses, since some sites resolve only one of them.
+    """
     timeout = timedelta(seconds=CONNECT_SECONDS)
-    hosts = members.allgather(socket.gethostname())
-    open_store = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)  # pyright: ignore
-    server = on_all(members, lambda: open_store("127.0.0.1", 0, is_master=True) if members.rank == 0 else None)
-    port, name = members.bcast((server.port if server else 0, f"hpctrain-{uuid.uuid4().hex}"))
-    host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
-    return on_all(members, lambda: server or open_store(host, port, is_master=False)), name
+    connect = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    server = on_all(members, lambda: connect("127.0.0.1", 0, is_master=True) if members.rank == 0 else None)
+    first, port, addresses = members.bcast((host, server.port if server else 0, own_addresses()))
+
+    def open_() -> Any:
+        if server is not None:
+            return server
+        return connect("127.0.0.1" if host == first else reachable(addresses, port), port, is_master=False)
+
+    return on_all(members, open_)
+
+
+def own_addresses() -> list[str]:
+    """Return what other hosts may call this one by, the best first: its name, its full name, its addresses."""
+    name = socket.gethostname()
+    result = [name, socket.getfqdn()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((NOWHERE, 9))
+        result.append(probe.getsockname()[0])
+    with suppress(OSError):
+        result += socket.gethostbyname_ex(name)[2]
+    return [each for each in dict.fromkeys(result) if not each.startswith(("127.", "localhost"))] or [name]
+
+
+def reachable(addresses: Sequence[str], port: int) -> str:
+    """Return the first of some addresses at which a port answers. Raises CommError with what each one said."""
+    failures = []
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), timeout=ADDRESS_SECONDS).close()
+            return address
+        except OSError as error:
+            failures.append(f"{address}: {error}")
+    raise CommError(
+        f"host {socket.gethostname()} does not reach the first rank's host on port {port} ({'; '.join(failures)}); have"
+        " the hosts of this job resolve and reach each other, or set HPCTRAIN_NATIVE=0"
+    )
 
 
 class Connection:
@@ -174,11 +215,15 @@ class NativeCollectives:
     at least in fp32. Of several groups a device does one operation at a time (`hpctrain.comm.accelerators.launches`).
 
     Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
-    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither.
+    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither. Lists are
+    asked for as asynchronous ones: of several messages that torch's group starts together as a synchronous one, it
+    records the end on a stream where nothing is, so that nobody would ask the library about a peer that is gone.
     """
 
-    def __init__(self, members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None):
-        """All `members` must call, with their devices bound.
+    def __init__(
+        self, members: Members, accelerator: Accelerator, store: Any, has_pairs: bool = True, groups: Any = None
+    ):
+        """All `members` must call, with their devices bound. `store` is that of all ranks, of `open_store`.
 
         With `has_pairs` each rank is connected with each other at once, by which half precision is exchanged. That
         takes megabytes of a device for each. Without it they connect at the first operation that needs it, which all
@@ -191,10 +236,15 @@ class NativeCollectives:
             dtype for dtype in SUMS if str(dtype).removeprefix("torch.") not in self._kind.not_summed
         ]
         accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
-        self._group = make_group(self._kind, members, groups)
+        self._group = make_group(self._kind, members, store, groups)
         self.connection = Connection(self.name, self._group, accelerator.launches, self._kind.debug)
+        remedy = f"{self._kind.network} names the network that joins the hosts"
         try:
-            with accelerator.on(accelerator.launches.stream):
+            # The first operation connects inside of the library, which blocks without a limit: the watchdog has one.
+            with (
+                members.space.patience.within(Phase(f"connecting by {self.name}", CONNECT_SECONDS, "", remedy)),
+                accelerator.on(accelerator.launches.stream),
+            ):
                 self._connect(has_pairs)
         except Exception:
             self.abandon()
@@ -217,9 +267,9 @@ class NativeCollectives:
 
     # Each queues one operation. Tensors are flat; those of bytes are uint8.
 
-    def _run(self, call: str, *arguments: Any, options: str, op: str = "") -> None:
+    def _run(self, call: str, *arguments: Any, options: str, op: str = "", is_list: bool = False) -> None:
         given = getattr(distributed_c10d, options)()
-        given.asyncOp = False
+        given.asyncOp = is_list
         if op:
             given.reduceOp = getattr(ReduceOp, op.upper())
         try:
@@ -260,7 +310,7 @@ class NativeCollectives:
             self._run("_reduce_scatter_base", out, flat[: cuts[-1].stop], options="ReduceScatterOptions", op=op)
         else:
             parts = [flat[slice(*cut)] for cut in cuts]
-            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op)
+            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op, is_list=True)
         yield from ()
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
@@ -270,7 +320,7 @@ class NativeCollectives:
             whole = as_bytes(flat[: cuts[-1].stop])
             self._run("_allgather_base", whole, parts[self.rank], options="AllgatherOptions")
         else:
-            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions")
+            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions", is_list=True)
         yield from ()
 
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
@@ -304,7 +354,7 @@ class NativeCollectives:
 
 
 def connect_native(
-    members: Members, accelerator: Accelerator, has_pairs: bool = True, groups: Any = None
+    members: Members, accelerator: Accelerator, store: Any, has_pairs: bool = True, groups: Any = None
 ) -> NativeCollectives:
     """Return the library's collectives over the members. All must call, with their devices bound.
 
@@ -315,7 +365,7 @@ def connect_native(
 
     def connect() -> None:
         try:
-            made.append(NativeCollectives(members, accelerator, has_pairs, groups))
+            made.append(NativeCollectives(members, accelerator, store, has_pairs, groups))
         except Exception as error:
             if overflow := describe_overflow(error, accelerator):
                 raise torch.OutOfMemoryError(overflow) from error

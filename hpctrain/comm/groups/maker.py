@@ -123,7 +123,8 @@ class RouteMaker:
             own, accelerator = self._family(self.rank), self._devices.accelerator
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
-                native = connect_native(self.space.members(ranks), accelerator, self._has_pairs, self._groups)
+                members, store = self.space.members(ranks), self._devices.store
+                native = connect_native(members, accelerator, store, self._has_pairs, self._groups)
                 self._parts.append(native)
                 return ByMemory(native, self._flat(ranks, transport), accelerator)
             hosts = self._topology.domains(ranks, "host")

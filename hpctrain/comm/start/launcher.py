@@ -23,6 +23,9 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
 MOST_DIGITS = 9
 """Of a launcher's numbers."""
+LEAST_DEVICE_CORES = 4
+"""Of a rank with a device: for its main thread, its lanes, its watchdog, and the device's driver."""
+MORE_CORES = "mpirun --bind-to none, or srun --cpus-per-task=8"
 
 
 def record_exit(code: int) -> None:
@@ -30,6 +33,19 @@ def record_exit(code: int) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with suppress(OSError), open(path, "x") as file:
             file.write(f"{code}\n")
+
+
+def few_cores(ranks: Sequence[tuple[str, int]]) -> str:
+    """Say which ranks with a device may use too few cores; nothing where none does. `ranks` are pairs of the kind of
+    device and the number of cores. Pure.
+
+    Open MPI binds two ranks to a core each, and Slurm gives a task one core, unless they are asked for more.
+    """
+    few = [cores for kind, cores in ranks if kind != "cpu" and cores < LEAST_DEVICE_CORES]
+    if not few:
+        return ""
+    least = f"{min(few)} core{'s' * (min(few) > 1)}"
+    return f"{len(few)} of {len(ranks)} ranks have a device and {least}, and threads that need {LEAST_DEVICE_CORES}"
 
 
 def host_memory_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.kinds import Ability
@@ -38,6 +38,8 @@ class Devices:
     families: Mapping[str, FamilyAbilities]
     bridge: Ability = UNPLANNED
     """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""
+    store: Any = None
+    """By which ranks of a library's group find each other; None where no family uses one."""
 
     @property
     def bridge_of_sums(self) -> Ability:

@@ -4,6 +4,7 @@ The order is that of what depends on what. Commands report mistakes in files bef
 what takes time comes last. Every choice comes back as a value and a reason.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.probe.load import LoadWatch
 from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe_overflows, with_overflows
+from hpctrain.comm.start.launcher import MORE_CORES, few_cores
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
@@ -116,11 +118,21 @@ def take_given_plan(run: Prepared) -> Prepared:
     return run.but(made.reasons, plan_or_none=made.plan)
 
 
+def count_cores(run: Prepared) -> Prepared:
+    """Warn where a rank with a device has few cores: launchers give one unless they are asked for more."""
+    world = run.world
+    if not (world.topology.has_devices and world.topology.shares_memory):
+        return run
+    narrow = few_cores(world.all_objects((world.place.kind, len(os.sched_getaffinity(0)))))
+    return run.but({"cores": f"{narrow}; {MORE_CORES} gives more"}) if narrow else run
+
+
 def know_machine(run: Prepared) -> Prepared:
     """Look up the description of these devices, where none is given, or measure one."""
     world = run.world
     if run.described_or_none is None:
-        machine = describe_machine(world, bind_accelerator(world), run.fresh_probe)
+        accelerator = bind_accelerator(world, run.job.kernels.deterministic)
+        machine = describe_machine(world, accelerator, run.fresh_probe)
         name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
         described = Described(machine.cluster, name, path=machine.path, disturbance=machine.disturbance)
         reason = f"{machine.cluster.describe()}: {machine.source}"
@@ -297,7 +309,9 @@ def choose_algorithms(run: Prepared) -> Prepared:
 
 def choose_kernels(run: Prepared) -> Prepared:
     """Try what the kernels need that the job asks for, or leaves open: compilers take seconds, so this comes last."""
-    job, reasons = resolve_kernels(run.world, bind_accelerator(run.world), run.job, run.plan.ranks)
+    job, reasons = resolve_kernels(
+        run.world, bind_accelerator(run.world, run.job.kernels.deterministic), run.job, run.plan.ranks
+    )
     return run.but(reasons, job=job)
 
 
@@ -305,6 +319,7 @@ RESOLVERS: tuple[Callable[[Prepared], Prepared], ...] = (
     check_data,
     continue_run,
     take_given_plan,
+    count_cores,
     know_machine,
     size_head,
     choose_dtype,

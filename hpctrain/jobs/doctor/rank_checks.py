@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.comm.start.launcher import asked_threads, promised_size
+from hpctrain.comm.start.launcher import MORE_CORES, asked_threads, few_cores, promised_size
 from hpctrain.config.errors import HpctrainError, LaunchError
 from hpctrain.jobs.doctor.machine_checks import Finding, error_finding
 from hpctrain.jobs.doctor.software import compare_software, describe_environments, grouped
@@ -148,6 +148,8 @@ def check_cores(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
         elif threads > len(cores):
             text += f" with {threads} threads"
             findings.append(Finding("cores", "warning", text, f"export OMP_NUM_THREADS={len(cores) // count}"))
+        elif narrow := few_cores([(rank["kind"], len(rank["cores"])) for rank in members]):
+            findings.append(Finding("cores", "warning", f"{text}; {narrow}", MORE_CORES))
         else:
             findings.append(Finding("cores", "ok", text))
     return findings

@@ -1,5 +1,6 @@
 """Devices of every maker behind one class, on modules of torch that are not there; and what goes wrong without it."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
+from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm import bind
@@ -23,6 +25,7 @@ from hpctrain.comm.accelerators.kinds import (
     Ability,
     DetectedDevice,
     may_be_there,
+    set_environment,
     use_device_early,
 )
 from hpctrain.comm.accelerators.launches import DeviceOperation
@@ -35,7 +38,7 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
-from hpctrain.comm.collectives.native import Connection, connect_native
+from hpctrain.comm.collectives.native import Connection, connect_native, open_store, own_addresses, reachable
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.progress.instruments import Instruments, ObservedOperation
@@ -338,20 +341,53 @@ class RefusingGroups:
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
 
 
-@pytest.mark.parametrize("has_store", [True, False])
-def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words(monkeypatch, has_store):
-    """Without a store all ranks leave, too."""
+MEMBERS = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
+"""What two ranks tell each other, where both say the same."""
 
+
+def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words():
+    with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
+        connect_native(MEMBERS, FakeAccelerator(), HashStore(), groups=RefusingGroups)
+    assert "RuntimeError: NCCL_ERROR_INVALID_USAGE" in str(refused.value)
+
+
+def test_without_a_store_all_ranks_leave(monkeypatch):
     def without_network(*_, **__):
         raise ConnectionError("no network")
 
-    if not has_store:
-        monkeypatch.setattr("hpctrain.comm.collectives.native.dist.TCPStore", without_network)
-    comm = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda text: [text, text])
-    with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
-        connect_native(comm, FakeAccelerator(), groups=RefusingGroups)
-    words = "RuntimeError: NCCL_ERROR_INVALID_USAGE" if has_store else "ConnectionError: no network"
-    assert words in str(refused.value)
+    monkeypatch.setattr("hpctrain.comm.collectives.native.dist.TCPStore", without_network)
+    with pytest.raises(CommError, match="ConnectionError: no network"):
+        open_store(MEMBERS, "here")
+
+
+def test_other_hosts_try_each_name_and_address_of_the_first_one():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert reachable(["no-such-host.invalid", "127.0.0.1"], port) == "127.0.0.1"
+    with pytest.raises(CommError, match=r"does not reach .* on port \d+ \(no-such-host.invalid: .*; 127.0.0.1: .*\)"):
+        reachable(["no-such-host.invalid", "127.0.0.1"], port)
+    assert own_addresses(), "a host has at least a name"
+
+
+def test_variables_of_a_site_that_would_end_ranks_by_torch_are_replaced_with_a_word():
+    environment = {"NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_NVLS_ENABLE": "1"}
+    replaced = set_environment(KINDS["cuda"], True, environment)
+    assert replaced == [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 of this site is set to 0",
+        "NCCL_BLOCKING_WAIT=1 of this site is set to 0",
+    ]
+    assert environment["TORCH_FR_BUFFER_SIZE"] == environment["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert environment["NCCL_NVLS_ENABLE"] == "1", "what a site chose for speed stays"
+    assert "NCCL_ASYNC_ERROR_HANDLING" not in environment, "torch complains where it is set"
+
+
+@pytest.mark.parametrize("in_one_order", [True, False])
+def test_switches_may_sum_unless_sums_have_one_order(in_one_order):
+    environment: dict[str, str] = {}
+    assert not set_environment(KINDS["cuda"], in_one_order, environment)
+    assert environment.get("NCCL_NVLS_ENABLE") == ("0" if in_one_order else None)
 
 
 def test_a_family_without_its_library_is_refused_unless_it_is_to_do_without(monkeypatch):
@@ -375,6 +411,16 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
     assert "is a part of a device (MIG)" in native_ability(made, 1).reason
     made, _ = device(KINDS["xpu"], sharers=2)
     assert native_ability(made, 2) == (False, "2 ranks share a device, which oneCCL refuses")
+
+
+def test_ranks_that_share_a_device_use_the_library_where_a_test_asks_for_it(monkeypatch):
+    made, _ = device(sharers=2)
+    monkeypatch.setenv("HPCTRAIN_NATIVE", "1")
+    monkeypatch.setattr(bind, "library_ability", lambda kind: Ability(True, "NCCL 2.28.9"))
+    assert native_ability(made, 2) == (
+        True,
+        "NCCL 2.28.9; 2 ranks share a device, as if on 2 hosts: a test, whose times are no speed",
+    )
 
 
 def test_ranks_share_a_device_only_where_there_are_fewer_devices():

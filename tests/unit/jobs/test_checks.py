@@ -92,7 +92,10 @@ def test_cores_are_counted_by_host():
     assert verdicts[1] == ("warning", "b: 2 ranks on 1 core: they share cores")
     (threads,) = check_cores([rank("a", [0, 1], 2), rank("a", [0, 1], 2)])
     assert threads.verdict == "warning" and threads.remedy == "export OMP_NUM_THREADS=1"
-    assert check_cores([rank("a", [0, 1], 8, "cuda")])[0].verdict == "ok"
+    assert check_cores([rank("a", range(4), 8, "cuda")])[0].verdict == "ok"
+    (narrow,) = check_cores([rank("a", [0], 8, "cuda"), rank("a", [1], 8, "cuda")])
+    assert narrow.text.endswith("2 of 2 ranks have a device and 1 core, and threads that need 4")
+    assert (narrow.verdict, narrow.remedy) == ("warning", "mpirun --bind-to none, or srun --cpus-per-task=8")
 
 
 def test_equal_devices_of_a_host_are_one_line():
