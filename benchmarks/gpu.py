@@ -1,7 +1,7 @@
 """One command for a machine with one GPU: what is right, and how fast, section by section.
 
-    python -m benchmarks.gpu --folder gpu-results             # all, at most 30 minutes
-    python -m benchmarks.gpu --folder gpu-results --part 1    # or one of three parts
+    python -m benchmarks.gpu --folder gpu-results             # what a first GPU must show, at most 9 minutes
+    python -m benchmarks.gpu --folder gpu-results --part 2    # or what else there is: parts 2 and 3
 
 Each section is a process of its own with a time limit, and prints one JSON line as it ends, which is also appended to
 `results.jsonl` of the folder. What is `done` there is not repeated: start the same command again after an interruption.
@@ -40,6 +40,9 @@ def module(name: str) -> list[str]:
 HPCTRAIN = module("hpctrain")
 TRAINING = module("benchmarks.training")
 INSIDE = module("benchmarks.gpu_inside")
+RANKS = module("benchmarks.gpu_ranks")
+LOST = "hpctrain-lost"
+"""Before the time at which a rank of `benchmarks.gpu_ranks` was killed."""
 PARTS = (1, 2, 3)
 NO_GPU = "no GPU that torch sees: run on the CPU, with a small model"
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
@@ -132,17 +135,19 @@ def _failure(words: Sequence[str], done: subprocess.CompletedProcess) -> Section
     return SectionError(f"{' '.join(words[-8:])}: exit code {done.returncode}: {last[-600:]}")
 
 
-def write_job(setting: Setting, name: str, **train: object) -> Path:
-    """Write a job of llama-1b, or a small one, with generated tokens; return its file."""
+def write_job(setting: Setting, name: str, preset: str = "llama-1b", **train: object) -> Path:
+    """Write a job of a preset, or a small one, with generated tokens; return its file. Of llama-8b it has four blocks
+    and the vocabulary of llama-1b, so that blocks are what takes the time."""
     from hpctrain.jobs.common import generate_tokens
 
     tokens = setting.folder / ("small.bin" if setting.is_small or name == "parity" else "tokens.bin")
     small = setting.is_small or name == "parity"
     if not tokens.exists():
         generate_tokens(tokens, 512 if small else 32000, 60_000 if small else 2_000_000)
-    model = "\n".join(f"{key} = {value}" for key, value in SMALL.items()) if small else 'preset = "llama-1b"'
+    model = "\n".join(f"{key} = {value}" for key, value in SMALL.items()) if small else f'preset = "{preset}"'
+    model += "\nnum_layers = 4" if not small and preset == "llama-8b" else ""
     model += '\narchitecture = "llama"' if small else ""
-    length = 64 if small else 2048
+    length = 64 if small else 8192 if preset == "llama-8b" else 2048
     settings = {"steps": 6, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2} | train
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     path = setting.folder / f"{name}.toml"
@@ -213,9 +218,79 @@ def routes(setting: Setting) -> dict:
     return result
 
 
-def native(setting: Setting) -> dict:
-    """The library of collectives by itself."""
-    return setting.run_inside("native")
+def sharing(setting: Setting) -> list[str]:
+    """Return the variables of ranks that share the GPU and talk by NCCL, as if each were on a host of its own."""
+    return ["HPCTRAIN_SHARE_DEVICES=1", "HPCTRAIN_NATIVE=1", "HPCTRAIN_DIRECT=0", *setting.family]
+
+
+def ranks(setting: Setting) -> dict:
+    """Collectives of two and four ranks, by the library where there is a GPU."""
+    result: dict = {}
+    for number in (2, 4):
+        words = [*RANKS, "collectives", "--mebibytes", "1" if setting.is_small else "16"]
+        partial = {PARTIAL_VARIABLE: str(setting.folder / PARTIAL)}
+        result[number] = run_json(launch((number, sharing(setting), words)), setting.folder, **partial)
+        setting.so_far(result)
+    return result
+
+
+LAYOUTS = {
+    "y 2": ("plan.tensor={x=1, y=2, z=1}",),
+    "z 2": ("plan.tensor={x=1, y=1, z=2}",),
+    "data 2, ZeRO 2": ("plan.data=2", "plan.zero=2"),
+    "data 2, ZeRO 2, no overlap": ("plan.data=2", "plan.zero=2", "overlap.data=false"),
+    "pipeline 2, data 2": ("plan.pipeline=2", "plan.data=2"),
+}
+"""Plans of two ranks, or four, by what the result calls them."""
+
+
+def shared(setting: Setting) -> dict:
+    """Training of ranks that share the GPU, by several plans: how far losses are from those of one rank."""
+    job = write_job(setting, "parity", dtype="fp32", steps=4)
+    quick = ("kernels.fused=false", "kernels.attention=torch")  # nothing to compile: it is asked who computes what
+    command = [*TRAINING, str(job), "--steps", "2", "--json", *(word for key in quick for word in ("--set", key))]
+    os.environ["HPCTRAIN_DIRECT"] = "0"
+    one = run_json(launch((1, setting.family, command)), setting.folder)
+    result: dict = {"loss of one rank": one["loss"], "start_seconds": one["start_seconds"]}
+    setting.so_far(result)
+    for name, keys in LAYOUTS.items():
+        number = 4 if "pipeline" in name else 2
+        words = [word for key in keys for word in ("--set", key)]
+        try:
+            given = launch((number, sharing(setting), [*command, *words]))
+            done = run_json(["timeout", "-k", "2", "60", *given], setting.folder)
+            apart = abs(done["loss"] / one["loss"] - 1)
+            result[name] = {"apart": apart, **{key: done[key] for key in ("step_seconds", "start_seconds")}}
+        except SectionError as error:
+            result[name] = {"failed": str(error)}
+        setting.so_far(result)
+    return result
+
+
+def killed(setting: Setting) -> dict:
+    """How long the other rank takes to notice that one was killed in the middle of a sum, and what it says."""
+    result: dict = {}
+    for cut in ("even", "uneven"):
+        words = launch((2, sharing(setting), [*RANKS, "lost", cut]))
+        words.insert(1, "-disable-auto-cleanup")  # else the launcher ends the others at once
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": module_path(), "PYTHONUNBUFFERED": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(["timeout", "-k", "2", "25", *words], cwd=setting.folder, env=environment, **pipes)
+        said = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
+        (setting.folder / f"killed-{cut}.txt").write_text(done.stdout)
+        killed_at = next((float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(LOST)), None)
+        result[cut] = {
+            "exit_code": done.returncode,
+            "seconds": time.time() - killed_at if killed_at else None,
+            "said": said[:2] or done.stdout[-600:],
+        }
+        setting.so_far(result)
+    return result
+
+
+def attention(setting: Setting) -> dict:
+    """Attention by kernel and order of sums."""
+    return setting.run_inside("attention", *(["--small"] if setting.is_small else []))
 
 
 def parity(setting: Setting) -> dict:
@@ -256,41 +331,65 @@ def parity(setting: Setting) -> dict:
     return result
 
 
-def training(setting: Setting) -> dict:
-    """Tokens/s by microbatch, and the share of the measured peak; plain PyTorch in the same run."""
-    sizes = [1, 2] if setting.is_small else [8, 4, 16, 32]
-    steps = "1" if setting.short else "3"
-    plain = [*INSIDE, "plain"]
-    dtype = "bf16" if setting.has_gpu else "fp32"
-    job = write_job(setting, "training", dtype=dtype)
-    result = {"by_microbatch": [], **run_json([*INSIDE, "peak", str(job)], setting.folder)}
-    for size in sizes:
-        job = write_job(setting, "training", global_batch=2 * size, dtype=dtype)
-        words = [*TRAINING, str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
-        entry: dict = {"microbatch": size}
-        result["by_microbatch"].append(entry)
-        sides = {"hpctrain": words}
-        if size == sizes[0]:  # plain PyTorch adds in any order
-            sides["plain"] = [*plain, str(job), "--microbatch", str(size), "--steps", steps]
-            sides["hpctrain_any_order"] = [*words, "--set", "kernels.deterministic=false"]
-        for side, command in sides.items():
-            try:
-                entry[side] = run_json(command, setting.folder)["tokens_per_second"]
-                for peak, suffix in (("peak", "mfu"), ("data_sheet", "mfu_of_data_sheet")):
-                    if speed := result.get(f"{peak}_flops_per_second"):
-                        entry[f"{side}_{suffix}"] = entry[side] * result["flops_per_token"] / speed
-            except SectionError as error:
-                entry[f"{side}_failed"] = str(error)
-            if "hpctrain" in entry and "plain" in entry:
-                entry["of_plain"] = entry["hpctrain"] / entry["plain"]
-            setting.so_far(result)
-    result["mfu_of_measured_peak"] = max(entry.get("hpctrain_mfu", 0.0) for entry in result["by_microbatch"])
+CHOICES = {
+    "hpctrain": (),
+    "torch's attention": ("kernels.attention=torch",),
+    "any order": ("kernels.deterministic=false",),
+    "plain": None,
+}
+"""Keys of a job, by what the result calls them; plain is plain PyTorch, which adds in any order."""
+
+
+def llama_1b(setting: Setting) -> dict:
+    """Tokens/s of llama-1b, and the share of the measured peak and of the data sheet; plain PyTorch in the same run."""
+    return _compared(setting, "llama-1b", 8)
+
+
+def llama_8b(setting: Setting) -> dict:
+    """The same of 4 blocks of llama-8b with rows of 8,192 positions."""
+    return _compared(setting, "llama-8b", 2)
+
+
+def rows(setting: Setting) -> dict:
+    """Tokens/s of llama-1b by microbatch."""
+    sizes = [1, 2] if setting.is_small else [4, 16, 32]
+    by_rows = {size: _compared(setting, "llama-1b", size, ("hpctrain",))["hpctrain"] for size in sizes}
+    return {"tokens_per_second": {size: each["tokens_per_second"] for size, each in by_rows.items()}}
+
+
+KEPT = ("tokens_per_second", "kernels", "losses", "start_seconds", "first_step_seconds")
+
+
+def _compared(setting: Setting, preset: str, size: int, sides: Sequence[str] = tuple(CHOICES)) -> dict:
+    """Time training steps of two microbatches by `CHOICES`."""
+    size = min(size, 2) if setting.is_small else size
+    steps, dtype = "1" if setting.short else "4", "bf16" if setting.has_gpu else "fp32"
+    job = write_job(setting, preset, preset=preset, global_batch=2 * size, dtype=dtype)
+    result: dict = run_json([*INSIDE, "peak", str(job)], setting.folder)
+    for side in sides:
+        keys = CHOICES[side]
+        if keys is None:
+            command = [*INSIDE, "plain", str(job), "--microbatch", str(size), "--steps", steps]
+        else:
+            sets = [word for key in (f"plan.microbatch={size}", *keys) for word in ("--set", key)]
+            command = [*TRAINING, str(job), *sets, "--steps", steps, "--json"]
+        try:
+            done = run_json(command, setting.folder)
+            entry = {key: done[key] for key in KEPT if key in done}
+            for peak, name in (("peak", "of_measured_peak"), ("data_sheet", "of_data_sheet")):
+                if speed := result.get(f"{peak}_flops_per_second"):
+                    entry[name] = entry["tokens_per_second"] * result["flops_per_token"] / speed
+        except SectionError as error:
+            entry = {"failed": str(error)}
+        result[side] = entry
+        setting.so_far(result)
     return result
 
 
 def kernels(setting: Setting) -> dict:
-    job = write_job(setting, "kernels", global_batch=4, dtype="bf16" if setting.has_gpu else "fp32")
-    result = setting.run_inside("kernels", str(job))
+    rows = 2 if setting.is_small else 8
+    job = write_job(setting, "kernels", global_batch=2 * rows, dtype="bf16" if setting.has_gpu else "fp32")
+    result = setting.run_inside("kernels", str(job), "--microbatch", str(rows))
     setting.so_far(result)
     return result | {"graph": setting.run_inside("graph", str(job))}
 
@@ -364,17 +463,22 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "versions": Section(1, 60, versions, "driver, CuPy and NCCL are not looked at"),
-    "operators": Section(1, 170, operators, "the operators are those of the CPU"),
-    "routes": Section(1, 150, routes, "no direct or staged route: ranks have host memory"),
-    "native": Section(1, 60, native, "no library of collectives"),
-    "parity": Section(1, 180, parity, "both families are CPUs"),
-    "training": Section(2, 310, training, "no llama-1b in bf16; the peak is that of one core"),
-    "kernels": Section(2, 90, kernels, "operations of the host instead of kernels; a host is always busy"),
-    "fused": Section(2, 140, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
-    "settings": Section(2, 90, settings, "a host offloads to itself, and multiplies no 8 bits"),
-    "prediction": Section(3, 200, prediction, "the prediction is of a CPU"),
-    "families": Section(3, 180, families, "both families are CPUs"),
+    "versions": Section(1, 25, versions, "driver, CuPy and NCCL are not looked at"),
+    "ranks": Section(1, 50, ranks, "no library of collectives: ranks share memory of the host"),
+    "shared": Section(1, 95, shared, "no library of collectives: ranks share memory of the host"),
+    "killed": Section(1, 50, killed, "the rank is missed by messages of the host"),
+    "attention": Section(1, 65, attention, "few positions, and the kernels of a CPU"),
+    "llama_1b": Section(1, 120, llama_1b, "no llama-1b in bf16; the peak is that of one core"),
+    "llama_8b": Section(1, 95, llama_8b, "no llama-8b in bf16; the peak is that of one core"),
+    "kernels": Section(1, 40, kernels, "operations of the host instead of kernels; a host is always busy"),
+    "operators": Section(2, 170, operators, "the operators are those of the CPU"),
+    "routes": Section(2, 150, routes, "no direct or staged route: ranks have host memory"),
+    "parity": Section(2, 180, parity, "both families are CPUs"),
+    "prediction": Section(2, 170, prediction, "the prediction is of a CPU"),
+    "rows": Section(3, 90, rows, "a small model"),
+    "fused": Section(3, 140, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
+    "settings": Section(3, 90, settings, "a host offloads to itself, and multiplies no 8 bits"),
+    "families": Section(3, 150, families, "both families are CPUs"),
     "checkpoints": Section(3, 120, checkpoints, "a small model, from host memory"),
 }
 
@@ -417,7 +521,7 @@ def main() -> int:
         "benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="for results and runs")
-    parser.add_argument("--part", type=int, choices=PARTS, help="one of three parts")
+    parser.add_argument("--part", type=int, choices=PARTS, default=1, help="one of three parts")
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="may be repeated")
     parser.add_argument("--short", action="store_true", help="small models and few steps, also on a GPU")
     parser.add_argument("--limit", type=float, help="seconds of a section, instead of its own limit")
@@ -435,8 +539,8 @@ def main() -> int:
         return 0
     statuses = []
     for name, section in SECTIONS.items():
-        wanted = not options.section or name in options.section
-        if wanted and options.part in (None, section.part) and not is_done(options.folder, name):
+        wanted = name in options.section if options.section else section.part == options.part
+        if wanted and not is_done(options.folder, name):
             line = run_section(name, options, gpu)
             statuses.append(line["status"])
             with open(options.folder / RESULTS, "a") as results:

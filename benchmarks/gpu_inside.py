@@ -16,14 +16,12 @@ from pathlib import Path
 import click
 import torch
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from benchmarks.gpu import PARTIAL_VARIABLE
 from benchmarks.plain_llama import PlainBlock, PlainLlama
+from hpctrain.architectures.description import Attention
 from hpctrain.cli import main
-from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.kinds import KINDS
-from hpctrain.comm.collectives.native import Connection, NativeCollectives, library_ability, make_group
+from hpctrain.comm.bind import bind_accelerator
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, load_job
@@ -64,6 +62,10 @@ def seconds_of(work: Callable[[], object], repeats: int = 20) -> float:
         synchronize()
         taken += [time.perf_counter() - start] if number >= 3 else []
     return statistics.median(taken)
+
+
+PRODUCTS = 10
+"""In a row, where the speed of products is measured."""
 
 
 @click.group()
@@ -118,9 +120,14 @@ def peak(job: str):
     name = given.train.dtype or "fp32"
     dtype = DTYPES[name]
     speeds = {}
-    for size in (2048, 4096, 8192) if DEVICE.type == "cuda" else (256, 512):
+    for size in (4096, 8192) if DEVICE.type == "cuda" else (256, 512):
         a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
-        speeds[size] = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b, 10)
+
+        def many(a=a, b=b):  # a device that is waited for after each one is idle in between
+            for _ in range(PRODUCTS):
+                a @ b
+
+        speeds[size] = PRODUCTS * 2 * size**3 / seconds_of(many, 5)
     result = {"peak_flops_per_second": max(speeds.values()), "flops_per_token": flops_per_token(given)}
     model = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
     if entry := lookup_accelerator(model):
@@ -130,7 +137,8 @@ def peak(job: str):
 
 @command.command()
 @click.argument("job")
-def kernels(job: str):
+@click.option("--microbatch", type=int, default=2)
+def kernels(job: str, microbatch: int):
     """Seconds of a step by class of kernel, their number, the share of time that the device is busy, and the host's
     seconds of a block."""
     from torch.profiler import ProfilerActivity, profile
@@ -138,7 +146,7 @@ def kernels(job: str):
     on_gpu = DEVICE.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     with started_world() as world:
-        trainer, training = _trainer(world, job)
+        trainer, training = _trainer(world, job, f"plan.microbatch={microbatch}")
         for _ in range(2):
             trainer.step(training)
         # Before the profiler, which may slow launches from then on.
@@ -168,7 +176,6 @@ def of_device(profiled) -> list:
 
 
 def _trainer(world, reference: str, *overrides: str):
-    from hpctrain.comm.bind import bind_accelerator
     from hpctrain.engine.start.resolve import prepare_run
     from hpctrain.engine.trainer import Trainer
 
@@ -182,7 +189,10 @@ CHOICES: dict[str, dict] = {
     "separate": {"fused": False},
     "fused": {"fused": True},
     "any order of sums": {"fused": False, "deterministic": False},
-    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "flash3", "efficient", "math")},
+    **{
+        f"attention {name}": {"fused": False, "attention": name}
+        for name in ("flash", "flash4", "flex", "efficient", "math")
+    },
     "attention flash, any order": {"fused": False, "attention": "flash", "deterministic": False},
     "attention cudnn, any order": {"fused": False, "attention": "cudnn", "deterministic": False},
 }
@@ -197,7 +207,6 @@ def fused(job: str):
     Without a GPU tokens/s are by processor time, so that other processes do not count.
     """
     from hpctrain.comm.accelerators.compiling import try_compile
-    from hpctrain.comm.bind import bind_accelerator
     from hpctrain.config.kernels import KernelChoice
     from hpctrain.engine.start.resolve import prepare_run
     from hpctrain.engine.start.resolve_kernels import try_attention
@@ -213,7 +222,7 @@ def fused(job: str):
         for name, choice in choices.items():
             asked = prepared.job.model_copy(update={"kernels": KernelChoice(**choice)})
             accelerator.sum_in_one_order(asked.kernels.deterministic)
-            if "attention" in choice and not (has_it := try_attention(accelerator, asked)).works:
+            if "attention" in choice and not (has_it := try_attention(accelerator, asked, choice["attention"])).works:
                 could_not[name] = has_it.reason
                 continue
             trainers[name] = Trainer(world, accelerator, asked, prepared.plan)
@@ -349,71 +358,58 @@ def settings(job: str):
     print(json.dumps(result))
 
 
-class _OneRank:
-    """The communicator of a group of one rank."""
-
-    rank, size = 0, 1
-
-    def bcast(self, value: object) -> object:
-        return value
-
-    def allgather(self, value: object) -> list:
-        return [value]
+ATTENTION_SHAPES = {"llama-1b": (8, 32, 4, 2048, 64), "llama-8b": (2, 32, 8, 8192, 128)}
+"""Rows, heads, key/value heads, positions, size of a head."""
+ATTENTION_CHOICES = {
+    "torch": True, "flash": True, "flash4": True, "flex": True,
+    "torch, any order": False, "flash, any order": False, "cudnn, any order": False, "flash4, any order": False,
+}  # fmt: skip
+"""Kernels of attention, and whether their sums have one order."""
 
 
 @command.command()
-def native():
-    """The library of collectives with this rank alone: it starts, computes, and is left in order and in an error."""
-    kind = KINDS["rocm" if torch.version.hip else "cuda"]
-    for name, value in kind.environment:
-        os.environ.setdefault(name, value)
-    ability = library_ability(kind)
-    result: dict = {"works": ability.works, "reason": ability.reason}
-    if ability.works:
-        device = DEVICE if kind.torch_type == "cuda" else torch.device(kind.torch_type, 0)  # a pretended one, in tests
-        data = torch.arange(1 << 24, dtype=torch.float32, device=device)
-        expected, options = data.clone(), distributed_c10d.AllreduceOptions()
-        for end in ("shutdown", "abort"):
-            connection = Connection(kind.library, make_group(kind, _OneRank()), CpuAccelerator().launches)
-            if work := connection.group.allreduce([data], options):
-                work.wait()
-            synchronize()
-            result["is_exact"] = torch.equal(data, expected)
-            start = time.perf_counter()
-            getattr(connection, end)()
-            result[f"{end}_seconds"] = time.perf_counter() - start
+@click.option("--small", is_flag=True, help="Few positions, in fp32 without a GPU.")
+def attention(small: bool):
+    """Seconds and FLOP/s of attention by kernel and order of sums, forward and both ways; whether bits are the same."""
+    from hpctrain.architectures.description import Norm
+    from hpctrain.model.operators.attention import attend
+
+    dtype, result = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32, {}
+    for shape, (rows, heads, kv_heads, length, size) in ATTENTION_SHAPES.items():
+        rows, length = (1, 128) if small else (rows, length)
+        described = Attention(heads=heads, kv_heads=kv_heads, head_size=size, norm=Norm("rms", 1e-5))
+        inputs = [
+            torch.randn(rows, n, length, size, device=DEVICE, dtype=dtype, requires_grad=True)
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        grad = torch.randn(rows, heads, length, size, device=DEVICE, dtype=dtype)
+        flops = 4 * rows * heads * length * length / 2 * size
+        for name, in_one_order in ATTENTION_CHOICES.items():
+            backend, entry = name.split(",")[0], result.setdefault(shape, {}).setdefault(name, {})
+            torch.use_deterministic_algorithms(in_one_order)
+            torch.backends.cudnn.deterministic = in_one_order
+
+            def forward(backend=backend, inputs=inputs, described=described):
+                return attend(*inputs, described, backend=backend)
+
+            def both(forward=forward, inputs=inputs, grad=grad):
+                return torch.autograd.grad(forward(), inputs, grad)
+
+            try:
+                start = time.perf_counter()
+                first = both()
+                synchronize()
+                entry["first_seconds"] = time.perf_counter() - start
+                entry["same_bits"] = all(all(map(torch.equal, first, both())) for _ in range(3))
+                with torch.no_grad():
+                    entry["forward_seconds"] = seconds_of(forward, 10)
+                entry["seconds"] = seconds_of(both, 10)
+                entry["forward_flops_per_second"] = flops / entry["forward_seconds"]
+                entry["flops_per_second"] = 3.5 * flops / entry["seconds"]
+            except Exception as error:  # whatever a compiler or a package raises
+                entry["could_not"] = f"{type(error).__name__}: {error}"[:300]
             keep(result)
-        if DEVICE.type == "cuda":
-            result["collectives"] = _native_collectives()
     print(json.dumps(result))
-
-
-def _native_collectives() -> dict[str, dict]:
-    """Return for each collective of a group of this rank alone whether it is exact, and its seconds for 64 MiB."""
-    from hpctrain.comm.accelerators.torch_device import TorchAccelerator
-    from hpctrain.sharding.intervals import Interval
-
-    accelerator = TorchAccelerator(KINDS["rocm" if torch.version.hip else "cuda"], 0, "device")
-    accelerator.bind()
-    group = NativeCollectives(_OneRank(), accelerator)
-    result = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        data = torch.arange((64 << 20) // dtype.itemsize, device=DEVICE).remainder(251).to(dtype)
-        expected, out, most = data.clone(), torch.empty_like(data), data.numel() - 7
-        uneven = [Interval(0, most)]
-        calls = {
-            "all-reduce": lambda data=data: group.all_reduce(data, "sum"),
-            "reduce-scatter": lambda d=data, u=uneven, o=out: group.reduce_scatter(d, u, o[: u[0].size], "sum"),
-            "all-gather": lambda data=data, uneven=uneven: group.all_gather(data, uneven),
-            "all-to-all": lambda data=data, out=out: group.all_to_all([data], [out]),
-        }
-        for call, work in calls.items():
-            out.zero_()
-            seconds = seconds_of(lambda work=work: list(work()), 5)
-            moved = {"reduce-scatter": out[:most], "all-to-all": out}.get(call, data)
-            result[f"{call} {name}"] = {"seconds": seconds, "is_exact": torch.equal(moved, expected[: moved.numel()])}
-    group.close()
-    return result
 
 
 @command.command()

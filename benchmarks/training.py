@@ -1,6 +1,7 @@
 """How long training steps of a job take. Machines are shared and noisy: compare figures of one run only."""
 
 import statistics
+import time
 
 import click
 
@@ -19,6 +20,9 @@ from hpctrain.jobs.arguments import (
     time_scale_option,
 )
 from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
+
+CREATED = time.time()
+"""When this module was loaded: before the ranks' MPI and devices."""
 
 
 @click.command("benchmarks.training")
@@ -44,7 +48,9 @@ def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
         trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()
         world.enter(phases_of(prepared.job.observe).first_step)
-        timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
+        begun = time.time()
+        steps_done = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)]
+        timed = steps_done[warmup:]
         seconds = [metrics["step_seconds"] for metrics in timed]
         summary = {
             "plan": prepared.plan.describe(),
@@ -53,6 +59,10 @@ def command(job, overrides, steps, warmup, rehearse, time_scale, as_json):
             "tokens_per_second": trainer.tokens_per_step / statistics.median(seconds),
             "step_seconds": seconds,
             "loss": timed[-1]["loss"],
+            "losses": [metrics["loss"] for metrics in steps_done],
+            "start_seconds": begun - CREATED,
+            "first_step_seconds": steps_done[0]["step_seconds"],
+            "kernels": prepared.reasons.get("kernels.attention", ""),
         }
         if (overrun := trainer.overrun()) is not None:
             summary["overrun"] = overrun

@@ -8,6 +8,8 @@ from pydantic import Field
 from hpctrain.config.clusters.cluster import Cluster, Family
 from hpctrain.config.tables import AUTO, Table
 
+AttentionKernel = Literal["torch", "flash", "flash3", "flash4", "cudnn", "efficient", "math", "flex"]
+
 
 class KernelChoice(Table):
     """The kernels that compute, where several compute the same with other last bits."""
@@ -18,10 +20,13 @@ class KernelChoice(Table):
     fused_by_family: dict[str, bool] = Field(default_factory=dict)
     """The same for some families, such as `{v100 = false}`; all others have `kernels.fused`."""
 
-    attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
-    """Which of torch's kernels attention has to use, where scores have no cap; auto: torch's own choice by shape and
-    dtype. One that a rank does not have for the job's attention is refused at the start. flash3 and flash4 need the
-    package of that version of flash attention."""
+    attention: Annotated[AttentionKernel | None, AUTO] = None
+    """Which kernel computes attention where scores have no cap. flash, flash3, cudnn, efficient and math are those of
+    torch's function, torch is its own choice, flash4 is the package flash-attn-4, flex is FlexAttention. auto: on a
+    Hopper, flash4 or flex where a trial passes, or cudnn in any order of sums; else torch. One that a rank does not
+    have for the job's attention is refused at the start."""
+    attention_by_family: dict[str, AttentionKernel] = Field(default_factory=dict)
+    """The same for some families; all others have `kernels.attention`."""
     deterministic: bool = True
     """Whether sums on devices have one order, so that the same run has the same bits. false: torch may use kernels that
     are faster in some cases, such as all of cuDNN's for attention; `benchmarks.gpu` measures the price."""
@@ -33,6 +38,10 @@ class KernelChoice(Table):
     def fused_of(self, family: str) -> bool | None:
         """Return what ranks of a family do; None where that is not resolved yet."""
         return self.fused_by_family.get(family, self.fused)
+
+    def attention_of(self, family: str) -> str:
+        """Return the kernel of a family; torch's own choice where that is not resolved yet."""
+        return self.attention_by_family.get(family) or self.attention or "torch"
 
     @property
     def is_fused(self) -> bool:

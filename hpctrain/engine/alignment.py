@@ -232,7 +232,7 @@ def align_rank(
     digests, compared = {}, []
     named, free = (
         operators(job.model, rows, positions, make_kernels(choice, accelerator.family))
-        for choice in (job.kernels, with_values(job, "kernels", attention="auto").kernels)
+        for choice in (job.kernels, with_values(job, "kernels", attention="torch", attention_by_family={}).kernels)
     )
     for operator, free_operator in zip(named, free, strict=True):
         case = Case(operator, deviation)
@@ -291,7 +291,10 @@ def align(
     first_of_family = min(r for r, place in enumerate(places) if place.family == accelerator.family)
     if steps and world.rank == first_of_family:
         trained = dict.fromkeys((*dtypes, REFERENCE_DTYPE) if world.rank == 0 else dtypes)
-        jobs = {dtype: job if dtype in dtypes else with_values(job, "kernels", attention="auto") for dtype in trained}
+        jobs = {
+            dtype: job if dtype in dtypes else with_values(job, "kernels", attention="torch", attention_by_family={})
+            for dtype in trained
+        }
         losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
         own = replace(own, losses=losses)
     every = world.all_objects(own)

@@ -1,12 +1,13 @@
 """Parameters start as a function of (seed, name, element) alone, so that no layout changes them.
 
 A parameter is cut into blocks of 65,536 consecutive elements. Each block has a generator of its own (SFC64), keyed by
-the seed, the name and the block's number. A rank draws the blocks that its part touches, on all its threads: numpy
-releases the interpreter while it draws.
+the seed, the name and the block's number. A rank draws the blocks that its part touches, by several threads: numpy
+releases the interpreter while it draws. A rank with a device computes by one thread, and has cores that are idle then.
 """
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,8 @@ BLOCK = 1 << 16
 """Elements. Seeding a generator takes 10 microseconds, drawing a block 400."""
 ELEMENTS_AT_ONCE = 16 * BLOCK
 """What a thread draws before it copies: 4 MiB, of which a cache has a part."""
+MOST_THREADS = 8
+"""Of a rank, unless it computes by more: other ranks of its host draw too."""
 
 
 def _standard_normal(seed: int, name: str, elements: Interval) -> np.ndarray:
@@ -63,11 +66,12 @@ def fill_initial(
     if sum(taken.size for *_, taken in whole_rows(parameter, box, elements)) < elements.size:
         out.zero_()
     parts = list(_parts(parameter, box, elements))
-    if len(parts) == 1 or torch.get_num_threads() == 1:
+    num_threads = max(torch.get_num_threads(), min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    if len(parts) == 1 or num_threads == 1:
         for part in parts:
             fill(part)
         return
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(fill, parts))
 
 

@@ -20,7 +20,13 @@ CHECKS = {
     "operators": lambda result: result["aligned"] and set(result["worst"]) == {"fp32", "bf16", "fp16"},
     "routes": lambda result: result["auto"]["exit_code"] == 0,
     "parity": lambda result: all(of["same"] for of in result.values()),
-    "training": lambda result: result["mfu_of_measured_peak"] > 0 and "failed" not in str(result),
+    "ranks": lambda result: all(of["num_exact"] == 13 and not of["not_exact"] for of in result.values()),
+    "shared": lambda result: all(of["apart"] < 1e-5 for of in result.values() if isinstance(of, dict)),
+    "killed": lambda result: all(of["exit_code"] not in (0, 124) for of in result.values()),
+    "attention": lambda result: result["llama-1b"]["torch"]["same_bits"] and result["llama-8b"]["flash"]["seconds"] > 0,
+    "llama_1b": lambda result: result["plain"]["of_measured_peak"] > 0 and "failed" not in str(result),
+    "llama_8b": lambda result: result["hpctrain"]["of_measured_peak"] > 0 and "failed" not in str(result),
+    "rows": lambda result: set(result["tokens_per_second"]) == {"1", "2"},
     "kernels": lambda result: (
         result["counts"]["products"] > 0 and result["busy"] > 0 < result["block"]["launched_seconds"]
     ),

@@ -96,17 +96,17 @@ def check_data(run: Prepared) -> Prepared:
     with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])
-    if run.resume_from is None:
-        check_form(job.model)
     check_targets(job.data, run.training, run.validation, job.train.validation_sequences)
     if job.model.vocab_size is None:
         reason = f"{source.vocab_size}: that of {job.data.tokens}"
-        return run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))
-    if job.model.vocab_size < source.least_vocabulary:
+        run = run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))
+    elif job.model.vocab_size < source.least_vocabulary:
         raise JobError(
             f"model.vocab_size {job.model.vocab_size} is less than the {source.least_vocabulary} token ids of"
             f' {job.data.tokens}; set it to {source.least_vocabulary} or more, or "auto"'
         )
+    if run.resume_from is None:
+        check_form(run.job.model)
     return run
 
 

@@ -17,7 +17,16 @@ from hpctrain.config.kernels import KernelChoice
 from hpctrain.model.operators import attention as operator
 
 ON_CPU = "on CPUs it depends on the model whether it pays, and it needs a C++ compiler"
-TRIED_POSITIONS = 128
+TRIED_POSITIONS, TRIED_ON_CPU = 4096, 128
+"""Positions with which attention is tried: with one block of keys no kernel shows that its sums have no fixed order."""
+TRIED_TIMES = 3
+TRIED_DIFFERENCE = 0.02
+"""Of a kernel's results from those of torch's own choice, as a share of their norm: rounding to bf16 gives 0.004."""
+
+HOPPER = (9, 0)
+"""Its compute capability."""
+ON_HOPPER_IN_ONE_ORDER, ON_HOPPER = ("flash4", "flex"), ("flash4", "cudnn")
+"""The fastest first, as measured on an H200 (docs/accelerators.md)."""
 
 
 class RankTrial(NamedTuple):
@@ -28,8 +37,10 @@ class RankTrial(NamedTuple):
     host: str
     compiles: Ability | None = None
     """Whether functions compile for it; None: not tried."""
+    attention: str = "torch"
+    """The kernel that was tried last."""
     attends: Ability | None = None
-    """Whether it has the kernel that the job asks for; None: not tried."""
+    """Whether it has that kernel for the job's attention; None: not tried."""
 
 
 def resolve_kernels(
@@ -49,12 +60,64 @@ def resolve_kernels(
         is_processor = accelerator.kind == "cpu" and world.topology.shares_memory  # a pretended device says why not
         if asked or (asked is None and not is_processor):
             own = own._replace(compiles=accelerator.compiles())
-        if choice.attention != "auto":
-            own = own._replace(attends=try_attention(accelerator, job, dtypes))
+        for attention in attention_candidates(choice, family, accelerator):
+            own = own._replace(attention=attention, attends=try_attention(accelerator, job, attention, dtypes))
+            if own.attends is None or own.attends.works:
+                break
     trials = [trial for trial in world.all_objects(own) if trial.rank in ranks]
-    check_attention(choice, trials)
     kernels, reasons = resolve_fused(choice, trials)
-    return job.model_copy(update={"kernels": kernels}), reasons
+    kernels, more = resolve_attention(kernels, trials)
+    return job.model_copy(update={"kernels": kernels}), reasons | more
+
+
+def attention_candidates(choice: KernelChoice, family: str, accelerator: Accelerator) -> Sequence[str]:
+    """Return the kernels of attention that a rank tries, the best first: the one that the job asks for, or those that
+    are faster than torch's own choice on its device (`benchmarks.gpu --section attention`). Pure, but for the device.
+    """
+    asked = choice.attention_by_family.get(family) or choice.attention
+    if asked:
+        return [asked] if asked != "torch" else []
+    device = accelerator.device
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != HOPPER:
+        return []
+    return ON_HOPPER_IN_ONE_ORDER if choice.deterministic else ON_HOPPER
+
+
+def resolve_attention(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[KernelChoice, dict[str, str]]:
+    """Return values of `attention` by what the ranks of a plan tried, with their reasons. Pure.
+
+    Ranks of a family compute the same bits, so that one without a kernel decides for all of it. Raises JobError where a
+    rank lacks the kernel that the job asks for.
+    """
+    values, reasons = {}, []
+    for family in dict.fromkeys(trial.family for trial in trials):
+        of_family = [trial for trial in trials if trial.family == family]
+        wanted = asked.attention_by_family.get(family) or asked.attention
+        failed = next((trial for trial in of_family if trial.attends and not trial.attends.works), None)
+        if failed and failed.attends and wanted:
+            needs_other = wanted == "cudnn" and asked.deterministic
+            hint = " (cuDNN's also needs kernels.deterministic = false)" if needs_other else ""
+            raise JobError(
+                f'kernels.attention is "{wanted}", but rank {failed.rank} ({family}) on {failed.host} has no such'
+                f' kernel for it: {failed.attends.reason}; set kernels.attention = "torch"{hint}'
+            )
+        kernels = sorted({trial.attention for trial in of_family})
+        values[family] = wanted or (kernels[0] if not failed and len(kernels) == 1 else "torch")
+        if failed and failed.attends:
+            reasons.append(f"{family} torch: rank {failed.rank} on {failed.host} {failed.attends.reason}")
+        elif not wanted and len(kernels) > 1:
+            reasons.append(f"{family} torch: its ranks have {' and '.join(kernels)}")
+        elif not wanted:
+            tried = of_family[0].attends
+            reasons.append(
+                f"{family} {values[family]}: {tried.reason if tried else 'its own choice by shape and dtype'}"
+            )
+    common = next(iter(values.values()), "torch")
+    result = {
+        "attention": common,
+        "attention_by_family": {name: value for name, value in values.items() if value != common},
+    }
+    return asked.model_copy(update=result), {"kernels.attention": "; ".join(reasons)} if reasons else {}
 
 
 def resolve_fused(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[KernelChoice, dict[str, str]]:
@@ -83,66 +146,68 @@ def resolve_fused(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[Ker
     return asked.model_copy(update=result), {"kernels.fused": "; ".join(reasons)} if reasons else {}
 
 
-def try_attention(accelerator: Accelerator, job: Job, dtypes: Sequence[str] = ()) -> Ability:
-    """Say whether a rank's device has the attention kernel that a job asks for, forward and backward. Never raises.
+def try_attention(accelerator: Accelerator, job: Job, backend: str, dtypes: Sequence[str] = ()) -> Ability:
+    """Say whether a rank's device has a kernel for a job's attention, forward and backward. Never raises.
 
     Without `dtypes` it is tried in that of the rank's family, which is known then. An override of attention replaces
-    each. Positions are few, and windows in proportion.
+    each. One group of heads is computed, and windows are in proportion. Where sums must have one order it is computed
+    several times, since some builds of a kernel pass over what it is asked for.
     """
     names = (job.precision.overrides.get("attention", name) for name in dtypes or (job.dtype_of(accelerator.family),))
-    tried = [_try_attention_in(accelerator, job, name) for name in dict.fromkeys(names)]
+    tried = [_try_attention_in(accelerator, job, backend, name) for name in dict.fromkeys(names)]
     return next((ability for ability in tried if not ability.works), tried[0])
 
 
-def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
-    backend, dtype = job.kernels.attention, DTYPES[name]
-    positions = min(job.data.sequence_length, TRIED_POSITIONS)
-    starts = torch.zeros(1, positions, dtype=torch.int64, device=accelerator.device)
+def _try_attention_in(accelerator: Accelerator, job: Job, backend: str, name: str) -> Ability:
+    dtype, length, device = DTYPES[name], job.data.sequence_length, accelerator.device
+    positions = min(length, TRIED_ON_CPU if accelerator.kind == "cpu" else TRIED_POSITIONS)
+    starts = torch.zeros(1, positions, dtype=torch.int64, device=device)
     for attention in dict.fromkeys(block.attention for block in job.model.description.blocks):
-        if attention.window is not None and attention.window < job.data.sequence_length:
+        if attention.window is not None and attention.window < length:
             attention = replace(attention, window=positions // 2)
+        drawn = torch.Generator().manual_seed(1)
+        inputs = [
+            torch.randn(1, heads, positions, attention.head_size, generator=drawn).to(device, dtype).requires_grad_()
+            for heads in (attention.heads // attention.kv_heads, 1, 1)
+        ]
+
+        def compute(backend: str, attention=attention, inputs=inputs) -> list[torch.Tensor]:
+            documents = operator.Documents(starts) if job.data.mask_documents else None
+            mixed = operator.attend(*inputs, attention, documents=documents, backend=backend)
+            return [mixed.detach(), *torch.autograd.grad(mixed, inputs, torch.ones_like(mixed))]
+
         try:
             with warnings.catch_warnings(record=True) as said:
-                queries, keys, values = (
-                    torch.ones(1, heads, positions, attention.head_size, dtype=dtype, device=accelerator.device)
-                    for heads in (attention.heads, attention.kv_heads, attention.kv_heads)
-                )
-                operator.attend(
-                    queries.requires_grad_(),
-                    keys,
-                    values,
-                    attention,
-                    documents=operator.Documents(starts) if job.data.mask_documents else None,
-                    backend=backend,
-                ).sum().backward()
-        except RuntimeError as error:
+                results = [compute(backend) for _ in range(TRIED_TIMES if job.kernels.deterministic else 1)]
+                expected = compute("torch")
+        except Exception as error:  # whatever a compiler or a package raises
             lines = [str(each.message).partition(" (Triggered")[0] for each in said] + [str(error)]
             return Ability(False, f"in {name}: {' '.join(lines)[:400].rstrip('.')}")
-    return Ability(True, "tried forward and backward")
-
-
-def check_attention(asked: KernelChoice, trials: Sequence[RankTrial]) -> None:
-    """Raise JobError where a rank does not have the attention kernel that the job asks for. Pure."""
-    for trial in trials:
-        if trial.attends and not trial.attends.works:
-            needs_other = asked.attention == "cudnn" and asked.deterministic
-            hint = " (cuDNN's also needs kernels.deterministic = false)" if needs_other else ""
-            raise JobError(
-                f'kernels.attention is "{asked.attention}", but rank {trial.rank} ({trial.family}) on {trial.host} has'
-                f' no such kernel for it: {trial.attends.reason}; set kernels.attention = "auto"{hint}'
-            )
+        if not all(
+            torch.equal(one, other) for result in results for one, other in zip(results[0], result, strict=True)
+        ):
+            return Ability(False, f"in {name}: {backend} gives other bits when it computes the same again")
+        for one, other in zip(results[0], expected, strict=True):
+            difference = float((one.double() - other.double()).norm() / other.double().norm())
+            if not difference <= TRIED_DIFFERENCE:
+                return Ability(False, f"in {name}: {backend} is {difference:.2g} from torch's own choice")
+    return Ability(True, f"tried forward and backward with {positions} positions in {name}")
 
 
 def continued_kernels(kernels: KernelChoice, theirs: KernelChoice) -> tuple[KernelChoice, dict[str, str]]:
     """Return the kernels of a run that continues another one, whose bits it must have, with those that were `auto`.
 
-    Runs from before there was such a choice fused nothing. Pure.
+    Runs from before there was such a choice fused nothing, and left attention to torch. Pure.
     """
-    if kernels.fused is not None:
-        return kernels, {}
-    value = bool(theirs.fused)
-    values = {"fused": value, "fused_by_family": theirs.fused_by_family | kernels.fused_by_family}
-    text = "on" if value else "off"
-    if theirs.fused_by_family:
-        text += f", but {', '.join(theirs.fused_by_family)}"
-    return kernels.model_copy(update=values), {"kernels.fused": text}
+    values, reasons = {}, {}
+    if kernels.fused is None:
+        value = bool(theirs.fused)
+        values |= {"fused": value, "fused_by_family": theirs.fused_by_family | kernels.fused_by_family}
+        reasons["kernels.fused"] = "on" if value else "off"
+        if theirs.fused_by_family:
+            reasons["kernels.fused"] += f", but {', '.join(theirs.fused_by_family)}"
+    if kernels.attention is None:
+        of_families = theirs.attention_by_family | kernels.attention_by_family
+        values |= {"attention": theirs.attention or "torch", "attention_by_family": of_families}
+        reasons["kernels.attention"] = ", ".join([values["attention"], *(f"{n} {k}" for n, k in of_families.items())])
+    return kernels.model_copy(update=values), reasons

@@ -64,7 +64,7 @@ class Layout:
 def make_kernels(choice: KernelChoice, family: str) -> Kernels:
     """Return the kernels of a rank of a family. They are not fused where the choice is still open."""
     run = Compiled() if choice.fused_of(family) else run_eagerly
-    return Kernels(run, choice.attention, choice.logits_bytes)
+    return Kernels(run, choice.attention_of(family), choice.logits_bytes)
 
 
 def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:

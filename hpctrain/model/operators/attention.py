@@ -4,7 +4,10 @@ Shapes: queries [rows, heads, positions, head size], keys and values [rows, key/
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.nn.attention as attention_of_torch
@@ -24,7 +27,7 @@ class Documents:
     def __init__(self, starts: torch.Tensor):
         """`starts`, int64 [rows, positions], is where in its row each token's document starts."""
         self.starts = starts
-        self._masks: dict[tuple, torch.Tensor] = {}
+        self._masks: dict[tuple, Any] = {}
 
     def mask(self, queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
         """Return which positions each query may attend to, bool [rows, 1, queries, all positions]."""
@@ -32,6 +35,13 @@ class Documents:
         if key not in self._masks:
             begins = torch.arange(total, device=queries.device) >= self.starts[:, None, :, None]
             self._masks[key] = visible(queries, first, total, window) & begins
+        return self._masks[key]
+
+    def blocks(self, queries: torch.Tensor, total: int, window: int | None) -> Any:
+        """Return the mask of all positions for FlexAttention, which takes no memory for each pair of positions."""
+        key = "blocks", queries.shape[2], total, window
+        if key not in self._masks:
+            self._masks[key] = _visible_blocks(queries.shape[2], total, window, queries.device, self.starts)
         return self._masks[key]
 
     def forget_masks(self) -> None:
@@ -49,19 +59,17 @@ def visible(queries: torch.Tensor, first: int, total: int, window: int | None) -
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "flash3": SDPBackend.FLASH_ATTENTION,
-    "flash4": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""By the name that jobs have for it."""
-FLASH_VERSIONS = {"flash3": "FA3", "flash4": "FA4"}
-"""Versions of flash attention that torch, from 2.11, takes from another package in the place of its own."""
+"""Those of torch's own function, by the name that jobs have for it. Besides them there are `flash4` and `flex`."""
 
 
 def _select_flash(backend: str) -> None:
-    """Have torch use the version of flash attention that a backend asks for, from now on. Raises RuntimeError."""
-    wanted, current = FLASH_VERSIONS.get(backend), getattr(attention_of_torch, "current_flash_attention_impl", None)
+    """Have torch use version 3 of flash attention, of another package, or its own. Raises RuntimeError."""
+    wanted = "FA3" if backend == "flash3" else None
+    current = getattr(attention_of_torch, "current_flash_attention_impl", None)
     if wanted == (current and current()):
         return
     try:
@@ -73,6 +81,62 @@ def _select_flash(backend: str) -> None:
         raise RuntimeError(f"torch {torch.__version__} cannot use {wanted}: {error}") from None
 
 
+@cache
+def _flash4() -> Callable:
+    """Return the function of flash-attn-4: torch's own binding expects results that newer versions do not return."""
+    try:
+        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports] - an extra
+    except Exception as error:  # whatever a package raises that compiles its own kernels
+        raise RuntimeError(f"no flash-attn-4: {type(error).__name__}: {error}") from error
+    return flash_attn_func
+
+
+def _attend_by_flash4(queries, keys, values, window: int | None, scale: float) -> torch.Tensor:
+    """Queries are the last of all positions: its mask is aligned so. One order of sums where torch has one."""
+    by_position = (each.transpose(1, 2) for each in (queries, keys, values))
+    mixed, _ = _flash4()(
+        *by_position,
+        softmax_scale=scale,
+        causal=window is None,
+        window_size=(None, None) if window is None else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return mixed.transpose(1, 2)
+
+
+@cache
+def _flex(*_: object) -> Callable:
+    """Return FlexAttention, compiled for what is given: its gradients have one order of sums."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attending(*tensors: torch.Tensor, **options):
+        return flex_attention(*tensors, **options)
+
+    attending.__code__ = attending.__code__.replace()  # torch keeps what is compiled, and a limit, for each code object
+    return torch.compile(attending, fullgraph=True, dynamic=False, options={"compile_threads": 1})
+
+
+@lru_cache(maxsize=16)
+def _causal_blocks(count: int, total: int, window: int | None, device: torch.device) -> Any:
+    """Return the blocks of masks without documents, which are the same in all layers, rows and steps."""
+    return _visible_blocks(count, total, window, device)
+
+
+def _visible_blocks(
+    count: int, total: int, window: int | None, device: torch.device, starts: torch.Tensor | None = None
+) -> Any:
+    """Return which blocks of keys each block of queries attends to, and inside of them which positions."""
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row, head, query, key):
+        result = (key <= query) & (query - key < (window or total))
+        return result if starts is None else result & (key >= starts[row, query])
+
+    rows = None if starts is None else starts.shape[0]
+    return create_block_mask(sees, rows, None, count, total, device=str(device))
+
+
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -80,25 +144,40 @@ def attend(
     attention: Attention,
     first: int = 0,
     documents: Documents | None = None,
-    backend: str = "auto",
+    backend: str = "torch",
 ) -> torch.Tensor:
     """Mix values by causal attention, in the window and with the cap that the description has.
 
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
     result as queries. Queries are those of positions `first`, `first` + 1, ...; with `documents` each attends to no
-    position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, for scores without a cap.
+    position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, `flash4` (no documents; queries are
+    the last positions), `flex` or `torch`, its own choice; for scores without a cap.
 
     Raises RuntimeError where torch has no such kernel for the inputs.
     """
     scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
     count, total = queries.shape[2], keys.shape[2]
     is_windowed = attention.window is not None and attention.window < total
+    window = attention.window if is_windowed else None
+    if attention.score_cap is None and backend == "flash4":
+        if documents is not None or first + count != total:
+            raise RuntimeError("flash-attn-4 has no masks of documents, and queries are the last positions")
+        return _attend_by_flash4(queries, keys, values, window, scale)
+    if attention.score_cap is None and backend == "flex" and first == 0:  # else each token would be compiled for
+        blocks = (
+            documents.blocks(queries, total, window)
+            if documents
+            else _causal_blocks(count, total, window, queries.device)
+        )
+        grouped = queries.shape[1] != keys.shape[1]
+        made = _flex(queries.shape, keys.shape, queries.dtype, window, documents is None)
+        return made(queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=grouped)
     if attention.score_cap is None:
         is_causal = not is_windowed and count == total and documents is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
         _select_flash(backend)
-        with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend != "auto" else nullcontext():
+        with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend in ATTENTION_BACKENDS else nullcontext():
             return F.scaled_dot_product_attention(
                 queries,
                 keys,

@@ -25,8 +25,8 @@ class Kernels:
     """The choice of kernels: `run` computes norms, rotary positions, gated activations and the loss."""
 
     run: Run = run_eagerly
-    attention: str = "auto"
-    """Which of torch's kernels, a key of `ATTENTION_BACKENDS`."""
+    attention: str = "torch"
+    """See `hpctrain.model.operators.attention.attend`."""
     logits_bytes: int = LOGITS_BYTES
     """How many bytes of logits may be there at once."""
 
