@@ -226,6 +226,7 @@ class Block(LayerModule):
             hidden, x = self.normed(self.ffn_norm, hidden, added)
             added = self.feed_forward(x)
             added = self.ffn_out_norm(added) if self.ffn_out_norm else added
+        assert added is not None, "a block has a branch"
         return hidden + added
 
     def attention(self, x: torch.Tensor, documents: Documents | None) -> torch.Tensor:

@@ -173,7 +173,8 @@ def _try_attention_in(accelerator: Accelerator, job: Job, backend: str, name: st
 
         def compute(backend: str, attention=attention, inputs=inputs) -> list[torch.Tensor]:
             documents = operator.Documents(starts) if job.data.mask_documents else None
-            mixed = operator.attend(*inputs, attention, documents=documents, backend=backend)
+            queries, keys, values = inputs
+            mixed = operator.attend(queries, keys, values, attention, documents=documents, backend=backend)
             return [mixed.detach(), *torch.autograd.grad(mixed, inputs, torch.ones_like(mixed))]
 
         try:

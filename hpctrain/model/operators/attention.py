@@ -109,8 +109,8 @@ def _flex(*_: object) -> Callable:
     """Return FlexAttention, compiled for what is given: its gradients have one order of sums."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    def attending(*tensors: torch.Tensor, **options):
-        return flex_attention(*tensors, **options)
+    def attending(queries, keys, values, block_mask, scale: float, is_grouped: bool):
+        return flex_attention(queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=is_grouped)
 
     attending.__code__ = attending.__code__.replace()  # torch keeps what is compiled, and a limit, for each code object
     return torch.compile(attending, fullgraph=True, dynamic=False, options={"compile_threads": 1})
@@ -171,7 +171,7 @@ def attend(
         )
         grouped = queries.shape[1] != keys.shape[1]
         made = _flex(queries.shape, keys.shape, queries.dtype, window, documents is None)
-        return made(queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=grouped)
+        return made(queries, keys, values, blocks, scale, grouped)
     if attention.score_cap is None:
         is_causal = not is_windowed and count == total and documents is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):

@@ -218,7 +218,7 @@ def test_a_pretended_device_is_no_processor():
     resolved, reasons = resolve_kernels(world, pretended, job, [0])  # pyright: ignore[reportArgumentType] - what it asks
     assert resolved.kernels.fused is False
     text = "h100 off: a pretended device sees operations one by one (rank 0 on node0)"
-    assert reasons == {"kernels.fused": text}
+    assert reasons == {"kernels.fused": text, "kernels.attention": "h100 torch: its own choice by shape and dtype"}
 
 
 def test_one_rank_that_cannot_decides_for_its_family_alone():
@@ -240,9 +240,10 @@ def test_what_a_job_asks_for_is_done_or_refused():
 
 
 def test_a_run_that_continues_has_the_kernels_of_the_one_before():
-    theirs = KernelChoice(fused=True, fused_by_family={"cpu": False})
+    theirs = KernelChoice(fused=True, fused_by_family={"cpu": False}, attention="torch")
     kernels, taken = continued_kernels(KernelChoice(), theirs)
-    assert kernels == theirs and taken == {"kernels.fused": "on, but cpu"}
+    assert kernels == theirs and taken == {"kernels.fused": "on, but cpu", "kernels.attention": "torch"}
     kernels, taken = continued_kernels(KernelChoice(), KernelChoice())
-    assert kernels.fused is False and taken == {"kernels.fused": "off"}, "from before there was a choice"
-    assert continued_kernels(KernelChoice(fused=False), theirs) == (KernelChoice(fused=False), {})
+    assert kernels.fused is False and taken["kernels.fused"] == "off", "from before there was a choice"
+    asked = KernelChoice(fused=False, attention="math")
+    assert continued_kernels(asked, theirs) == (asked, {})
