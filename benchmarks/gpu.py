@@ -477,7 +477,7 @@ SECTIONS = {
     "prediction": Section(2, 170, prediction, "the prediction is of a CPU"),
     "rows": Section(3, 90, rows, "a small model"),
     "fused": Section(3, 140, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
-    "settings": Section(3, 90, settings, "a host offloads to itself, and multiplies no 8 bits"),
+    "settings": Section(3, 90, settings, "a host offloads to itself"),
     "families": Section(3, 150, families, "both families are CPUs"),
     "checkpoints": Section(3, 120, checkpoints, "a small model, from host memory"),
 }

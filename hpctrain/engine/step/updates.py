@@ -1,4 +1,4 @@
-# pyright: reportPrivateImportUsage=false - operations on lists, as torch's own optimizers use them
+# pyright: reportPrivateImportUsage=false
 """The update of each optimizer: new masters and moments from gradients, in place.
 
 What an update keeps and moves is said by its rule in `hpctrain.config.training.optimizers`, under the same name.
