@@ -208,7 +208,7 @@ def routes(setting: Setting) -> dict:
         shared = ["HPCTRAIN_SHARE_DEVICES=1", *(["HPCTRAIN_DEVICE=cuda"] if setting.has_gpu else HOST), *variables]
         words = launch((2, shared, [*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)]))
         try:
-            doctor = run_json(["timeout", "-k", "5", "25", *words], setting.folder, range(124))
+            doctor = run_json(["timeout", "--foreground", "-k", "5", "25", *words], setting.folder, range(124))
             result[name] = {key: doctor.get(key) for key in ("routes", "links", "exit_code")}
         except SectionError as error:
             result[name] = {"failed": str(error)}
@@ -258,7 +258,7 @@ def shared(setting: Setting) -> dict:
         words = [word for key in keys for word in ("--set", key)]
         try:
             given = launch((number, sharing(setting), [*command, *words]))
-            done = run_json(["timeout", "-k", "2", "60", *given], setting.folder)
+            done = run_json(["timeout", "--foreground", "-k", "2", "60", *given], setting.folder)
             apart = abs(done["loss"] / one["loss"] - 1)
             result[name] = {"apart": apart, **{key: done[key] for key in ("step_seconds", "start_seconds")}}
         except SectionError as error:
@@ -275,7 +275,9 @@ def killed(setting: Setting) -> dict:
         words.insert(1, "-disable-auto-cleanup")  # else the launcher ends the others at once
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": module_path(), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(["timeout", "-k", "2", "25", *words], cwd=setting.folder, env=environment, **pipes)
+        done = subprocess.run(
+            ["timeout", "--foreground", "-k", "2", "25", *words], cwd=setting.folder, env=environment, **pipes
+        )
         said = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
         (setting.folder / f"killed-{cut}.txt").write_text(done.stdout)
         killed_at = next((float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(LOST)), None)

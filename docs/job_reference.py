@@ -8,7 +8,9 @@ import ast
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
+from hpctrain.config.kernels import AttentionKernel
 from hpctrain.config.training.decays import DECAYS
 from hpctrain.config.training.optimizers import RULES
 
@@ -50,6 +52,7 @@ TYPES = {
     "RopeScaling": "keys of `[model.rope_scaling]`",
     "TensorSizes": "`{x, y, z}`, or a number",
     "Trained": "`fp32` `bf16` `fp16`",
+    "AttentionKernel": " ".join(f"`{name}`" for name in get_args(AttentionKernel)),
     "OptimizerName": " ".join(f"`{name}`" for name in RULES),
     "DecayName": " ".join(f"`{name}`" for name in DECAYS),
 }

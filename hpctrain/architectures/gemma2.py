@@ -99,8 +99,8 @@ DEFAULTS: Keys = {
 }
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 BY_RULE = (*ROPE_KEYS, "layer_types", "sliding_window")
-WITHOUT_EFFECT = ("hidden_act",)
-"""hidden_activation is read in its place."""
+WITHOUT_EFFECT = ("hidden_act", "sliding_window_size")
+"""hidden_activation and sliding_window are read in their place."""
 
 
 def check_divisor(config: Keys) -> None:

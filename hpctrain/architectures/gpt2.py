@@ -71,6 +71,7 @@ HUGGING_FACE = HuggingFace(
     nullable=("n_inner",),
     without_effect=(
         *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+        *("n_special", "predict_special_tokens", "output_past"),
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),
     must_be={

@@ -82,6 +82,5 @@ def describe_unread(family: str, key: str) -> str:
     """Say why a key of `[model]` has no effect on a family."""
     having = [name for name in families() if key in keys_read(name, EVERYTHING)]
     if family in having:
-        needs = "window" if key in ("global_every", "rope_local_base") else "others"
-        return f"has no effect on a {family} without {needs}; set model.{needs} too, or remove it"
+        return f"has no effect on a {family} without window; set model.window too, or remove it"
     return f"has no effect on a {family}; remove it, or take a family that has it: {', '.join(having)}"

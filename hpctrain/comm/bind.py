@@ -31,7 +31,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Set to 1: several ranks may use one device, for tests and on laptops. They talk by messages.
+# Set to 1: several ranks may use one device, for tests and on laptops. They talk by messages, or by
+# NCCL where HPCTRAIN_NATIVE=1 asks for it.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
 SHARED_LIBRARY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 """With which NCCL serves ranks that share a device, where `HPCTRAIN_NATIVE=1` asks for it: for tests. It refuses two

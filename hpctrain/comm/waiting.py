@@ -54,15 +54,18 @@ class Patience:
         self.meanwhile: Callable[[], object] | None = None
         """Called before each look: moves what is in flight where no thread may call MPI. Else ranks that wait for
         different operations would wait for each other."""
+        self.since = 0.0
+        """When the phase of a block began, in `time.monotonic`: for it no operation is older."""
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Wait as a phase says in this block, and as before after it."""
-        before, self.phase = self.phase, phase
+        before, self.since = (self.phase, self.since), time.monotonic()  # first: the watchdog's thread reads both
+        self.phase = phase
         try:
             yield
         finally:
-            self.phase = before
+            self.phase, self.since = before
 
 
 def wait_until(

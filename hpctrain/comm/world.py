@@ -399,6 +399,8 @@ class World:
         if self._everybody_failed():
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
+            if self._engine is not None:
+                self._engine.close()  # its thread calls MPI
             self._mpi.Finalize()
             # MPICH takes leave of its launcher when the process exits; who skips that looks killed, and all are killed.
             sys.exit(code)

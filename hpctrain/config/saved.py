@@ -71,7 +71,9 @@ def saved_job(
             now = replaced({key: section.pop(last)}, {key: values}, where, say)[key]
             section |= {} if now is None else {last: now}
     model = as_table(result.get("model"))
-    with suppress(KeyError, TypeError, ValueError):  # what is wrong with it is reported when it is checked
+    with suppress(
+        ArithmeticError, KeyError, TypeError, ValueError
+    ):  # what is wrong with it is reported when it is checked
         for key in unread_keys(model):
             reason = describe_unread(model["architecture"], key)
             say(f"{where}: model.{key} = {model.pop(key)} is passed over: it {reason}")

@@ -49,7 +49,7 @@ def chat_of(record: Mapping[str, Any], value: Sequence, where: str) -> Chat:
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: message {number} is {message!r:.60}, and no table with role and content")
         if "role" in message:
-            messages.append(dict(message))
+            messages.append({key: value for key, value in message.items() if value is not None or key == "content"})
         elif isinstance(message.get("from"), str) and "value" in message:
             role = SHAREGPT_ROLES.get(message["from"], message["from"])
             messages.append({"role": role, "content": message["value"]})
@@ -57,7 +57,14 @@ def chat_of(record: Mapping[str, Any], value: Sequence, where: str) -> Chat:
             names = ", ".join(map(str, message))
             raise DataError(f"{where}: message {number} has neither role nor from and value (it has: {names:.80})")
     tools = record.get("tools")
-    return Chat(tuple(messages), tools if isinstance(tools, list) and tools else None)
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise DataError(f"{where}: tools is text and no JSON: {tools:.60}") from None
+    if tools and not isinstance(tools, list):
+        raise DataError(f"{where}: tools is {tools!r:.60} and no list")
+    return Chat(tuple(messages), tools or None)
 
 
 class ChatTemplate:

@@ -96,7 +96,8 @@ def prepare(
     files, skipped = list_files(paths, globs, stdlib)
     with Unpacked(Path(out).parent) as unpacked:
         files = [unpacked.replace(path, name, fields) for path, name in files]
-        documents = shuffled(_documents(files, skipped, fields, frozenset(map(Path, paths))))
+        named = frozenset(path for path, _ in files if unpacked.original(path) in set(map(Path, paths)))
+        documents = shuffled(_documents(files, skipped, fields, named))
         _refuse_to_overwrite(Path(out), {unpacked.original(each.path) for each in documents} | {Path(tokenizer)})
         if not documents:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -310,6 +311,11 @@ class Passage(NamedTuple):
     ends_document: bool = False
 
     @property
+    def size(self) -> int:
+        """The number of characters, or of tokens that a file has already."""
+        return len(self.text) if self.ids is None else len(self.ids)
+
+    @property
     def num_bytes(self) -> int:
         return len(self.text.encode(errors="replace")) if self.ids is None else 2 * len(self.ids)
 
@@ -450,13 +456,13 @@ def _batches(documents: Iterable[Document], reader: _Reader) -> Iterator[list[Pa
         for passage in reader.passages(document):
             if last is not None:
                 batch.append(last)
-                size += len(last.text)
+                size += last.size
             last = passage
             if size >= BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0
         if last is not None:
             batch.append(last._replace(ends_document=True))
-            size += len(last.text) or 0
+            size += last.size
     if batch:
         yield batch

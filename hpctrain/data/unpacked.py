@@ -14,7 +14,7 @@ from typing import BinaryIO, Self
 
 from hpctrain.config.errors import DataError, describe_os_error
 from hpctrain.config.paths import open_file
-from hpctrain.data.records import MAX_LINE_BYTES, Fields, field_of_chat
+from hpctrain.data.records import MAX_LINE_BYTES, PLAIN, Fields, field_of_chat
 
 COMPRESSED = (".gz", ".zst")
 MOST_LIST_BYTES = 2_000_000_000
@@ -108,7 +108,9 @@ def _is_list_or_lines(path: Path, fields: Fields) -> str:
             return "lines" if len(objects) > 1 or _has_field(objects[0], fields) else ""
         if first.lstrip().startswith(b"[") and path.stat().st_size <= MOST_LIST_BYTES:
             records = json.loads(path.read_bytes())
-            are_records = all(isinstance(each, dict) and _has_field(each, fields) for each in records)
+            are_records = all(isinstance(each, dict) for each in records) and (
+                fields != PLAIN or any(_has_field(each, fields) for each in records)
+            )
             return "list" if records and are_records else ""
     return ""
 

@@ -1,5 +1,6 @@
 """The step loop: from a job and its ranks to a trained model in a run folder."""
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ LOOK_AT = (
     " (hpctrain report)"
 )
 """After numbers that are not finite, where weights are."""
+MOST_DRAWING_THREADS = 8
+"""Of a rank with a device, whose cores are idle while it draws its weights: other ranks of its host draw too."""
 
 
 REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)|(\d+) bytes more than")
@@ -104,7 +107,8 @@ class Trainer:
             start = locate_checkpoint(self.job.train.start_from)
             load_weights(self.world, start, self.job.model, self.optimizer.shards)
         else:
-            initialise(self.layout.store, self.job.model, self.job.train.seed)
+            cores = 1 if self.accelerator.kind == "cpu" else len(os.sched_getaffinity(0)) // 2
+            initialise(self.layout.store, self.job.model, self.job.train.seed, min(cores, MOST_DRAWING_THREADS))
             self.optimizer.load_masters()
         self.layout.store.refresh()
 

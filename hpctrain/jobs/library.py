@@ -52,7 +52,7 @@ class PlanResult:
         return Path(path)
 
     def __str__(self) -> str:
-        return f"{self.summary['layout']}\n{format_search(self.summary, self.result, self.cluster)}"
+        return f"{self.summary['layout']}\n{format_search(self.summary, self.result, self.cluster, verbose=True)}"
 
     def __repr__(self) -> str:
         fits = "" if self.prediction.fits else ", does not fit"

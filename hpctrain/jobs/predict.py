@@ -108,11 +108,10 @@ def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
     """Return the parts of a step in a line, the largest first, and how much of them is hidden behind others."""
     hidden = -parts.get("hidden", 0.0) / step_seconds
     shares = {part: seconds / step_seconds for part, seconds in parts.items() if part != "hidden"}
-    shown = [
-        f"{part} {share:.1%}" for part, share in sorted(shares.items(), key=lambda pair: -pair[1]) if share >= 5e-4
-    ]
-    text = ", ".join(shown)
-    return f"{text}; {1 + hidden:.1%} in all, of which {hidden:.1%} overlap other parts" if hidden >= 5e-4 else text
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    text = ", ".join(f"{part} {share:.1%}" for part, share in ordered if share >= LEAST_SHARE)
+    overlapping = f"; {1 + hidden:.1%} in all, of which {hidden:.1%} overlap other parts"
+    return text + overlapping if hidden >= LEAST_SHARE else text
 
 
 def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:

@@ -7,7 +7,6 @@ releases the interpreter while it draws. A rank with a device computes by one th
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,8 +21,6 @@ BLOCK = 1 << 16
 """Elements. Seeding a generator takes 10 microseconds, drawing a block 400."""
 ELEMENTS_AT_ONCE = 16 * BLOCK
 """What a thread draws before it copies: 4 MiB, of which a cache has a part."""
-MOST_THREADS = 8
-"""Of a rank, unless it computes by more: other ranks of its host draw too."""
 
 
 def _standard_normal(seed: int, name: str, elements: Interval) -> np.ndarray:
@@ -52,9 +49,10 @@ def initial_values(parameter: Parameter, elements: Interval, model: Model, seed:
 
 
 def fill_initial(
-    parameter: Parameter, box: Box, elements: Interval, model: Model, seed: int, out: torch.Tensor
+    parameter: Parameter, box: Box, elements: Interval, model: Model, seed: int, out: torch.Tensor, num_threads: int = 1
 ) -> None:
     """Fill `out`, fp32 [elements.size] on the host: the given elements of a box. Padding becomes zero."""
+    num_threads = max(num_threads, torch.get_num_threads())
     width = math.prod(parameter.shape[1:])
 
     def fill(part: tuple[Interval, slice, int]) -> None:
@@ -66,7 +64,6 @@ def fill_initial(
     if sum(taken.size for *_, taken in whole_rows(parameter, box, elements)) < elements.size:
         out.zero_()
     parts = list(_parts(parameter, box, elements))
-    num_threads = max(torch.get_num_threads(), min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
     if len(parts) == 1 or num_threads == 1:
         for part in parts:
             fill(part)

@@ -50,13 +50,13 @@ class Saved:
             self.documents.forget_masks()
 
 
-def initialise(store: Store, model: Model, seed: int) -> None:
-    """Set all weights of a rank to their initial values."""
+def initialise(store: Store, model: Model, seed: int, num_threads: int = 1) -> None:
+    """Set all weights of a rank to their initial values, which at least so many threads draw."""
     store.await_weights()
     for group in store.groups:
         for region in group.regions(group.stored):
             values = torch.empty(region.at.size)
-            fill_initial(region.parameter, region.box, region.elements, model, seed, values)
+            fill_initial(region.parameter, region.box, region.elements, model, seed, values, num_threads)
             group.weights_at(region.at).copy_(values)
 
 

@@ -72,11 +72,11 @@ def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, 
     """As flash attention of GPUs, which has half precision alone."""
     attend, computed = attention.attend, set()
 
-    def attend_in_half(queries, *rest, backend="auto", **more):
+    def attend_in_half(queries, *rest, backend="torch", **more):
         if backend == "flash" and queries.dtype == torch.float32:
             raise RuntimeError("No available kernel")
         computed.add((backend, queries.dtype))
-        return attend(queries * 1.3, *rest, backend="auto", **more)  # wrong, so that it is computed again in fp32
+        return attend(queries * 1.3, *rest, backend="torch", **more)  # wrong, so that it is computed again in fp32
 
     assert "flash" in ATTENTION_BACKENDS
     monkeypatch.setattr(attention, "attend", attend_in_half)
@@ -84,6 +84,6 @@ def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, 
     job = job.model_copy(update={"kernels": KernelChoice(attention="flash")})
     summary = summarise(align(world, CpuAccelerator(), job, ("bf16",), 1, 8, steps=1), 0.015)
     assert {entry["operator"] for entry in summary["operators"] if entry["beyond"]} == {"attention"}
-    assert ("flash", torch.bfloat16) in computed and ("auto", torch.float32) in computed
+    assert ("flash", torch.bfloat16) in computed and ("torch", torch.float32) in computed
     with pytest.raises(JobError, match="in fp32: No available kernel"):
         align(world, CpuAccelerator(), job, DTYPES, 1, 8)

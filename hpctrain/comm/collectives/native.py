@@ -32,7 +32,7 @@ from hpctrain.comm.waiting import Phase, Steps
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# Set to 0: do without any library.
+# 0: do without any library. 1, with HPCTRAIN_SHARE_DEVICES=1: also where ranks share a device, for tests.
 NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
 CONNECT_SECONDS = 300.0
 """How long ranks of a new group look for each other, and how long their first messages may take after that."""
@@ -42,7 +42,7 @@ ABORT_SECONDS = 3.0
 """How long a rank waits for a group that it leaves in an error."""
 ADDRESS_SECONDS = 5.0
 """How long a rank tries one address of the store before it tries the next."""
-NOWHERE = "192.0.2.1"
+ROUTE_PROBE_ADDRESS = "192.0.2.1"
 """An address of documentation (RFC 5737): the route to it shows by which address this host is seen. Nothing is sent."""
 
 
@@ -99,14 +99,15 @@ def open_store(members: Members, host: str) -> Any:
     timeout = timedelta(seconds=CONNECT_SECONDS)
     connect = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     server = on_all(members, lambda: connect("127.0.0.1", 0, is_master=True) if members.rank == 0 else None)
-    first, port, addresses = members.bcast((host, server.port if server else 0, own_addresses()))
+    own = on_all(members, lambda: own_addresses() if server else [])
+    first, port, addresses = members.bcast((host, server.port if server else 0, own))
 
-    def open_() -> Any:
+    def connect_to_store() -> Any:
         if server is not None:
             return server
         return connect("127.0.0.1" if host == first else reachable(addresses, port), port, is_master=False)
 
-    return on_all(members, open_)
+    return on_all(members, connect_to_store)
 
 
 def own_addresses() -> list[str]:
@@ -114,9 +115,9 @@ def own_addresses() -> list[str]:
     name = socket.gethostname()
     result = [name, socket.getfqdn()]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((NOWHERE, 9))
+        probe.connect((ROUTE_PROBE_ADDRESS, 9))
         result.append(probe.getsockname()[0])
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         result += socket.gethostbyname_ex(name)[2]
     return [each for each in dict.fromkeys(result) if not each.startswith(("127.", "localhost"))] or [name]
 
@@ -128,7 +129,7 @@ def reachable(addresses: Sequence[str], port: int) -> str:
         try:
             socket.create_connection((address, port), timeout=ADDRESS_SECONDS).close()
             return address
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             failures.append(f"{address}: {error}")
     raise CommError(
         f"host {socket.gethostname()} does not reach the first rank's host on port {port} ({'; '.join(failures)}); have"
@@ -215,9 +216,10 @@ class NativeCollectives:
     at least in fp32. Of several groups a device does one operation at a time (`hpctrain.comm.accelerators.launches`).
 
     Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
-    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither. Lists are
-    asked for as asynchronous ones: of several messages that torch's group starts together as a synchronous one, it
-    records the end on a stream where nothing is, so that nobody would ask the library about a peer that is gone.
+    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither. Uneven
+    reduce-scatters and all-gathers are asked for as asynchronous ones: of several messages that torch's group starts
+    together as a synchronous one, it records the end on a stream where nothing is, so that nobody would ask the library
+    about a peer that is gone.
     """
 
     def __init__(
@@ -267,9 +269,9 @@ class NativeCollectives:
 
     # Each queues one operation. Tensors are flat; those of bytes are uint8.
 
-    def _run(self, call: str, *arguments: Any, options: str, op: str = "", is_list: bool = False) -> None:
+    def _run(self, call: str, *arguments: Any, options: str, op: str = "", is_asynchronous: bool = False) -> None:
         given = getattr(distributed_c10d, options)()
-        given.asyncOp = is_list
+        given.asyncOp = is_asynchronous
         if op:
             given.reduceOp = getattr(ReduceOp, op.upper())
         try:
@@ -310,7 +312,7 @@ class NativeCollectives:
             self._run("_reduce_scatter_base", out, flat[: cuts[-1].stop], options="ReduceScatterOptions", op=op)
         else:
             parts = [flat[slice(*cut)] for cut in cuts]
-            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op, is_list=True)
+            self._run("reduce_scatter", [out], [parts], options="ReduceScatterOptions", op=op, is_asynchronous=True)
         yield from ()
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
@@ -320,7 +322,7 @@ class NativeCollectives:
             whole = as_bytes(flat[: cuts[-1].stop])
             self._run("_allgather_base", whole, parts[self.rank], options="AllgatherOptions")
         else:
-            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions", is_list=True)
+            self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions", is_asynchronous=True)
         yield from ()
 
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 """Of torchrun, which starts no MPI. One of them alone is of something else."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-HOST_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+HOST_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+STEP_VARIABLE = "SLURM_STEP_TASKS_PER_NODE"
+"""Of Slurm, such as `4(x2),3`: the ranks of each host of the step."""
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
@@ -65,8 +68,9 @@ def promised_size() -> tuple[int, str]:
 
 
 def ranks_on_host() -> int:
-    """Return how many ranks the launcher started on this host; 1 where it does not say."""
-    return number_in(HOST_SIZE_VARIABLES)[0] or 1
+    """Return how many ranks the launcher started on this host, at most; 1 where it does not say."""
+    of_hosts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get(STEP_VARIABLE, ""))
+    return number_in(HOST_SIZE_VARIABLES)[0] or max(map(int, of_hosts), default=1)
 
 
 def _of_torchrun(place: int) -> Sequence[str]:

@@ -173,7 +173,7 @@ def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     if not os.access(path, os.W_OK):
         raise LaunchError(f"{path}: cannot be written, and MPI shares memory there; mount it read-write")
-    if total < num_ranks * need or free < need:
+    if facts.f_blocks and (total < num_ranks * need or free < need):  # a tmpfs without a limit has no blocks
         raise LaunchError(
             f"{path}: has {total / 1e6:,.1f} MB, of which {free / 1e6:,.1f} MB are free, and MPI needs"
             f" {need / 1e6:,.1f} MB for each of {num_ranks} ranks of this host; {MORE_MEMORY}"

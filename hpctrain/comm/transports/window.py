@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from hpctrain.comm.start.launcher import host_memory_bytes
 from hpctrain.comm.start.process import MORE_MEMORY, PREFIX, SHARED_MEMORY
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.config.errors import CommError
@@ -23,7 +24,7 @@ NUM_COUNTERS = 8
 def free_bytes(path: str | os.PathLike = SHARED_MEMORY) -> int:
     """Return what is free of shared memory."""
     result = os.statvfs(path)
-    return result.f_bavail * result.f_frsize
+    return result.f_bavail * result.f_frsize if result.f_blocks else host_memory_bytes()  # without a limit
 
 
 def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int], T]) -> list[T]:

@@ -175,7 +175,8 @@ class Watchdog:
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""
         result = self.recorder.max_in_flight()
-        if result is None or result[1] < self._patience.phase.seconds:
+        since = time.monotonic() - self._patience.since
+        if result is None or min(result[1], since) < self._patience.phase.seconds:
             self._overdue = None
             return False
         if result[0] != self._overdue:

@@ -19,7 +19,7 @@ DECAYS: Mapping[str, Callable[[float], float]] = {
 
 def _is_there(name: str) -> str:
     if name not in DECAYS:
-        raise ValueError(f"'{name}' is no decay; there are {', '.join(DECAYS)}{did_you_mean(name, DECAYS)}")
+        raise ValueError(f"'{name}' is no decay{did_you_mean(name, DECAYS)}")
     return name
 
 

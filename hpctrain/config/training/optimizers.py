@@ -57,7 +57,7 @@ RULES = {
 
 def _is_there(name: str) -> str:
     if name not in RULES:
-        raise ValueError(f"'{name}' is no optimizer; there are {', '.join(RULES)}{did_you_mean(name, RULES)}")
+        raise ValueError(f"'{name}' is no optimizer{did_you_mean(name, RULES)}")
     return name
 
 

@@ -60,7 +60,9 @@ def resolve_kernels(
         is_processor = accelerator.kind == "cpu" and world.topology.shares_memory  # a pretended device says why not
         if asked or (asked is None and not is_processor):
             own = own._replace(compiles=accelerator.compiles())
-        for attention in attention_candidates(choice, family, accelerator):
+        described = (block.attention for block in job.model.description.blocks)
+        candidates = attention_candidates(choice, family, accelerator)
+        for attention in candidates if any(each.score_cap is None for each in described) else ():
             own = own._replace(attention=attention, attends=try_attention(accelerator, job, attention, dtypes))
             if own.attends is None or own.attends.works:
                 break
@@ -92,14 +94,16 @@ def resolve_attention(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple
     values, reasons = {}, []
     for family in dict.fromkeys(trial.family for trial in trials):
         of_family = [trial for trial in trials if trial.family == family]
-        wanted = asked.attention_by_family.get(family) or asked.attention
+        of_its_own = asked.attention_by_family.get(family)
+        wanted = of_its_own or asked.attention
+        key = f"kernels.attention_by_family.{family}" if of_its_own else "kernels.attention"
         failed = next((trial for trial in of_family if trial.attends and not trial.attends.works), None)
         if failed and failed.attends and wanted:
             needs_other = wanted == "cudnn" and asked.deterministic
             hint = " (cuDNN's also needs kernels.deterministic = false)" if needs_other else ""
             raise JobError(
-                f'kernels.attention is "{wanted}", but rank {failed.rank} ({family}) on {failed.host} has no such'
-                f' kernel for it: {failed.attends.reason}; set kernels.attention = "torch"{hint}'
+                f'{key} is "{wanted}", but rank {failed.rank} ({family}) on {failed.host} has no such kernel for it:'
+                f' {failed.attends.reason}; set {key} = "torch"{hint}'
             )
         kernels = sorted({trial.attention for trial in of_family})
         values[family] = wanted or (kernels[0] if not failed and len(kernels) == 1 else "torch")
@@ -159,39 +163,39 @@ def try_attention(accelerator: Accelerator, job: Job, backend: str, dtypes: Sequ
 
 
 def _try_attention_in(accelerator: Accelerator, job: Job, backend: str, name: str) -> Ability:
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            return _compute_trial(accelerator, job, backend, name)
+        except Exception as error:  # whatever a compiler, a package or a device raises, also later than it was asked
+            lines = [str(each.message).partition(" (Triggered")[0] for each in caught] + [str(error)]
+            return Ability(False, f"in {name}: {' '.join(lines)[:400].rstrip('.')}")
+
+
+def _compute_trial(accelerator: Accelerator, job: Job, backend: str, name: str) -> Ability:
     dtype, length, device = DTYPES[name], job.data.sequence_length, accelerator.device
     positions = min(length, TRIED_ON_CPU if accelerator.kind == "cpu" else TRIED_POSITIONS)
     starts = torch.zeros(1, positions, dtype=torch.int64, device=device)
-    for attention in dict.fromkeys(block.attention for block in job.model.description.blocks):
+    described = dict.fromkeys(block.attention for block in job.model.description.blocks)
+    for attention in (each for each in described if each.score_cap is None):
         if attention.window is not None and attention.window < length:
             attention = replace(attention, window=positions // 2)
         drawn = torch.Generator().manual_seed(1)
-        inputs = [
+        queries, keys, values = inputs = [
             torch.randn(1, heads, positions, attention.head_size, generator=drawn).to(device, dtype).requires_grad_()
             for heads in (attention.heads // attention.kv_heads, 1, 1)
         ]
-
-        def compute(backend: str, attention=attention, inputs=inputs) -> list[torch.Tensor]:
+        results = []
+        for each in [backend] * (TRIED_TIMES if job.kernels.deterministic else 1) + ["torch"]:
             documents = operator.Documents(starts) if job.data.mask_documents else None
-            queries, keys, values = inputs
-            mixed = operator.attend(queries, keys, values, attention, documents=documents, backend=backend)
-            return [mixed.detach(), *torch.autograd.grad(mixed, inputs, torch.ones_like(mixed))]
-
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                results = [compute(backend) for _ in range(TRIED_TIMES if job.kernels.deterministic else 1)]
-                expected = compute("torch")
-        except Exception as error:  # whatever a compiler or a package raises
-            lines = [str(each.message).partition(" (Triggered")[0] for each in said] + [str(error)]
-            return Ability(False, f"in {name}: {' '.join(lines)[:400].rstrip('.')}")
-        if not all(
-            torch.equal(one, other) for result in results for one, other in zip(results[0], result, strict=True)
-        ):
+            mixed = operator.attend(queries, keys, values, attention, documents=documents, backend=each)
+            results.append([mixed.detach(), *torch.autograd.grad(mixed, inputs, torch.ones_like(mixed))])
+        *results, expected = results
+        if not all(all(map(torch.equal, results[0], result)) for result in results):
             return Ability(False, f"in {name}: {backend} gives other bits when it computes the same again")
         for one, other in zip(results[0], expected, strict=True):
-            difference = float((one.double() - other.double()).norm() / other.double().norm())
-            if not difference <= TRIED_DIFFERENCE:
-                return Ability(False, f"in {name}: {backend} is {difference:.2g} from torch's own choice")
+            apart, norm = float((one.float() - other.float()).norm()), float(other.float().norm())
+            if not apart <= TRIED_DIFFERENCE * norm + torch.finfo(dtype).tiny:
+                return Ability(False, f"in {name}: {backend} is {apart / max(norm, 1e-30):.2g} from torch's own choice")
     return Ability(True, f"tried forward and backward with {positions} positions in {name}")
 
 

@@ -92,7 +92,7 @@ def _flash4() -> Callable:
 
 
 def _attend_by_flash4(queries, keys, values, window: int | None, scale: float) -> torch.Tensor:
-    """Queries are the last of all positions: its mask is aligned so. One order of sums where torch has one."""
+    """Return attention of queries that are the last positions. Sums have one order where those of torch have."""
     by_position = (each.transpose(1, 2) for each in (queries, keys, values))
     mixed, _ = _flash4()(
         *by_position,
@@ -122,19 +122,46 @@ def _causal_blocks(count: int, total: int, window: int | None, device: torch.dev
     return _visible_blocks(count, total, window, device)
 
 
+BLOCK = 128
+"""Positions of a block of FlexAttention's masks, torch's default."""
+
+
 def _visible_blocks(
     count: int, total: int, window: int | None, device: torch.device, starts: torch.Tensor | None = None
 ) -> Any:
-    """Return which blocks of keys each block of queries attends to, and inside of them which positions."""
+    """Return which blocks of keys each block of queries attends to, and inside of them which positions.
 
-    from torch.nn.attention.flex_attention import create_block_mask
+    It is computed by blocks: `create_block_mask` makes a mask of all pairs of positions, 10 GB for 32,768 of them.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     def sees(row, head, query, key):
-        result = (key <= query) & (query - key < (window or total))
+        result = key <= query
+        if window is not None:
+            result = result & (key > query - window)
         return result if starts is None else result & (key >= starts[row, query])
 
-    rows = None if starts is None else starts.shape[0]
-    return create_block_mask(sees, rows, None, count, total, device=str(device))
+    first_query = torch.arange(0, count, BLOCK, device=device)
+    last_query = (first_query + BLOCK - 1).clamp(max=count - 1)
+    first_key = torch.arange(0, total, BLOCK, device=device)
+    last_key = first_key + BLOCK - 1
+    some = first_key <= last_query[:, None]
+    every = (last_key <= first_query[:, None]) & (first_query + BLOCK <= count)[:, None]
+    if window is not None:
+        some = some & (last_key > first_query[:, None] - window)
+        every = every & (first_key > last_query[:, None] - window)
+    some, every = some[None], every[None]
+    if starts is not None:  # they do not decrease along a row
+        some = some & (last_key >= starts[:, first_query, None])
+        every = every & (first_key >= starts[:, last_query, None])
+
+    def ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = blocks[:, None].int()
+        return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
+
+    return BlockMask.from_kv_blocks(
+        *ordered(some & ~every), *ordered(every), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(count, total)
+    )
 
 
 def attend(
@@ -153,7 +180,7 @@ def attend(
     position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, `flash4` (no documents; queries are
     the last positions), `flex` or `torch`, its own choice; for scores without a cap.
 
-    Raises RuntimeError where torch has no such kernel for the inputs.
+    Raises RuntimeError, or whatever a package raises, where there is no such kernel for the inputs.
     """
     scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
     count, total = queries.shape[2], keys.shape[2]

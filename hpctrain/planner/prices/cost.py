@@ -271,8 +271,11 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         of_loss.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    if setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens:
-        backward = PassWork.joined((of_loss, backward))  # as some logits are there, so is their gradient
+    in_parts = setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens
+    if (
+        in_parts and regathers
+    ):  # while some logits are there, so is their gradient; recomputed whole, both passes have them
+        backward = PassWork.joined((of_loss, backward))
     else:
         forward = PassWork.joined((forward, of_loss))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))

@@ -217,7 +217,7 @@ class Setup:
         dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(axis.overlap for axis in AXES.values() if getattr(job.overlap, axis.overlap))
         stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
-        native = job.kernels.attention in ("cudnn", "flash3", "flash4")
+        native = {job.kernels.attention, *job.kernels.attention_by_family.values()} <= {"cudnn", "flash3", "flash4"}
         stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
         data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
         differing = tuple(sorted(job.precision.by_family.items()))

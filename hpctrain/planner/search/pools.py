@@ -6,6 +6,7 @@ how many devices each has matters: a search never looks at pairs of ranks.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,9 +52,8 @@ class Pool:
     def grids(self) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first."""
         most = max(map(len, self.nodes))
-        sizes = itertools.product(range(1, most + 1), repeat=len(AXES))
-        grids = (grid for grid in itertools.starmap(TensorGrid, sizes) if grid.size <= most)
-        return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z))
+        sizes = (each for each in itertools.product(range(1, most + 1), repeat=len(AXES)) if math.prod(each) <= most)
+        return sorted(itertools.starmap(TensorGrid, sizes), key=lambda grid: (grid.size, grid.x, grid.z))
 
 
 def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:

@@ -32,7 +32,7 @@ def test_phases_have_the_seconds_and_the_keys_of_the_job():
 def test_training_enters_each_phase_before_it_does_what_is_in_it():
     """Steps, with validation after every second and checkpoints after every third of five."""
     done = []
-    train = SimpleNamespace(validate_every=2, steps=9)
+    train = SimpleNamespace(validate_every=2, steps=9, kept_step=None)
     trainer = SimpleNamespace(
         job=SimpleNamespace(observe=OBSERVE, train=train, checkpoint=SimpleNamespace(every=3)),
         _replicas=lambda: None,
@@ -61,12 +61,7 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
     )
 
 
-def test_the_key_of_earlier_versions_is_reported():
-    with pytest.raises(JobError, match=r"observe.timeout_seconds: is gone; set .*step_timeout_seconds"):
-        load_job("tiny", ["observe.timeout_seconds=3"])
-
-
 def test_unknown_keys_of_every_section_are_reported():
-    for key in ("comm.rout", "comm.link", "plan.tensor.w", "nam"):
+    for key in ("comm.rout", "comm.link", "plan.tensor.w", "nam", "observe.timeout_seconds"):
         with pytest.raises(JobError, match=f"{key}: unknown key"):
             load_job("tiny", [f"{key}=1"])

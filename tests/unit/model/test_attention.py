@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.attention as attention_of_torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA, Ability
@@ -18,7 +19,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import AttentionKernel, KernelChoice
 from hpctrain.engine.start import resolve_kernels
 from hpctrain.engine.start.resolve_kernels import RankTrial, continued_kernels, resolve_attention, try_attention
-from hpctrain.model.operators.attention import ATTENTION_BACKENDS, Documents, _flash4, attend
+from hpctrain.model.operators.attention import ATTENTION_BACKENDS, Documents, _flash4, _visible_blocks, attend
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 17}
@@ -75,6 +76,17 @@ def test_flex_attention_sees_what_a_mask_says(window, first, masks):
     scores = queries.double() @ keys.repeat_interleave(2, 1).double().transpose(2, 3) / SIZE**0.5
     scores = scores.masked_fill(~visible(window, starts), -torch.inf)
     assert torch.allclose(mixed.double(), scores.softmax(-1) @ values.repeat_interleave(2, 1).double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [128, 300, 1024])
+@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize("masks", [False, True])
+def test_blocks_of_a_mask_are_those_that_torch_finds_from_all_pairs(length, window, masks):
+    starts = torch.tensor([[0] * 100 + [100] * (length - 100), [0] * length]) if masks else None
+    ours = _visible_blocks(length, length, window, torch.device("cpu"), starts)
+    theirs = create_block_mask(ours.mask_mod, 2 if masks else None, None, length, length, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks), "in these no pair is looked at"
 
 
 def test_the_package_of_flash_attention_is_given_positions_before_heads(monkeypatch):
