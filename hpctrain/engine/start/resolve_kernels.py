@@ -61,7 +61,7 @@ def resolve_kernels(
         if asked or (asked is None and not is_processor):
             own = own._replace(compiles=accelerator.compiles())
         described = (block.attention for block in job.model.description.blocks)
-        candidates = attention_candidates(choice, family, accelerator)
+        candidates = attention_candidates(job, accelerator)
         for attention in candidates if any(each.score_cap is None for each in described) else ():
             own = own._replace(attention=attention, attends=try_attention(accelerator, job, attention, dtypes))
             if own.attends is None or own.attends.works:
@@ -72,15 +72,17 @@ def resolve_kernels(
     return job.model_copy(update={"kernels": kernels}), reasons | more
 
 
-def attention_candidates(choice: KernelChoice, family: str, accelerator: Accelerator) -> Sequence[str]:
+def attention_candidates(job: Job, accelerator: Accelerator) -> Sequence[str]:
     """Return the kernels of attention that a rank tries, the best first: the one that the job asks for, or those that
-    are faster than torch's own choice on its device (`benchmarks.gpu --section attention`). Pure, but for the device.
+    are faster than torch's own choice on its device in half precision (`benchmarks.gpu --section attention`).
     """
+    choice, family, device = job.kernels, accelerator.family, accelerator.device
     asked = choice.attention_by_family.get(family) or choice.attention
     if asked:
         return [asked] if asked != "torch" else []
-    device = accelerator.device
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != HOPPER:
+        return []
+    if job.precision.overrides.get("attention", job.dtype_of(family)) == "fp32":
         return []
     return ON_HOPPER_IN_ONE_ORDER if choice.deterministic else ON_HOPPER
 
