@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
@@ -83,8 +82,7 @@ class Pretended:
         self.progress, self._world = ProgressEngine(world.has_threads, self.device.use), world
         self.device.launches.meanwhile = self.progress.poll
         self._made: list[Communicator] = []
-        connects = native and self.library is None
-        store = store_of(world, own.host) if connects else HashStore()
+        store = store_of(world, own.host) if native else None
         devices = Devices(self.device, known, bridge, store)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
