@@ -13,6 +13,7 @@ import torch
 import torch.nn.attention as attention_of_torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from hpctrain.architectures.description import Attention
 from hpctrain.model.operators.activation import capped, reference_cap
@@ -200,17 +201,21 @@ def attend(
         made = _flex(queries.shape, keys.shape, queries.dtype, window, documents is None)
         return made(queries, keys, values, blocks, scale, grouped)
     if attention.score_cap is None:
-        is_causal = not is_windowed and count == total and documents is None
+        is_causal = not is_windowed and first + count == total and documents is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
+        if not is_causal:
+            mask = _mask(queries, first, total, attention.window, documents)
+        else:  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
+            mask = causal_lower_right(count, total) if first else None
         _select_flash(backend)
         with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend in ATTENTION_BACKENDS else nullcontext():
             return F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                attn_mask=None if is_causal else _mask(queries, first, total, attention.window, documents),
-                is_causal=is_causal,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=scale,
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )

@@ -171,6 +171,16 @@ def test_the_kernel_that_is_asked_for_computes():
     assert torch.allclose(flash, attended("math"), atol=1e-6)
 
 
+def test_the_last_queries_of_a_row_need_no_mask_of_pairs(monkeypatch):
+    monkeypatch.delattr("hpctrain.model.operators.attention.visible")
+    attention = small_job("torch").model.description.blocks[0].attention
+    queries, keys, values = (torch.randn(2, n, 8, 8, generator=torch.manual_seed(n)) for n in (4, 2, 2))
+    whole = attend(queries, keys, values, attention)
+    for first in range(1, 8):
+        last = attend(queries[:, :, first:], keys, values, attention, first)
+        torch.testing.assert_close(last, whole[:, :, first:])
+
+
 def test_a_version_of_flash_attention_is_selected_or_refused(monkeypatch):
     """Torch has one at a time in a process, so that each call selects its own."""
     active: list[str | None] = [None]
