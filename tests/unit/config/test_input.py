@@ -66,6 +66,21 @@ def test_plans_for_a_billion_ranks_are_refused(job):
         load_job(str(job), ["plan.data=1000", "plan.tensor.y=1000"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.steps=true", "train.steps = True: must be a whole number"),
+        ("train.steps=0", "train.steps = 0: input should be greater than or equal to 1"),
+        ("train.learning_rate=inf", "train.learning_rate = inf: input should be a finite number"),
+        ("model.preset=[1]", r"model.preset = \[1\]: no such preset"),
+        ("model.num_heads=5", "hidden_size [0-9]+ is not divisible by num_heads 5"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_named(job, setting, says):
+    with pytest.raises(JobError, match=says):
+        load_job(str(job), [setting])
+
+
 def test_a_batch_of_a_trillion_sequences_is_refused(job):
     with pytest.raises(JobError, match="train.global_batch = 1000000000000: input should be less than or equal to"):
         load_job(str(job), ["train.global_batch=1000000000000"])
