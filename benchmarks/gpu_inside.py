@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -319,12 +320,13 @@ def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
     from hpctrain.model.operators.running import Kernels
 
     dtype, result = DTYPES[job.train.resolved_dtype], {}
+    plain = {operator.name: operator for operator in operators(job.model, 2, job.data.sequence_length)}
     for key, kernels in {"separate": Kernels(), **({"fused": Kernels(Compiled())} if compiles else {})}.items():
         for operator in operators(job.model, 2, job.data.sequence_length, kernels):
             if operator.name in ("norm", "rotary", "activation"):
-                case = Case(operator)
-                inputs = case.inputs(DEVICE, dtype)
-                taken = seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
+                case = Case(plain[operator.name])
+                inputs, gradient = case.inputs(DEVICE, dtype), case.gradient.to(DEVICE, dtype)
+                taken = seconds_of(partial(case.compute, operator, inputs, gradient))
                 result.setdefault(operator.name, {})[f"{key}_seconds"] = taken
     return result
 

@@ -1,14 +1,16 @@
 """Compares every operator of a model on this rank's device with float64 on the host, forward and backward.
 
-An error is the largest difference of a result, divided by the largest number of the float64 result. Its bound follows
-from the dtype, whose u is half the distance from 1 to the next number (2^-8 in bf16, 2^-11 in fp16, 2^-24 in fp32):
+The reference is the model's own function in float64 (`InFloat64`), by torch's kernels on the host. An error is the
+largest difference of a result, divided by the largest number of the float64 result. Its bound follows from the dtype,
+whose roundoff u is half the distance from 1 to the next number (2^-8 in bf16, 2^-11 in fp16, 2^-24 in fp32):
 
-    bound = 2 * (rounds * u(dtype) + sqrt(length) * u(fp32)) + the smallest number of the dtype / the largest result
+    bound = 2 * ((1 + sensitivity) * u + sqrt(length) * u(fp32)) + the smallest number of the dtype / the largest result
 
-`rounds` is how many times values are rounded to the dtype, `length` how many terms the longest sum has, in fp32.
-Rounding errors of sums grow with the root of the number of terms, but for rare cases (Higham and Mary 2019); 2 is for
-these. An operator that is pinned to another dtype is rounded to the family's twice at most. Bounds are for inputs of a
-standard deviation of 1 at most: larger ones only show where results overflow.
+`sensitivity` says how much larger than u an error of the float64 result is whose inputs have errors of at most u; it is
+measured. `length` is how many terms the longest sum has, in fp32: rounding errors of sums grow with the root of the
+number of terms, but for rare cases (Higham and Mary 2019). u is that of fp32 for a result in fp32, such as the gradient
+of a weight, unless the operator rounds on its way. Bounds are for inputs of a standard deviation of 1 at most: larger
+ones only show where results overflow.
 """
 
 import math
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
@@ -32,25 +35,18 @@ from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.step.layout import make_kernels
 from hpctrain.engine.trainer import Trainer
-from hpctrain.model.operators.cases import Operator, Rounding, operators
+from hpctrain.model.operators.cases import Operator, operators
 from hpctrain.model.storage.units import Weight
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
 
 SAFETY = 2.0
 REFERENCE_DTYPE = "fp32"
-"""What pinned operators are to compute in, and whose losses others are compared with."""
+"""The dtype that pinned operators are to compute in, and whose losses others are compared with."""
 SMALLEST_INPUT = 2.0**-14
 """Inputs are numbers of bf16 that fp16 has too, so that all families get the same; smaller ones are zeros."""
-
-
-class Overflow(NamedTuple):
-    """The place where a result is not finite although it is in float64."""
-
-    count: int
-    at: tuple[int, ...]
-    """Of the first."""
-    expected: float
+INPUT_ERROR = 2.0**-20
+"""The error of inputs by which sensitivity is measured: small, and far above the roundoff of float64."""
 
 
 class OperatorError(NamedTuple):
@@ -62,11 +58,13 @@ class OperatorError(NamedTuple):
     dtype: str
     error: float
     bound: float
-    overflow: Overflow | None
+    overflow: dict | None
+    """How many results are not finite although they are in float64 (`count`), where the first is (`at`), and what it
+    is in float64 (`expected`)."""
     repeats: bool
     """Whether a second time gave the same bits."""
     mended_error: float | None = None
-    """Of what is beyond its bound: the error where the operator computes in fp32; None: not tried."""
+    """The error where the operator computes in fp32: tried where this one is beyond its bound."""
     override: str | None = None
     """The setting that mends it."""
 
@@ -75,15 +73,15 @@ class OperatorError(NamedTuple):
         return self.overflow is not None or not self.error <= self.bound
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
+class InFloat64(TorchDispatchMode):
+    """Runs functions as they are written, with float64 wherever they ask for fp32."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+def roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
-
-
-def error_bound(rounding: Rounding, dtype: torch.dtype, largest: float) -> float:
-    """Return the largest error of a result whose largest number is `largest` that rounding explains."""
-    share = rounding.rounds * unit_roundoff(dtype) + math.sqrt(rounding.length) * unit_roundoff(torch.float32)
-    underflow = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / largest if largest else 0.0
-    return SAFETY * share + (underflow if rounding.rounds else 0.0)
 
 
 def draw(operator: str, name: str, shape: Sequence[int], deviation: float) -> torch.Tensor:
@@ -94,110 +92,132 @@ def draw(operator: str, name: str, shape: Sequence[int], deviation: float) -> to
     return rounded.masked_fill_(rounded.abs() < SMALLEST_INPUT, 0)
 
 
-class Case:
-    """An operator with its inputs, and what float64 makes of them."""
-
-    def __init__(self, operator: Operator, deviation: float = 1.0):
-        """Values have so large a standard deviation; weights what gives outputs as large as inputs."""
-        self.operator, self.deviation, name = operator, deviation, operator.name
-        self.values = {each: draw(name, each, shape, deviation) for each, shape in operator.values.items()}
-        self.weights = {
-            each: draw(name, each, shape, shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
-            for each, shape in operator.weights.items()
-        }
-        self.ids = {
-            each: torch.from_numpy(np.random.default_rng(7).integers(0, limit, shape))
-            for each, (shape, limit) in operator.ids.items()
-        }
-        values, weights = ({k: v.double().requires_grad_() for k, v in m.items()} for m in (self.values, self.weights))
-        output = operator.reference(**values, **weights, **self.ids)
-        self.gradient = draw(name, "gradient", output.shape, 1.0)
-        if not output.dim():
-            self.gradient.fill_(1.0)
-        output.backward(self.gradient.double())
-        self.expected = {"output": output.detach()}
-        for each, tensor in (values | weights).items():
-            assert tensor.grad is not None, "every input has a gradient"
-            self.expected[f"d {each}"] = tensor.grad
-
-    def digest(self) -> int:
-        """Return a number that differs where inputs do."""
-        every = (*self.values.values(), *self.weights.values(), *self.ids.values(), self.gradient)
-        return zlib.crc32(b"".join(tensor.contiguous().numpy().tobytes() for tensor in every))
-
-    def inputs(self, device: torch.device, dtype: torch.dtype) -> "CaseInputs":
-        """Return the inputs on a device. Weights are of `dtype` and their gradients of fp32, as in training."""
-        weights = {name: Weight(name) for name in self.weights}
-        for name, weight in weights.items():
-            weight.data = self.weights[name].to(device, dtype)
-            weight.grad = torch.zeros(weight.data.shape, device=device)
-        values = {k: v.to(device, dtype, copy=True).requires_grad_() for k, v in self.values.items()}
-        ids = {k: v.to(device) for k, v in self.ids.items()}
-        gradient = self.gradient.to(device, dtype if self.gradient.dim() else torch.float64)  # of a loss, which is fp64
-        return CaseInputs(values, weights, ids, gradient)
-
-    def compute(self, inputs: "CaseInputs", pinned: torch.dtype | None = None) -> torch.Tensor:
-        """Run the model's own operator forward and backward; return its output. Pinned ones compute in another dtype.
-
-        Gradients are added to those of the inputs.
-        """
-        values = inputs.values
-        given = {k: v.to(pinned) for k, v in values.items()} if pinned else values
-        output = self.operator.compute(**given, **inputs.weights, **inputs.ids).to(inputs.gradient.dtype)
-        output.backward(inputs.gradient)
-        return output.detach()
-
-    def results(self, device: torch.device, dtype: torch.dtype, pinned: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """Return what the model's own operator makes of the inputs: its output and all gradients, on the host."""
-        inputs = self.inputs(device, dtype)
-        result = {"output": self.compute(inputs, pinned)}
-        for name, given in (*inputs.values.items(), *inputs.weights.items()):
-            assert given.grad is not None, "every input has a gradient"
-            result[f"d {name}"] = given.grad
-        return {name: tensor.cpu() for name, tensor in result.items()}
-
-
 class CaseInputs(NamedTuple):
-    """The inputs of an operator on a device, and the gradient of its output."""
+    """The inputs of an operator on a device."""
 
     values: Mapping[str, torch.Tensor]
     weights: Mapping[str, Weight]
     ids: Mapping[str, torch.Tensor]
-    gradient: torch.Tensor
+
+    def results(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the output and all gradients, on the host."""
+        gradients = {f"d {name}": tensor.grad for name, tensor in (*self.values.items(), *self.weights.items())}
+        return {name: tensor.cpu() for name, tensor in {"output": output.detach(), **gradients}.items()}
 
 
-def compare(case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mapping[str, str]) -> list[OperatorError]:
+class Case:
+    """The inputs of an operator, and its results in float64."""
+
+    def __init__(self, operator: Operator, deviation: float = 1.0):
+        """The operator is one by torch's kernels.
+
+        Values have so large a standard deviation; weights what gives outputs as large as inputs.
+        """
+        self.operator, self.deviation, name = operator, deviation, operator.name
+        self.values = {key: draw(name, key, shape, deviation) for key, shape in operator.values.items()}
+        self.weights = {
+            key: draw(name, key, shape, shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+            for key, shape in operator.weights.items()
+        }
+        self.ids = {
+            key: torch.from_numpy(np.random.default_rng(7).integers(0, limit, shape))
+            for key, (shape, limit) in operator.ids.items()
+        }
+        host = torch.device("cpu")
+        with InFloat64():
+            exact, rounded = (self.inputs(host, torch.float64, error) for error in (0.0, INPUT_ERROR))
+            output = _forward(operator, exact)
+            self.gradient = draw(name, "gradient", output.shape, 1.0) if output.dim() else torch.ones(())
+            output.backward(self.gradient.double())
+            self.expected = exact.results(output)
+            output = _forward(operator, rounded)
+            output.backward(_with_error(self.gradient.double(), INPUT_ERROR if output.dim() else 0.0))
+        self.sensitivity = {
+            key: _error(result, self.expected[key]) / INPUT_ERROR for key, result in rounded.results(output).items()
+        }
+        """By result: how much larger than those of the inputs its errors are."""
+
+    def digest(self) -> int:
+        """Return a number that differs where inputs do."""
+        inputs = (*self.values.values(), *self.weights.values(), *self.ids.values(), self.gradient)
+        return zlib.crc32(b"".join(tensor.contiguous().numpy().tobytes() for tensor in inputs))
+
+    def inputs(self, device: torch.device, dtype: torch.dtype, error: float = 0.0) -> CaseInputs:
+        """Return the inputs on a device. Weights are of `dtype` and their gradients of fp32, as in training."""
+        weights = {name: Weight(name) for name in self.weights}
+        for name, weight in weights.items():
+            weight.data = _with_error(self.weights[name].to(device, dtype), error)
+            weight.grad = torch.zeros(weight.data.shape, dtype=torch.float32, device=device)
+        values = {
+            name: _with_error(value.to(device, dtype, copy=True), error).requires_grad_()
+            for name, value in self.values.items()
+        }
+        return CaseInputs(values, weights, {name: ids.to(device) for name, ids in self.ids.items()})
+
+    def compute(
+        self, operator: Operator, inputs: CaseInputs, gradient: torch.Tensor, pinned: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Run an operator forward and backward; return its output. Pinned ones compute in another dtype.
+
+        Gradients are added to those of the inputs.
+        """
+        output = _forward(operator, inputs, pinned).to(gradient.dtype)
+        output.backward(gradient)
+        return output.detach()
+
+    def error_bound(self, name: str, result: torch.Tensor, dtype: torch.dtype) -> float:
+        """Return the largest error of a result that rounding explains."""
+        fp32, largest = roundoff(torch.float32), self.expected[name].abs().max().item()
+        rounds = result.dtype == dtype or self.operator.rounds_inside
+        unit = roundoff(dtype) if rounds else fp32
+        underflow = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / largest if rounds and largest else 0.0
+        share = (1 + self.sensitivity[name]) * unit + math.sqrt(self.operator.longest_sum) * fp32
+        return SAFETY * share + underflow
+
+
+def _with_error(tensor: torch.Tensor, error: float) -> torch.Tensor:
+    """Return numbers with relative errors of at most so much, the same each time."""
+    if not error:
+        return tensor
+    return tensor * (1 + error * (2 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1)) - 1))
+
+
+def _forward(operator: Operator, inputs: CaseInputs, pinned: torch.dtype | None = None) -> torch.Tensor:
+    values = {name: value.to(pinned or value.dtype) for name, value in inputs.values.items()}
+    return operator.compute(**values, **inputs.weights, **inputs.ids)
+
+
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, divided by the largest number of what is expected."""
+    largest, difference = expected.abs().max().item(), (result.double() - expected).abs().max().item()
+    return difference / largest if largest else difference
+
+
+def compare(
+    operator: Operator, case: Case, accelerator: Accelerator, dtype_name: str, pinned: Mapping[str, str]
+) -> list[OperatorError]:
     """Return how far each result of an operator on a device is from float64."""
-    operator, dtype = case.operator, DTYPES[dtype_name]
-    higher = DTYPES.get(pinned.get(operator.pin or "", ""))
+    device, dtype = accelerator.device, DTYPES[dtype_name]
+    pinned_dtype = DTYPES.get(pinned.get(operator.pin or "", ""))
+    gradient = case.gradient.to(device, dtype if case.gradient.dim() else torch.float64)  # a loss is in float64
+
+    def results() -> dict[str, torch.Tensor]:
+        inputs = case.inputs(device, dtype)
+        return inputs.results(case.compute(operator, inputs, gradient, pinned_dtype))
+
     with accelerator.running():
-        first, again = (case.results(accelerator.device, dtype, higher) for _ in range(2))
-    compared = []
+        first, second = results(), results()
+    errors = []
     for name, expected in case.expected.items():
-        rounding = operator.roundings[name]
-        if higher not in (None, dtype):  # computed in the other one, rounded once at each end
-            rounding = Rounding(min(rounding.rounds, 2), rounding.length)
-        result, largest = first[name].double(), expected.abs().max().item()
-        wrong = ~result.isfinite()
-        overflow, error = None, 0.0
+        error, overflow, wrong = _error(first[name], expected), None, ~first[name].isfinite()
         if wrong.any():
             place = tuple(int(index) for index in wrong.nonzero()[0])
-            overflow, error = Overflow(int(wrong.sum()), place, expected[place].item()), math.inf
-        else:
-            difference = (result - expected).abs().max().item()
-            error = difference / largest if largest else difference
-        compared.append(
-            OperatorError(
-                operator.name,
-                name,
-                dtype_name,
-                error,
-                error_bound(rounding, dtype, largest) if case.deviation <= 1 else math.inf,
-                overflow,
-                torch.equal(as_bytes(first[name]), as_bytes(again[name])),
-            )
-        )
-    return compared
+            error = math.inf
+            overflow = {"count": int(wrong.sum()), "at": place, "expected": expected[place].item()}
+        bound = case.error_bound(name, first[name], dtype) if case.deviation <= 1 else math.inf
+        repeats = torch.equal(as_bytes(first[name]), as_bytes(second[name]))
+        errors.append(OperatorError(operator.name, name, dtype_name, error, bound, overflow, repeats))
+    return errors
 
 
 @dataclass(frozen=True)
@@ -209,10 +229,10 @@ class RankAlignment:
     family: str
     model: str
     digests: Mapping[str, int]
-    """Of inputs, by operator."""
+    """A number that inputs have, by operator."""
     compared: Sequence[OperatorError]
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By dtype."""
+    """Of the first steps, by dtype."""
 
 
 def align_rank(
@@ -230,26 +250,27 @@ def align_rank(
     The kernel that the job names for attention computes in `dtypes` alone: not every kernel has the reference's dtype.
     """
     digests, compared = {}, []
-    named, free = (
+    of_job, of_torch = (
         operators(job.model, rows, positions, make_kernels(choice, accelerator.family))
         for choice in (job.kernels, with_values(job, "kernels", attention="torch", attention_by_family={}).kernels)
     )
-    for operator, free_operator in zip(named, free, strict=True):
-        case = Case(operator, deviation)
+    references = operators(job.model, rows, positions)
+    for operator, by_torch, reference in zip(of_job, of_torch, references, strict=True):
+        case = Case(reference, deviation)
         digests[operator.name] = case.digest()
         for dtype in dtypes:
-            results = compare(case, accelerator, dtype, job.precision.overrides)
-            if operator.pin and dtype != REFERENCE_DTYPE and any(each.is_beyond for each in results):
-                again = compare(Case(free_operator, deviation), accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
-                results = [_mended(*pair, operator.pin) for pair in zip(results, again, strict=True)]
-            compared += results
+            errors = compare(operator, case, accelerator, dtype, job.precision.overrides)
+            if operator.pin and dtype != REFERENCE_DTYPE and any(error.is_beyond for error in errors):
+                override = f"precision.overrides.{operator.pin}={REFERENCE_DTYPE}"
+                mended = compare(by_torch, case, accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
+                errors = [
+                    error._replace(mended_error=other.error, override=None if other.is_beyond else override)
+                    if error.is_beyond
+                    else error
+                    for error, other in zip(errors, mended, strict=True)
+                ]
+            compared += errors
     return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared)
-
-
-def _mended(result: OperatorError, again: OperatorError, pin: str) -> OperatorError:
-    """Return a result with what it is in fp32, where it is beyond its bound."""
-    override = None if again.is_beyond else f"precision.overrides.{pin}={REFERENCE_DTYPE}"
-    return result._replace(mended_error=again.error, override=override) if result.is_beyond else result
 
 
 def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> list[float]:
@@ -261,14 +282,6 @@ def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> 
     trainer = Trainer(OfflineWorld(0, 1), accelerator, job, plan)  # pyright: ignore[reportArgumentType] - a world of one
     trainer.initialise()
     return [trainer.step(training)[0].get("loss", 0.0) for _ in range(steps)]
-
-
-def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the mean over steps of how far a loss is from another's; infinite where one is no number."""
-    differences = [
-        abs(a - b) / abs(b) if math.isfinite(a) and b else math.inf for a, b in zip(losses, others, strict=True)
-    ]
-    return sum(differences) / len(differences)
 
 
 def align(
@@ -286,23 +299,22 @@ def align(
     JobError where a rank does not have the kernels that the job asks for.
     """
     job, _ = resolve_kernels(world, accelerator, job, range(world.size), dtypes)
-    own = align_rank(accelerator, job, dtypes, rows, positions, deviation, world.rank, world.place.host)
+    findings = align_rank(accelerator, job, dtypes, rows, positions, deviation, world.rank, world.place.host)
     places = world.topology.places
     first_of_family = min(r for r, place in enumerate(places) if place.family == accelerator.family)
     if steps and world.rank == first_of_family:
+        of_torch = with_values(job, "kernels", attention="torch", attention_by_family={})
         trained = dict.fromkeys((*dtypes, REFERENCE_DTYPE) if world.rank == 0 else dtypes)
-        jobs = {
-            dtype: job if dtype in dtypes else with_values(job, "kernels", attention="torch", attention_by_family={})
-            for dtype in trained
+        losses = {
+            dtype: first_losses(accelerator, job if dtype in dtypes else of_torch, dtype, steps) for dtype in trained
         }
-        losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
-        own = replace(own, losses=losses)
-    every = world.all_objects(own)
-    for each in every:
-        if each.digests != every[0].digests:
-            different = next(name for name, digest in every[0].digests.items() if each.digests.get(name) != digest)
-            raise TopologyError(
-                f"rank {each.rank} on {each.host} draws other inputs of {different} than rank 0 on {every[0].host};"
-                " install the same version of numpy on both"
-            )
-    return every
+        findings = replace(findings, losses=losses)
+    alignments = world.all_objects(findings)
+    for other in alignments:
+        for name, digest in alignments[0].digests.items():
+            if other.digests.get(name) != digest:
+                raise TopologyError(
+                    f"rank {other.rank} on {other.host} draws other inputs of {name} than rank 0 on"
+                    f" {alignments[0].host}; install the same version of numpy on both"
+                )
+    return alignments

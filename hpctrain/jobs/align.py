@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.config.job import Job
 from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.jobs.arguments import (
@@ -27,13 +26,11 @@ if TYPE_CHECKING:
     from hpctrain.engine.alignment import RankAlignment
 
 BEYOND_EXIT_CODE = 1
-MOST_DEVIATION = 1e6
-"""Of inputs: with larger ones float64 would overflow too."""
-MOST_MEAN_DIFFERENCE = 0.015
-"""Of the first losses in a family's dtype from those in fp32: 1.5 %."""
-
-LARGEST = {"fp16": 65504.0}
-"""Of the dtypes whose numbers end where those of models may not."""
+MAX_DEVIATION = 1e6
+"""The largest standard deviation of inputs: with larger ones float64 would overflow too."""
+TOLERANCE = 0.015
+"""The largest mean difference of the first losses in a family's dtype from those in fp32: 1.5 %."""
+FP16_MAX = 65504.0
 
 
 @click.command("align")
@@ -51,7 +48,7 @@ LARGEST = {"fp16": 65504.0}
     "--deviation",
     default=1.0,
     show_default=True,
-    type=FiniteRange(min=0, max=MOST_DEVIATION, min_open=True),
+    type=FiniteRange(min=0, max=MAX_DEVIATION, min_open=True),
     help="Standard deviation of the inputs. With larger ones only overflow counts: it shows where fp16 ends.",
 )
 @click.option(
@@ -63,7 +60,7 @@ LARGEST = {"fp16": 65504.0}
 )
 @click.option(
     "--tolerance",
-    default=MOST_MEAN_DIFFERENCE,
+    default=TOLERANCE,
     show_default=True,
     type=FiniteRange(0),
     help="Largest mean relative difference of these losses from those in fp32.",
@@ -78,7 +75,7 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
     mpirun -n 4 hpctrain align my.toml --steps 20    and the losses of the first steps
 
     All ranks get the same inputs. An error is the largest difference of a result over the largest number of the
-    float64 result; its bound follows from the dtype, and from how often values are rounded and how long sums are
+    float64 result; its bound follows from the dtype, and from how much the result depends on errors of its inputs
     (docs/accelerators.md). What is beyond its bound comes with the line to type, if computing it in fp32 mends it. Exit
     code 1 where something is beyond a bound, overflows, or trains to other losses.
     """
@@ -93,10 +90,11 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
 
         accelerator = bind_accelerator(world)
         world.enter(phases_of(parsed.observe).first_step)
-        own = _dtypes_of(parsed, accelerator.family, dtypes)
+        own = parsed.precision.by_family.get(accelerator.family, parsed.train.dtype)
+        dtypes = tuple(dict.fromkeys(dtypes)) or ((own,) if own else TRAINED_DTYPES)
         rows = min(2, tokens)
         positions = min(tokens // rows, parsed.data.sequence_length)
-        alignments = align(world, accelerator, parsed, own, rows, positions, deviation, steps)
+        alignments = align(world, accelerator, parsed, dtypes, rows, positions, deviation, steps)
         summary = summarise(alignments, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
         code = 0 if summary["aligned"] else BEYOND_EXIT_CODE
         if world.rank == 0:
@@ -105,21 +103,13 @@ def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json
     sys.exit(code)
 
 
-def _dtypes_of(job: Job, family: str, asked: Sequence[str]) -> tuple[str, ...]:
-    if asked:
-        return tuple(dict.fromkeys(asked))
-    own = job.precision.by_family.get(family, job.train.dtype)
-    return (own,) if own else TRAINED_DTYPES
-
-
 def summarise(alignments: "Sequence[RankAlignment]", tolerance: float) -> dict:
     """Return what all ranks saw as plain data: the worst rank of each family, dtype, operator and result. Pure."""
     worst: dict[tuple[str, str, str, str], dict] = {}
     for rank in alignments:
         for compared in rank.compared:
-            entry = compared._asdict() | {"family": rank.family, "rank": rank.rank, "host": rank.host}
-            entry |= {"beyond": compared.is_beyond}
-            entry["overflow"] = compared.overflow._asdict() if compared.overflow else None
+            place = {"family": rank.family, "rank": rank.rank, "host": rank.host}
+            entry = compared._asdict() | place | {"beyond": compared.is_beyond}
             key = rank.family, compared.dtype, compared.operator, compared.result
             if key not in worst or _severity(entry) > _severity(worst[key]):
                 worst[key] = entry
@@ -140,17 +130,24 @@ def _severity(entry: Mapping) -> tuple[bool, float]:
 
 def _compare_losses(alignments: "Sequence[RankAlignment]", tolerance: float) -> list[dict]:
     """Return how far the losses of each family and dtype are from those of rank 0 in fp32."""
-    from hpctrain.engine.alignment import REFERENCE_DTYPE, mean_relative_difference
+    from hpctrain.engine.alignment import REFERENCE_DTYPE
 
     losses = {(rank.family, dtype): values for rank in alignments for dtype, values in rank.losses.items()}
     reference = next((values for (_, dtype), values in losses.items() if dtype == REFERENCE_DTYPE), ())
     result = []
     for (family, dtype), values in losses.items():
+        run = {"family": family, "dtype": dtype, "steps": len(values), "losses": values, "tolerance": tolerance}
         difference = mean_relative_difference(values, reference)
-        run = {"family": family, "dtype": dtype, "steps": len(values), "losses": values}
-        verdict = {"mean_relative_difference": difference, "tolerance": tolerance, "aligned": difference <= tolerance}
-        result.append(run | verdict)
+        result.append(run | {"mean_relative_difference": difference, "aligned": difference <= tolerance})
     return result
+
+
+def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the mean over steps of how far a loss is from another's; infinite where one is no number."""
+    differences = [
+        abs(a - b) / abs(b) if math.isfinite(a) and b else math.inf for a, b in zip(losses, others, strict=True)
+    ]
+    return sum(differences) / len(differences)
 
 
 def format_alignment(summary: Mapping) -> str:
@@ -204,19 +201,18 @@ def _format_cell(entry: Mapping | None) -> str:
 
 def _format_beyond(entry: Mapping) -> str:
     where = f"{entry['family']} in {entry['dtype']}, rank {entry['rank']} on {entry['host']}"
-    what = f"{entry['operator']}, {entry['result']}"
+    result = f"{entry['operator']}, {entry['result']}"
     remedy = "; no dtype mends that: the operator, the device or its library is wrong"
     if overflow := entry["overflow"]:
-        largest = LARGEST.get(entry["dtype"], math.inf)
-        if abs(overflow["expected"]) > largest:
+        if entry["dtype"] == "fp16" and abs(overflow["expected"]) > FP16_MAX:
             remedy = (
-                f", beyond the largest number of {entry['dtype']}, {largest:g}; to train this family in another dtype:"
+                f", beyond the largest number of fp16, {FP16_MAX:g}; to train this family in another dtype:"
                 f" --set precision.by_family.{entry['family']}=fp32"
             )
         text = (
-            f"overflow: {what}, on {where}: {overflow['count']} are not finite; the first at"
+            f"overflow: {result}, on {where}: {overflow['count']} are not finite; the first at"
             f" {list(overflow['at'])}, in float64 {overflow['expected']:.3g}"
         )
     else:
-        text = f"beyond the bound: {what}, on {where}: error {entry['error']:.2e}, bound {entry['bound']:.2e}"
+        text = f"beyond the bound: {result}, on {where}: error {entry['error']:.2e}, bound {entry['bound']:.2e}"
     return text if entry["override"] else text + remedy

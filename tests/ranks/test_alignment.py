@@ -24,7 +24,11 @@ def test_a_wrong_operator_of_one_rank_is_named_with_the_rank(world, tokens, monk
     assert summarise(right, 0.015)["aligned"]
     if world.rank == 1:
         attend = attention.attend
-        monkeypatch.setattr(attention, "attend", lambda q, k, v, of, **more: attend(q * 1.3, k, v, of))
+
+        def wrong(queries, *rest, **more):  # as a device's kernel: what is in float64 is the reference
+            return attend(queries * (1.0 if queries.dtype == torch.float64 else 1.3), *rest, **more)
+
+        monkeypatch.setattr(attention, "attend", wrong)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 2, 16), 0.015)
     beyond = [entry for entry in summary["operators"] if entry["beyond"]]
     assert {(entry["operator"], entry["rank"]) for entry in beyond} == {("attention", 1)}
@@ -76,7 +80,8 @@ def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, 
         if backend == "flash" and queries.dtype == torch.float32:
             raise RuntimeError("No available kernel")
         computed.add((backend, queries.dtype))
-        return attend(queries * 1.3, *rest, backend="torch", **more)  # wrong, so that it is computed again in fp32
+        factor = 1.0 if queries.dtype == torch.float64 else 1.3  # wrong, so that it is computed again in fp32
+        return attend(queries * factor, *rest, backend="torch", **more)
 
     assert "flash" in ATTENTION_BACKENDS
     monkeypatch.setattr(attention, "attend", attend_in_half)

@@ -3,7 +3,6 @@
 Shapes: both [..., 2 * features], the gate's, then those of up; dy [..., features].
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -68,16 +67,3 @@ def activate(x: torch.Tensor, activation: str, is_gated: bool, run: Run) -> torc
 def capped(values: torch.Tensor, cap: float) -> torch.Tensor:
     """Return cap * tanh(values / cap)."""
     return (values / cap).tanh() * cap
-
-
-def reference(x: torch.Tensor, activation: str, is_gated: bool) -> torch.Tensor:
-    """Return the same from the definitions of SiLU and of GELU by tanh: differentiable."""
-    gate, up = x.chunk(2, dim=-1) if is_gated else (x, 1.0)
-    if activation == "silu":
-        return gate * torch.sigmoid(gate) * up
-    return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-
-
-def reference_cap(values: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return values with a cap, if there is one: differentiable."""
-    return values if cap is None else cap * torch.tanh(values / cap)

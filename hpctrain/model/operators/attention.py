@@ -3,7 +3,6 @@
 Shapes: queries [rows, heads, positions, head size], keys and values [rows, key/value heads, all positions, head size].
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -16,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from hpctrain.architectures.description import Attention
-from hpctrain.model.operators.activation import capped, reference_cap
+from hpctrain.model.operators.activation import capped
 
 
 class Documents:
@@ -246,15 +245,3 @@ def _mask(
     queries: torch.Tensor, first: int, total: int, window: int | None, documents: Documents | None
 ) -> torch.Tensor:
     return documents.mask(queries, first, total, window) if documents else visible(queries, first, total, window)
-
-
-def reference(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention) -> torch.Tensor:
-    """Return attention of all positions by products over groups of heads that share keys: differentiable."""
-    groups, positions = keys.shape[1], keys.shape[2]
-    grouped = queries.unflatten(1, (groups, queries.shape[1] // groups))
-    scores = torch.einsum("rgsqe,rgke->rgsqk", grouped, keys) / math.sqrt(attention.score_divisor or keys.shape[3])
-    may_see = torch.ones(positions, positions, dtype=torch.bool).tril()
-    if attention.window is not None:
-        may_see &= ~torch.ones_like(may_see).tril(-attention.window)
-    scores = reference_cap(scores, attention.score_cap).masked_fill(~may_see, -math.inf)
-    return torch.einsum("rgsqk,rgke->rgsqe", torch.softmax(scores, dim=-1), values).flatten(1, 2)

@@ -64,11 +64,6 @@ def embed(
     return _Embed.apply(anchor, ids, table, first_id, y, cuts_positions)
 
 
-def reference(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the rows of a table, scaled: differentiable."""
-    return table[ids] * scale
-
-
 class _AddPositions(Function):
     @staticmethod
     def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
@@ -97,8 +92,3 @@ def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.
     They are `first`, `first` + 1, ..., or `places`, int64 [rows, positions].
     """
     return _AddPositions.apply(x, table, first, places)
-
-
-def reference_positions(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return x plus the rows of a table of its positions: differentiable."""
-    return x + table

@@ -269,8 +269,3 @@ def _forward_in_parts(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     works = [layer.input_axis.start_all_reduce(layer.product(x_NI[part], y_NO[part])) for part in parts]
     Following(works).wait()
     return y
-
-
-def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return torch's own linear layer: differentiable."""
-    return F.linear(x, weight, bias)

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.config.kernels import tokens_at_once
-from hpctrain.model.operators.activation import reference_cap
 from hpctrain.model.operators.linear import add_product
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import Axes
@@ -219,8 +217,3 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss) 
     targets: int64 [rows, positions]. All ranks of y must call.
     """
     return _CrossEntropy.apply(logits, targets, loss)
-
-
-def reference(logits: torch.Tensor, targets: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return the summed loss of logits by torch's own cross entropy: differentiable."""
-    return F.cross_entropy(reference_cap(logits, cap).flatten(0, -2), targets.flatten(), reduction="sum")

@@ -8,7 +8,6 @@ along the residual stream to that of the norm's input, where a kernel has it at 
 """
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 
 from hpctrain.architectures.description import Norm
@@ -192,10 +191,3 @@ class _Norm(Function):
         for weight, gradient in zip(layer.weights, gradients, strict=True):
             weight.accumulate(add_part, gradient)
         return dx, dx if ctx.adds else None, None
-
-
-def reference(x: torch.Tensor, of: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the norm as torch's own, or as the paper has it: differentiable."""
-    if of.has_bias:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, of.epsilon)
-    return x / (x.square().mean(-1, keepdim=True) + of.epsilon).sqrt() * (weight + of.offset)

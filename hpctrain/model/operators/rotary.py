@@ -113,10 +113,3 @@ class Tables:
             self._tables[key] = tables(attention.rotary, positions, attention.head_size // 2, x.device)
         cos, sin = self._tables[key]
         return cos[first:positions], sin[first:positions]
-
-
-def reference(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Return pairs of a head as complex numbers, multiplied by others of length 1: differentiable."""
-    turns = angles(rotary, x.shape[1], x.shape[-1] // 2)
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(turns), turns)
-    return torch.cat([pairs.real, pairs.imag], dim=-1)

@@ -52,11 +52,11 @@ def test_every_fused_operator_is_within_its_bounds(kernels, preset, dtype, names
     """The loss, which takes the longest to compile, once: in the dtype that rounds."""
     sizes = {"num_layers": 1, "hidden_size": 32, "head_size": 8, "ffn_size": 24, "vocab_size": 30}
     model = Model.model_validate(presets()[preset] | sizes)
-    every = [each for each in operators(model, 2, 8, kernels) if each.name in FUSED]
-    assert {each.name for each in every} == names | LOSS
-    compared = [each for op in every if op.name in names for each in compare(Case(op), CPU, dtype, {})]
-    assert {each.operator for each in compared} == names
-    assert not [each for each in compared if each.is_beyond or not each.repeats]
+    fused, plain = ({op.name: op for op in operators(model, 2, 8, by)} for by in (kernels, None))
+    assert fused.keys() & FUSED == names | LOSS
+    errors = [error for name in names for error in compare(fused[name], Case(plain[name]), CPU, dtype, {})]
+    assert {error.operator for error in errors} == names
+    assert not [error for error in errors if error.is_beyond or not error.repeats]
 
 
 CPU = CpuAccelerator()

@@ -31,7 +31,9 @@ def test_one_pass_turns_gradients_back_and_puts_them_together(counts, dtype):
 
     exact = x.detach().double().requires_grad_()
     turned, *values = exact.split([sum(counts[:2]), *counts[2:]], dim=2)
-    expected = torch.cat([rotary.reference(turned, TURNS), *values], dim=2)
+    angles = rotary.angles(TURNS, POSITIONS, SIZE // 2)
+    pairs = torch.complex(*turned.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat([torch.cat([pairs.real, pairs.imag], dim=-1), *values], dim=2)
     assert torch.allclose(torch.cat(heads, dim=2).double(), expected, atol=1e-6)
     expected.backward(torch.cat(gradients, dim=2).double())
     assert torch.allclose(x.grad.double(), exact.grad, atol=1e-6)
