@@ -1,13 +1,14 @@
 """The `hpctrain` command: loads the module of a subcommand, runs it, and prints what went wrong once."""
 
 import importlib
+import os
 import sys
 
 import click
 
 from hpctrain import __version__
 from hpctrain.comm.start.process import StopSignals, keep_output
-from hpctrain.config.errors import HpctrainError
+from hpctrain.config.errors import HostError, HpctrainError
 from hpctrain.config.terminal import use_plain_streams
 
 COMMANDS = {
@@ -88,8 +89,10 @@ def main(command: click.Command = root) -> None:
             error.show()
         sys.exit(error.exit_code)
     except HpctrainError as error:
+        from hpctrain.comm.accelerators.kinds import local_rank
+
         record_exit(error.exit_code)
-        if speaks:
+        if speaks or (isinstance(error, HostError) and not local_rank(os.environ)):
             print(f"hpctrain: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):

@@ -60,6 +60,7 @@ HUGGING_FACE = HuggingFace(
     "LlamaForCausalLM",
     defaults=LLAMA_DEFAULTS | {"intermediate_size": 11008, "max_position_embeddings": 2048},
     read_by_rule=ROPE_KEYS,
+    without_effect=("is_llama_config", "rope_interleaved"),
     whole_heads=True,
     must_be={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     read_more=read_rope,

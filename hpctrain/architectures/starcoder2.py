@@ -57,6 +57,7 @@ HUGGING_FACE = HuggingFace(
     without_effect=(
         *("residual_dropout", "embedding_dropout", "rms_norm_eps", "layer_norm_epsilon", "activation_function"),
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "mlp_type", "norm_type"),
+        "scale_attn_weights",
     ),
     must_be={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
     parts=ATTENTION

@@ -39,6 +39,10 @@ class LaunchError(HpctrainError):
     exit_code = 82
 
 
+class HostError(LaunchError):
+    """A host lacks what its ranks need. The first rank of each such host says so."""
+
+
 class TopologyError(HpctrainError):
     """Nodes, devices or links are not what the cluster file or the binding says."""
 

@@ -20,8 +20,9 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "
 ASSISTANT = "assistant"
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Put around what `{% generation %}` encloses, and taken away again: code points that no text has."""
+BEGIN, END, OTHER = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Code points that no text has. The first two are put around what `{% generation %}` encloses, and taken away again;
+the third is said in place of an answer, to see where it begins."""
 
 
 class Chat(NamedTuple):
@@ -94,7 +95,7 @@ class ChatTemplate:
         for number, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before, after = self._text(chat, number, True, where), self._text(chat, number + 1, False, where).rstrip()
+            before, after = self._prompt(chat, number, where), self._text(chat, number + 1, False, where).rstrip()
             if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
                 raise DataError(
                     f"{where}: {self._origin} writes message {number + 1} in another way where others follow, so nobody"
@@ -102,6 +103,14 @@ class ChatTemplate:
                 )
             learnt.append((len(before), len(after)))
         return Rendered(text, learnt)
+
+    def _prompt(self, chat: Chat, number: int, where: str) -> str:
+        """Return what the template writes before a message of the assistant."""
+        if number:
+            return self._text(chat, number, True, where)
+        # Templates look at the first message, so they cannot write a chat without any.
+        other = chat._replace(messages=({**chat.messages[0], "content": OTHER},))
+        return self._text(other, 1, False, where).partition(OTHER)[0]
 
     def _text(self, chat: Chat, count: int, asks: bool, where: str) -> str:
         try:

@@ -33,9 +33,14 @@ class Unpacked:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, *more) -> None:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if isinstance(error, DataError):  # it names the user's file, not a copy that is gone
+            text = str(error)
+            for copy, path in self._originals.items():
+                text = text.replace(str(copy), str(path))
+            error.args = (text,)
 
     def replace(self, path: Path, name: str, fields: Fields) -> tuple[Path, str]:
         """Return the file to read in the place of one, and its name. Raises DataError for one that is damaged."""

@@ -6,13 +6,12 @@ from dataclasses import asdict
 import click
 
 from hpctrain.config.clusters.cluster_file import load_cluster, ready_clusters
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS, CatalogueEntry
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
 from hpctrain.jobs.arguments import json_option
 from hpctrain.jobs.text_tables import console, table
-from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR
-from hpctrain.planner.prices.efficiency import EFFICIENCIES
+from hpctrain.planner.prices.devices import DeviceModel
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
@@ -34,10 +33,11 @@ def command(as_json):
         name: (load_cluster(path), read_text(path, TopologyError).partition("\n")[0].removeprefix("# "))
         for name, path in ready_clusters().items()
     }
+    worth = {name: DeviceModel(name, each.family(name)).worth for name, each in ACCELERATORS.items()}
     if as_json:
         networks = {name: network._asdict() for name, network in NETWORKS.items()}
         ready = {name: {"ranks": each.num_devices, "about": about} for name, (each, about) in clusters.items()}
-        devices = {name: asdict(each) | {"worth": _worth(each)} for name, each in ACCELERATORS.items()}
+        devices = {name: asdict(each) | {"worth": worth[name]} for name, each in ACCELERATORS.items()}
         print(json.dumps({"clusters": ready, "accelerators": devices, "networks": networks}))
         return
     out = console()
@@ -52,7 +52,7 @@ def command(as_json):
         speeds = (each.memory_bytes_per_second, each.link_bytes_per_second)
         memory, link = (f"{speed / 1e9:,.4g}" for speed in speeds)
         each_peak = [f"{peak / 1e12:,.4g}" if peak else "-" for peak in peaks]
-        devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, each.source, _worth(each))
+        devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, each.source, worth[name])
     networks = table("network", "GB/s", "us", "source", numbers=numbers)
     for name, each in NETWORKS.items():
         seconds = f"{each.latency_seconds * 1e6:.0f}"
@@ -60,13 +60,3 @@ def command(as_json):
     out.print("clusters: CLUSTER of train --rehearse CLUSTER, plan search --cluster CLUSTER", ready, sep="\n")
     out.print("\naccelerators: families.NAME.model; peak TFLOP/s by dtype, link GB/s of a node", devices, sep="\n")
     out.print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in us (assumed)", networks, sep="\n")
-
-
-def _worth(entry: CatalogueEntry) -> str:
-    """Say how far a step may be from what is predicted by an entry's data sheet."""
-    efficiency = EFFICIENCIES[entry.family_name]
-    if efficiency.is_measured:
-        return f"{DATASHEET_ERROR:.0%}"
-    return f"{UNMEASURED_ERROR:.0%}, nobody measured it" + (
-        efficiency.best_published and f"; {efficiency.best_published}"
-    )

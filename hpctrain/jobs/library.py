@@ -13,9 +13,11 @@ from hpctrain.jobs.plan import format_search, plan_file, search_and_summarise
 from hpctrain.jobs.predict import format_prediction
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.choose import with_dtypes
 from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import by_speed_space, even_space
+from hpctrain.rehearsal.miniature import scale_for_finished
 
 SPACES = {"all": None, "by-speed": by_speed_space, "even": even_space}
 PAGE_PIXELS = 460
@@ -84,13 +86,18 @@ def find_plan(
     job is `auto` becomes what a run there would have. `space` is `all`, `by-speed` or `even`, as of `hpctrain plan
     search`. The search ends after so many plans are `scored` (the default of that command) or so many `seconds`.
 
-    Raises JobError, TopologyError, PlanError where nothing fits, ValueError for another space.
+    Raises JobError, TopologyError, PlanError where nothing fits, ValueError for another space, or for overrides of an
+    object.
     """
     if space not in SPACES:
         raise ValueError(f"space = {space!r}: is none of {', '.join(SPACES)}")
-    loaded = with_some_vocabulary(job if isinstance(job, Job) else load_job(job, overrides))
+    if isinstance(job, Job) and overrides:
+        raise ValueError(f"overrides {list(overrides)}: are of a job file or a name; load_job(…, overrides) takes them")
     described = Described(cluster, "the cluster") if isinstance(cluster, Cluster) else load_described(str(cluster))
+    loaded = with_some_vocabulary(job if isinstance(job, Job) else load_job(job, overrides))
+    loaded = scale_for_finished(described.truth, loaded)
     limits = Limits(seconds=seconds) if scored is None else Limits(scored=scored, seconds=seconds)
     restricted = SPACES[space]
     result, summary = search_and_summarise(loaded, described, limits, restricted and restricted(), top=5)
+    loaded, _ = with_dtypes(loaded, described.cluster, sorted(described.cluster.families), described.name)
     return PlanResult(loaded, described.cluster, result.best.plan, result.best.prediction, summary, result)

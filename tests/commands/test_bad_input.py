@@ -50,6 +50,9 @@ def test_the_largest_token_of_a_bin_decides_whether_it_fits(hpctrain, folder):
     assert result.code == 0, result.err
     result = hpctrain("train", "job.toml", "--run", "never", *sizes, "--set", "model.vocab_size=50256", cwd=folder)
     check(result, 81, "model.vocab_size 50256 is less than the 50257 token ids", "set it to 50257 or more")
+    more = ("--run", "more", "--set", "train.start_from='fits'")
+    result = hpctrain("train", "job.toml", *more, *sizes, cwd=folder)
+    assert result.code == 0, f"auto is the vocabulary of what it starts from: {result.err}"
 
 
 @pytest.mark.timeout(60)

@@ -36,4 +36,4 @@ def test_less_than_mpi_needs_is_refused_before_it_starts(folder, mount, remedy):
     done = train(folder, mount, 2, "--run", "none")
     assert done.returncode == 82
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("hpctrain: LaunchError: /dev/shm: ") and line.count(remedy) == 1
+    assert line.startswith(f"hpctrain: HostError: {os.uname().nodename}:/dev/shm: ") and line.count(remedy) == 1

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from hpctrain.config.errors import LaunchError, describe_os_error
+from hpctrain.config.errors import HostError, describe_os_error
 
 STOP_SIGNALS = (
     signal.SIGINT,
@@ -162,20 +162,20 @@ PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posi
 
 
 def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
-    """Check that this host's ranks, of which there are `num_ranks`, can start MPI. Raises LaunchError."""
-    need = MPI_BYTES if num_ranks > 1 else LONE_MPI_BYTES
+    """Check that this host's ranks, of which there are `num_ranks`, can start MPI. Raises HostError."""
+    where, need = f"{os.uname().nodename}:{path}", MPI_BYTES if num_ranks > 1 else LONE_MPI_BYTES
     try:
         facts = os.statvfs(path)
     except OSError as error:
         if num_ranks == 1:
             return
-        raise LaunchError(f"{path}: {describe_os_error(error)}: ranks share memory there; mount one") from None
+        raise HostError(f"{where}: {describe_os_error(error)}: ranks share memory there; mount one") from None
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     if not os.access(path, os.W_OK):
-        raise LaunchError(f"{path}: cannot be written, and MPI shares memory there; mount it read-write")
+        raise HostError(f"{where}: cannot be written, and MPI shares memory there; mount it read-write")
     if facts.f_blocks and (total < num_ranks * need or free < need):  # a tmpfs without a limit has no blocks
-        raise LaunchError(
-            f"{path}: has {total / 1e6:,.1f} MB, of which {free / 1e6:,.1f} MB are free, and MPI needs"
+        raise HostError(
+            f"{where}: has {total / 1e6:,.1f} MB, of which {free / 1e6:,.1f} MB are free, and MPI needs"
             f" {need / 1e6:,.1f} MB for each of {num_ranks} ranks of this host; {MORE_MEMORY}"
         )
 

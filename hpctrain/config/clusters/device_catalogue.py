@@ -188,11 +188,11 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "xpu", 64.0 * GIB, 1.638e12, _fp(26e12, 419.5e12, 419.5e12, 209.7e12), 26.5e9, "xe-hpc",
         "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device"),
     "Gaudi-2": CatalogueEntry(
-        "hpu", 94.6 * GIB, 2.45e12, _fp(0, 432e12, 432e12), 37.5e9, "gaudi",
-        "Intel Gaudi 2 white paper, three links of 100 Gb/s to each other card; for plans alone"),
+        "hpu", 94.6 * GIB, 2.46e12, _fp(0, 432e12, 432e12), 37.5e9, "gaudi",
+        "Intel at Hot Chips 2024: 24 links of 100 Gb/s, three to each other card; for plans alone"),
     "Gaudi-3": CatalogueEntry(
-        "hpu", 126.0 * GIB, 3.7e12, _fp(0, 1835e12, 1835e12), 75e9, "gaudi",
-        "Intel Gaudi 3 white paper, three links of 200 Gb/s to each other card; for plans alone"),
+        "hpu", 126.0 * GIB, 3.67e12, _fp(0, 1835e12, 1835e12), 75e9, "gaudi",
+        "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone"),
     "MI300X": CatalogueEntry(
         "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
         "AMD MI300X data sheet"),

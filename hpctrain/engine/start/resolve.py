@@ -12,6 +12,7 @@ from pathlib import Path
 from hpctrain.checkpoint.convert import check_form
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.state import read_job
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.probe.load import LoadWatch
@@ -89,22 +90,27 @@ def prepare_run(
 def check_data(run: Prepared) -> Prepared:
     """Check that the tokens are whole, and those of the model; they say how large its vocabulary is."""
     world, job, source = run.world, run.job, run.source
+    vocabulary_of: Path | str = job.data.tokens
     if job.train.start_from and run.resume_from is None:
         start = locate_checkpoint(job.train.start_from)
         with world.all_or_none(), Index(start) as index:
             check_tokenizer(source, index.about["tokenizer"], start)
+            if job.model.vocab_size is None and not source.declares_vocabulary:
+                job = with_values(job, "model", vocab_size=read_job(index).model.vocab_size)
+                vocabulary_of = start
     with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
         num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
         source.verify(cut_evenly(num_blocks, world.size)[world.rank])
     check_targets(job.data, run.training, run.validation, job.train.validation_sequences)
     if job.model.vocab_size is None:
-        reason = f"{source.vocab_size}: that of {job.data.tokens}"
-        run = run.but({"model.vocab_size": reason}, job=with_values(job, "model", vocab_size=source.vocab_size))
+        job = with_values(job, "model", vocab_size=source.vocab_size)
     elif job.model.vocab_size < source.least_vocabulary:
         raise JobError(
             f"model.vocab_size {job.model.vocab_size} is less than the {source.least_vocabulary} token ids of"
             f' {job.data.tokens}; set it to {source.least_vocabulary} or more, or "auto"'
         )
+    if run.job.model.vocab_size is None:
+        run = run.but({"model.vocab_size": f"{job.model.vocab_size}: that of {vocabulary_of}"}, job=job)
     if run.resume_from is None:
         check_form(run.job.model)
     return run

@@ -15,7 +15,7 @@ from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.engine.start.facts import Described
-from hpctrain.planner.prices.devices import DATASHEET_ERROR
+from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space, even_space
@@ -31,7 +31,8 @@ def keep_families(folder: Path, job: Job, described: Described) -> dict | None:
     A file that cannot be read or written is none.
     """
     setup = Setup.of_job(job)
-    known = f"{setup} {job.train.global_batch} {job.search} {dump_cluster(described.cluster)}"
+    worth = _worth_by_family(described, setup)
+    known = f"{setup} {job.train.global_batch} {job.search} {dump_cluster(described.cluster)} {worth}"
     path, digest = folder / YARDSTICK, sha256(known.encode()).hexdigest()
     with suppress(JobError):
         kept = read_json(path, JobError, "a yardstick") if exists(path) else None
@@ -51,7 +52,8 @@ def predict_families(job: Job, described: Described, clock: Callable[[], float] 
     All searches together score no more plans, and take no more seconds, than `[search]` allows for the plan.
     """
     cluster, setup = described.cluster, Setup.of_job(job)
-    families = list(dict.fromkeys(device.family for device in cluster.devices))
+    worth = _worth_by_family(described, setup)
+    families = list(worth)
     if len(families) < 2:
         return None
     end, num_left = clock() + job.search.seconds, len(families) + 1
@@ -68,10 +70,16 @@ def predict_families(job: Job, described: Described, clock: Callable[[], float] 
             return None
         return result.best.prediction.tokens_per_second
 
-    summary: dict = {"predicted_alone": {name: predicted([name]) for name in families}}
+    summary: dict = {"predicted_alone": {name: predicted([name]) for name in families}, "worth": worth}
     if even := predicted(families, even_space()):
         summary["predicted_even"] = even
     return summary
+
+
+def _worth_by_family(described: Described, setup: Setup) -> dict[str, str]:
+    """Return by family, in the order of ranks, what a prediction of it is worth."""
+    models = device_models(described.cluster, setup)
+    return {device.family: models[device.family].worth for device in described.cluster.devices}
 
 
 def sum_of_families(predicted: dict | None) -> float | None:
@@ -114,7 +122,9 @@ def format_yardstick(summary: dict) -> str:
         if "speedup_over_even" in summary
         else "cut evenly the job does not fit"
     )
+    worths, of_all = summary["worth"], set(summary["worth"].values())
+    shares = of_all if len(of_all) == 1 else (f"{family} {worth}" for family, worth in worths.items())
     return (
         f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}"
+        f" ({', '.join(shares)}); {ratio}, {cut}"
     )

@@ -113,6 +113,8 @@ class SavedYardstick(SavedTable):
 
     predicted_alone: NotRequired[dict[str, float | None]]
     """Tokens/s by family; None where it cannot hold the model."""
+    worth: NotRequired[dict[str, str]]
+    """How far each may be from that, by family."""
     fraction_of_sum: NotRequired[float]
     speedup_over_best_family: NotRequired[float]
     speedup_over_even: NotRequired[float]

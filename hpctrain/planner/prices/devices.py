@@ -192,18 +192,23 @@ class DeviceModel:
         is_known = is_said or self._is_scaled_down or self.efficiency.is_measured
         return DATASHEET_ERROR if is_known else UNMEASURED_ERROR
 
+    @property
+    def worth(self) -> str:
+        """Say how far a step may be from its prediction, and what is known of a family that nobody measured."""
+        if self.error != UNMEASURED_ERROR:
+            return f"within {self.error:.0%}"
+        best = self.efficiency.best_published
+        published = f"best published: {best}" if best else "no published training known"
+        return f"within {self.error:.0%}: nobody measured it; {published}"
+
     def assumptions(self, _tiles: Sequence[Tile]) -> list[str]:
         """Return what was assumed of the family rather than given or known of its model."""
-        result = []
-        if not self.efficiency.known:
-            result.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
-        elif self.error == UNMEASURED_ERROR:
-            best = self.efficiency.best_published
-            published = f"best published: {best}" if best else "no published training known"
-            result.append(
-                f"families.{self.name}.model: how near it comes to its data sheet, which nobody measured: steps are"
-                f" within {UNMEASURED_ERROR:.0%}; {published}"
-            )
+        result, key = [], f"families.{self.name}.model"
+        if self.error == UNMEASURED_ERROR:
+            unknown = "" if self.efficiency.known else "unknown, so "
+            result.append(f"{key}: {unknown}how near it comes to its data sheet; steps are {self.worth}")
+        elif not self.efficiency.known:
+            result.append(f"{key}: unknown, so how near it comes to its data sheet")
         if not self.family.products:
             result.append(f"families.{self.name}.products: speed by shape, by formula")
         return result

@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 import torch
 
+from hpctrain.cli import main
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import LOCAL_RANK_VARIABLES, local_rank
 from hpctrain.comm.start import launcher, pmi
 from hpctrain.comm.start.launcher import RANK_VARIABLES, SIZE_VARIABLES, asked_threads, promised_rank, promised_size
+from hpctrain.comm.start.process import require_shared_memory
 from hpctrain.config.errors import LaunchError
 
 NO_NUMBERS = ["x", "-1", "1.5", "0x1", "²", "9" * 5000, "1 2", "nan"]
@@ -95,3 +98,20 @@ def test_every_command_says_so_once(name):
     assert done.returncode == LaunchError.exit_code
     assert done.stderr.startswith(f"hpctrain: LaunchError: {name} = 'x': is no whole number")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("rank", "on_host", "speaks"), [(0, 0, True), (4, 0, True), (5, 1, False), (1, 1, False)])
+def test_what_one_host_lacks_is_said_by_its_first_rank(monkeypatch, capsys, rank, on_host, speaks):
+    """Rank 0 is on another host, and knows nothing of it."""
+    monkeypatch.setenv("PMI_RANK", f"{rank}")
+    monkeypatch.setenv("MPI_LOCALRANKID", f"{on_host}")
+    monkeypatch.setattr(sys, "argv", ["hpctrain"])
+
+    @click.command()
+    def starting():
+        require_shared_memory(10**9)
+
+    with pytest.raises(SystemExit) as ended:
+        main(starting)
+    said = f"hpctrain: HostError: {os.uname().nodename}:/dev/shm: has "
+    assert ended.value.code == 82 and capsys.readouterr().err.startswith(said) == speaks

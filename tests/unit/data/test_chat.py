@@ -95,6 +95,7 @@ CHATS = [
     [("user", f"{WORDS[0]} ?"), ("assistant", f"{WORDS[1]} {WORDS[2]}.")],
     [("user", "one"), ("assistant", WORDS[3]), ("user", "two  lines\nhere"), ("assistant", f"{WORDS[4]}\n x")],
     [("user", "x"), ("assistant", "yes"), ("user", "and not answered")],
+    [("assistant", f"{WORDS[7]}, may I"), ("user", "z"), ("assistant", WORDS[8])],
 ]
 
 
@@ -238,6 +239,28 @@ def test_what_is_no_chat_or_has_no_template_is_refused(folders, tmp_path):
     theirs.chat_template = "{{ messages | length }}" + CHATML
     theirs.save_pretrained(changing)
     refuse(tmp_path, {"messages": [*chat["messages"], *chat["messages"]]}, changing, "writes message 2 in another way")
+
+
+def test_tools_are_read_as_a_list_or_as_its_text(folders, tmp_path):
+    tools = [{"type": "function", "function": {"name": WORDS[0], "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    library, template, special = like_qwen()
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **special)
+    theirs.chat_template = (
+        "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}" + template
+    )
+    theirs.save_pretrained(tmp_path / "folder")
+    expected = theirs.apply_chat_template(messages, tools=tools, return_dict=False)
+    for number, written in enumerate((tools, json.dumps(tools))):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "tools": written}) + "\n")
+        prepare([tmp_path / "a.jsonl"], tmp_path / f"{number}.h5", tokenizer=str(tmp_path / "folder"))
+        (ids,) = documents_of(tmp_path / f"{number}.h5")
+        assert ids[: len(expected)] == expected
+    said = {"{": "tools is text and no JSON: {", '{"a": 1}': "tools is {'a': 1} and no list"}
+    for text, what in said.items():
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "tools": text}) + "\n")
+        with pytest.raises(DataError, match=what):
+            prepare([tmp_path / "a.jsonl"], tmp_path / "no.h5", tokenizer=str(tmp_path / "folder"))
 
 
 def test_wordpiece_is_refused(tmp_path):

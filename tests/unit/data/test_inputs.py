@@ -72,6 +72,32 @@ def test_other_json_is_text_or_refused(tmp_path):
     prepare([tmp_path / "list.json"], tmp_path / "other.h5", fields=Fields("text"))
 
 
+def test_a_list_of_records_without_the_field_that_is_named_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text('[{"a": "x"}, {"a": "y"}]')
+    with pytest.raises(DataError, match=r"list.json, line 1: has no field 'b' \(it has: a\); name one with --field"):
+        prepare([tmp_path / "list.json"], tmp_path / "out.h5", fields=Fields("b"))
+    assert prepare([tmp_path / "list.json"], tmp_path / "out.h5", fields=Fields("a")).documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.json"])
+def test_a_mistake_in_what_was_unpacked_names_the_file_of_the_user(tmp_path, name):
+    lines = b'{"text": "x"}\n{"text": 3}\n'
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    with pytest.raises(DataError) as caught:
+        prepare([tmp_path / name], tmp_path / "out.h5")
+    assert str(caught.value).startswith(f"{tmp_path / name}, line 2: 'text' is 3 and no text")
+
+
+def test_a_compressed_file_that_is_named_is_refused_where_it_is_no_text(tmp_path):
+    """One in a folder is passed over, and counted."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt.gz").write_bytes(gzip.compress(b"\xff\xfe" * 20))
+    (tmp_path / "in/b.txt").write_text("text")
+    with pytest.raises(DataError, match=rf"{tmp_path}/in/a.txt.gz: is not UTF-8 text, by its byte 0; convert"):
+        prepare([tmp_path / "in/a.txt.gz"], tmp_path / "out.h5")
+    assert prepare([tmp_path / "in"], tmp_path / "out.h5").skipped == {"not text": 1}
+
+
 def test_a_damaged_archive_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES)[:-30])
     with pytest.raises(DataError, match=r"a.jsonl.gz: is damaged: .*copy it again"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpctrain.config.errors import DataError
 from hpctrain.data import corpus as module
 from hpctrain.data.corpus import Summary, list_files, prepare
-from hpctrain.data.tokenizer import train_bpe
+from hpctrain.data.tokenizer import ByteTokenizer, train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens
 from hpctrain.jobs.prepare import command
 
@@ -228,6 +228,24 @@ def test_what_is_read_is_not_overwritten(corpus, tmp_path):
     assert (corpus / "a.py").read_text() == before
     for _ in range(2):  # a token file in a folder is no text, and is made again
         assert prepare([corpus], corpus / "t.h5").documents == 4
+
+
+def test_no_more_is_encoded_at_once_than_a_batch_and_two_parts(tmp_path, monkeypatch):
+    """An encoding takes about 100 times its tokens' bytes."""
+    monkeypatch.setattr("hpctrain.data.corpus.PART_BYTES", 50)
+    monkeypatch.setattr("hpctrain.data.corpus.BATCH_CHARACTERS", 200)
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("some words of a line\n" * (number * number))
+    sizes, encode = [], ByteTokenizer.encode_batch
+
+    def encode_batch(self, texts, keeps_special=False):
+        sizes.append(sum(map(len, texts)))
+        return encode(self, texts, keeps_special)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
+    monkeypatch.setattr(ByteTokenizer, "encode_next", encode_batch)
+    prepare([tmp_path], tmp_path / "out.h5")
+    assert 100 < max(sizes) <= 200 + 2 * 50 and sum(sizes) == 21 * sum(number * number for number in range(9))
 
 
 def test_parts_are_whole_lines(tmp_path, monkeypatch):
