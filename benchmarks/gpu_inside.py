@@ -335,7 +335,6 @@ SETTINGS = {
     "as it is": (),
     "masks of documents": ("data.mask_documents=true",),
     "offloaded optimizer": ("plan.offload=optimizer",),
-    "offloaded activations": ("plan.offload=activations",),
     "selective recompute": ("plan.recompute=selective",),
 }
 """Keys of a job that cost time, by what the result calls them."""

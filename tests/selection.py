@@ -2,7 +2,6 @@
 
 FUSED = "losses_are_those_of_one_rank_without_them", "an_interrupted_run_has_the_same_bits"
 PARTS = "losses_are_those_of_one_rank", "interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit"
-FITS = "a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_are_predicted"
 GPU_SECTION = "a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated"
 
 LEFT_OUT = {
@@ -28,7 +27,6 @@ LEFT_OUT = {
         ),
         "a_rehearsed_step_is_as_much_shorter_as_predicted": ("TP2-by rows", "TP2-by positions of a row"),
     },
-    "ranks/test_offload": {FITS: ("optimizer", "activations")},
     "ranks/test_precision": {"one_family_in_half_precision_and_one_in_fp32": ("bf16-side by side",)},
     "ranks/test_peers": {
         "a_pipeline_has_the_bits_of_one_that_sends_by_mpi": ("plan0-aabb", "plan1-aaaa", "plan2-aabb"),

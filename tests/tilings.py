@@ -77,7 +77,7 @@ def tilings(
         options = {
             "zero": draw(st.integers(0, 1)),
             "recompute": draw(st.sampled_from(["none", "selective", "full"])),
-            "offload": draw(st.sampled_from(["none", "optimizer", "activations", "all"])),
+            "offload": draw(st.sampled_from(["none", "optimizer"])),
             "state_share": draw(st.integers(1, 3)),
             "row_chunks": draw(st.integers(1, max(1, width.size // grid.z // 2))),
         }

@@ -52,9 +52,9 @@ class PlanRequest(Table):
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass and not kept: nothing; what lies between the products of a block
     (norms, rotary positions, activations, capped scores); or all of a block but its input."""
-    offload: Literal["none", "optimizer", "activations", "all"] = "none"
+    offload: Literal["none", "optimizer"] = "none"
     """What is kept in host memory and moved to the device for its use: moments and fp32 master weights of the
-    optimizer; what blocks keep for their backward pass; or both."""
+    optimizer."""
     zero: ZeroStage = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"

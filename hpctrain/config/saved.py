@@ -19,14 +19,21 @@ from hpctrain.architectures.registry import describe_unread, unread_keys
 from hpctrain.config.errors import HpctrainError, shorten_list
 from hpctrain.config.tables import as_table, toml_value
 
-SCHEMA = 1
+SCHEMA = 2
 """The schema of what is written now: one more whenever a key or a value of jobs or plans goes."""
 KEY = "schema"
-GONE_VALUES: Mapping[str, Mapping[Any, Any]] = {"precision.overrides.linear": {"fp8": None}}
+RESOLVED = "resolved.toml"
+"""The job in a folder of a run, beside its plan."""
+GONE_OFFLOADS = {"activations": "none", "all": "optimizer"}
+"""Activations stay on the device now."""
+GONE_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "precision.overrides.linear": {"fp8": None},
+    "plan.offload": GONE_OFFLOADS,
+}
 """By dotted key of a job: what a value that is gone is read as; None: as if the key were not there."""
 OTHER_NUMBERS = {"precision.overrides.linear": "fp8"}
 """Values that are gone and without which a run has other numbers, so that none goes on."""
-GONE_TILE_VALUES: Mapping[str, Mapping[Any, Any]] = {}
+GONE_TILE_VALUES: Mapping[str, Mapping[Any, Any]] = {"offload": GONE_OFFLOADS}
 """By key of a plan's tile."""
 
 

@@ -96,7 +96,7 @@ class Trainer:
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
                 f" {overflow}; give its tile fewer rows or items, set plan.recompute to"
-                ' "selective" or "full" or plan.offload to "all", plan.microbatch lower, or start more ranks'
+                ' "selective" or "full" or plan.offload to "optimizer", plan.microbatch lower, or start more ranks'
             )
             raise (MemoryOverflowError(f"{text}; {noted}") if noted else TrainingError(text)) from error
 

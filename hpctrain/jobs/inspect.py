@@ -68,13 +68,14 @@ def _locate(reference: str) -> Path:
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
+    from hpctrain.config.saved import RESOLVED
     from hpctrain.observe.folder.run_folder import read_metrics
     from hpctrain.observe.folder.schema import DRIFT, read_saved
     from hpctrain.observe.prediction_check import format_comparison
 
     metrics = read_metrics(path)
     ending = _ending(path)
-    if not metrics and not ending and not is_file(path / "resolved.toml"):
+    if not metrics and not ending and not is_file(path / RESOLVED):
         raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no manifest.json)")
     summary = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:

@@ -7,7 +7,6 @@ Read it in this order; a file imports only from its own line and those above it.
     initialise        first weights, by seed and name
     storage/          weights as they are kept: shards, regions of unlike grids, gathers and sums
     operators/        a file an operator: forward, backward, float64 reference
-    host_activations  activations that wait in memory of the host
     transformer       embedding, block and head
     stage             the consecutive layers of a tile
 """

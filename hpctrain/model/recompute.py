@@ -8,7 +8,7 @@ core attention instead; here a fused kernel keeps no scores.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -17,25 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 Recompute = Callable[[torch.Tensor], torch.Tensor]
 """Computes a result once more from the same input: by the same operations, so the same bits, and the same layout."""
-
-
-class KeptTensor(Protocol):
-    """An object that a graph keeps in the place of a tensor."""
-
-    def restored(self) -> torch.Tensor: ...
-
-
-Pack = Callable[[torch.Tensor], torch.Tensor | KeptTensor]
-
-
-def unpack(kept: torch.Tensor | KeptTensor) -> torch.Tensor:
-    """Return the tensor that a graph has kept, or what it has kept in its place."""
-    return kept if isinstance(kept, torch.Tensor) else kept.restored()
-
-
-def keep(saved: torch.Tensor) -> torch.Tensor:
-    """Keep a tensor itself."""
-    return saved
 
 
 class _View(NamedTuple):
@@ -81,9 +62,7 @@ class _Dropped:
 class Dropping:
     """Around the forward pass of a block: its graph keeps no operand that lies in the storage of a dropped result."""
 
-    def __init__(self, pack: Pack = keep):
-        """Other operands are kept as `pack` says."""
-        self._pack = pack
+    def __init__(self):
         self._dropped: dict[int, _Dropped] = {}
 
     def drop(self, result: torch.Tensor, compute: Recompute, given: torch.Tensor) -> None:
@@ -92,15 +71,15 @@ class Dropping:
         Whoever calls holds the result until all operators that read it have run.
         """
         kept = self.pack(given.detach())
-        self._dropped[_address(result)] = _Dropped(result, lambda: compute(unpack(kept)))
+        self._dropped[_address(result)] = _Dropped(result, lambda: compute(_unpack(kept)))
 
     def drops(self, tensor: torch.Tensor) -> bool:
         dropped = self._dropped.get(_address(tensor))
         return dropped is not None and dropped.is_there
 
-    def pack(self, saved: torch.Tensor) -> torch.Tensor | KeptTensor:
+    def pack(self, saved: torch.Tensor) -> torch.Tensor | _View:
         """Return what a graph keeps in the place of a tensor."""
-        return self._dropped[_address(saved)].place(saved) if self.drops(saved) else self._pack(saved)
+        return self._dropped[_address(saved)].place(saved) if self.drops(saved) else saved
 
     @contextmanager
     def packing(self) -> Iterator[None]:
@@ -110,10 +89,15 @@ class Dropping:
         block. So what is computed again, and from what, is left to the graph, which lets go of it by operator.
         """
         try:
-            with saved_tensors_hooks(self.pack, unpack):
+            with saved_tensors_hooks(self.pack, _unpack):
                 yield
         finally:
             self._dropped.clear()
+
+
+def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
+    """Return the tensor that a graph has kept, or what it has kept in its place."""
+    return kept if isinstance(kept, torch.Tensor) else kept.restored()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -13,14 +13,13 @@ from typing import Protocol
 import torch
 
 from hpctrain.config.job import Model
-from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.operators.attention import Documents
 from hpctrain.model.parallel.axes import Axes
-from hpctrain.model.recompute import End, Pack, keep
+from hpctrain.model.recompute import End
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Deferred
-from hpctrain.model.transformer import Block, Computing, Embedding, Head, LayerModule, TileContext, make_layer
+from hpctrain.model.transformer import Computing, Embedding, Head, LayerModule, TileContext, make_layer
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
 
@@ -37,9 +36,6 @@ class Saved:
     """The summed loss, on the last stage. It is there after the backward pass: the head may compute it then."""
     documents: Documents | None = None
     """Where attention stays inside of them."""
-    kept: list[KeptLayer | None] = field(default_factory=list)
-    """Where a tile offloads activations: for each layer what it keeps in host memory, None where it keeps nothing
-    there."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
     """After the input pass of a backward pass that is split: for each layer, the last first, its additions to
     gradients of weights."""
@@ -89,11 +85,8 @@ class Stage:
         store: Store,
         tracer: LayerTracer | None = None,
         computing: Computing | None = None,
-        host: HostActivations | None = None,
     ):
-        """Tiles that offload activations need `host`, which is the same of all tiles of a rank."""
         self.tile, self.store, self._tracer = tile, store, tracer
-        self._host = host if tile.offloads_activations else None
         context = TileContext(model, axes, store, computing or Computing(), tile.recompute)
         self.layers: list[LayerModule] = [make_layer(items, context) for items in layers(tile.items)]
 
@@ -123,10 +116,7 @@ class Stage:
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keeps_graph):
-                if training and self._host is not None:
-                    value = self._run_keeping(layer, given, saved, self._host)
-                else:
-                    value = self._run(layer, given, saved)
+                value = self._run(layer, given, saved)
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keeps_graph else None)
@@ -149,28 +139,6 @@ class Stage:
             yield layer
             tracer.computed(f"{layer.name} {what}", since)
 
-    def _run_keeping(self, layer: LayerModule, given: torch.Tensor, saved: Saved, host: HostActivations):
-        """Run a layer; what a block keeps for its backward pass goes to host memory, its input too."""
-        if not isinstance(layer, Block):
-            saved.kept.append(None)
-            return self._run(layer, given, saved)
-        if given.untyped_storage().nbytes() > given.numel() * given.element_size():
-            given.data = given.clone()  # some rows of a message, which would be moved whole
-        kept = KeptLayer(host, given, layer.axes.y.size)
-        saved.kept.append(kept)
-        if torch.is_grad_enabled():
-            # torch applies the innermost hook alone: that of what the block drops passes on to `pack` what it keeps.
-            with kept.packing():
-                value = self._run(layer, given, saved, kept.pack)
-        else:
-            value = self._run(layer, given, saved)
-            kept.keep_input(given)
-        host.computed(kept)
-        _forget_numbers(given)
-        if saved.outputs and saved.outputs[-1] is not None:
-            _forget_numbers(saved.outputs[-1])  # they are the input
-        return value
-
     def backward(
         self, saved: Saved, gradient: torch.Tensor | None, passed: Callable[[int], None] | None = None
     ) -> torch.Tensor | None:
@@ -181,8 +149,6 @@ class Stage:
         returns None.
         """
         traffic = self.store.traffic
-        if self._host is not None:
-            self._host.begin_backward(saved.kept)
         for layer in self._traced(reversed(self.layers), "backward"):
             items = layer.items
             traffic.gather(items)
@@ -196,8 +162,6 @@ class Stage:
     def backward_input(self, saved: Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
         in `saved`: of each product both operands."""
-        if self._host is not None:
-            self._host.begin_backward(saved.kept)
         for layer in self._traced(reversed(self.layers), "backward input"):
             items = layer.items
             kept: list[Deferred] = []
@@ -224,27 +188,17 @@ class Stage:
     def _differentiate(self, layer: LayerModule, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take a layer's input and output from what was saved, and return the gradient of the input."""
         given, output = saved.inputs.pop(), saved.outputs.pop()
-        kept = saved.kept.pop() if saved.kept else None
-        for each in (kept, *saved.kept[-1:]):  # the next one comes while this one is computed
-            if each is not None:
-                each.fetch()
-        if kept is not None:
-            kept.begin_backward()
-            if output is None:
-                given.data = kept.input()
         if output is None:
             with torch.enable_grad():
                 output = self._run(layer, given, saved)
         with torch.enable_grad():
             end = End.apply(output, gradient)
         end.backward()
-        if kept is not None:
-            kept.end()
         return given.grad
 
     @staticmethod
-    def _run(layer: LayerModule, value: torch.Tensor, of: Saved, pack: Pack = keep) -> torch.Tensor:
+    def _run(layer: LayerModule, value: torch.Tensor, of: Saved) -> torch.Tensor:
         if isinstance(layer, Head):
             assert of.targets is not None, "the last stage has them"
             return layer.loss(value, of.targets)
-        return layer.forward(value, of.documents, pack)
+        return layer.forward(value, of.documents)

@@ -24,7 +24,7 @@ from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
-from hpctrain.model.recompute import Dropping, Pack, Recompute, keep, keeping_inputs
+from hpctrain.model.recompute import Dropping, Recompute, keeping_inputs
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.grid import TensorGrid
@@ -88,11 +88,10 @@ class LayerModule:
         self._computing, self.kernels, self._recompute = context.computing, context.computing.kernels, context.recompute
         self._names = {item: [p.name for p in item_parameters(self.model, item)] for item in range(*items)}
 
-    def forward(self, value: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return hidden states for ids, or hidden states; the head has a `loss` in its place.
 
-        With `documents` attention stays inside of them. What a block drops is computed again from operands that are
-        kept as `pack` says.
+        With `documents` attention stays inside of them.
         """
         raise NotImplementedError
 
@@ -150,7 +149,7 @@ class Embedding(LayerModule):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, ids: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         y, is_cut = self.axes.y, self.axes.sequence_parallel
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], y, is_cut)
         if self.description.embedding_scale != 1.0:
@@ -204,11 +203,11 @@ class Block(LayerModule):
         """Return the weights of a linear layer, or its biases."""
         return self.weights(*(f"{name}.{kind}" for name in names))
 
-    def forward(self, hidden: torch.Tensor, documents: Documents | None = None, pack: Pack = keep) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the residual stream behind the block; drop what is computed again."""
         if self._recompute != "selective" or not torch.is_grad_enabled():
             return self._add_parts(hidden, documents)
-        self._dropping = Dropping(pack)
+        self._dropping = Dropping()
         try:
             with self._dropping.packing():
                 return self._add_parts(hidden, documents)

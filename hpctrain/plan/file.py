@@ -18,7 +18,7 @@ from hpctrain.config.bounds import (
 )
 from hpctrain.config.errors import PlanError
 from hpctrain.config.parallelism import TensorSizes
-from hpctrain.config.saved import GONE_TILE_VALUES, KEY, SCHEMA, ignore, replaced, say_on_stderr, schema_of
+from hpctrain.config.saved import GONE_TILE_VALUES, KEY, RESOLVED, SCHEMA, ignore, replaced, say_on_stderr, schema_of
 from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, toml_value
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
@@ -40,7 +40,7 @@ class _TileTable(Table):
     state_share: RankCount = 1
     row_chunks: SequenceCount = 1
     extra_warmup: Annotated[int, Field(ge=0, le=MOST_MICROBATCHES)] = 0
-    offload: Literal["none", "optimizer", "activations", "all"] = "none"
+    offload: Literal["none", "optimizer"] = "none"
 
 
 class _PlanTable(Table):
@@ -53,16 +53,18 @@ class _PlanTable(Table):
 
 def load_plan(path: Path, say: Callable[[str], None] = say_on_stderr) -> Plan:
     """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
-    return parse_plan(read_text(path, PlanError), str(path), say)
+    text, is_of_run = read_text(path, PlanError), path.with_name(RESOLVED).is_file()
+    return parse_plan(text, str(path), say, is_typed=not is_of_run)
 
 
-def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore) -> Plan:
+def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore, is_typed: bool = False) -> Plan:
     """Read a plan from TOML; `path` is what errors call it. Raises PlanError.
 
-    What is gone since an older version wrote it is read as something else, and `say` hears of it.
+    What is gone since an older version wrote it is read as something else, and `say` hears of it. A plan without the
+    number of a schema is of the oldest, unless a person has typed it.
     """
     tree = parse_toml(text, path, PlanError)
-    is_older = schema_of(tree, path, PlanError) < SCHEMA
+    is_older = schema_of(tree, path, PlanError) < SCHEMA and not (is_typed and KEY not in tree)
     tree.pop(KEY, None)
     if is_older and isinstance(tiles := tree.get("tile"), list):
         tree["tile"] = [

@@ -173,7 +173,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 
     They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
     arXiv 2505.17548), with the weights' right after it, where that costs nothing. With x or y it would cost: sums would
-    no longer be hidden behind the weights' products. Tiles that recompute, offload activations or have row_chunks are
+    no longer be hidden behind the weights' products. Tiles that recompute or have row_chunks are
     short of the memory in which these wait. Tiles with ZeRO 2 and 3 must do the same. By ZB-H1 each tile keeps as many
     microbatches in flight as the first one on its longest path does by 1F1B. So what is left at the end are weight
     passes.
@@ -187,9 +187,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 
 def splits_freely(tile: Tile) -> bool:
     """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
-    is_cut = tile.tensor.cuts_weights
-    keeps_all = tile.recompute == "none" and not tile.offloads_activations
-    return not is_cut and keeps_all and tile.row_chunks == 1 and tile.zero < 2
+    return not tile.tensor.cuts_weights and tile.recompute == "none" and tile.row_chunks == 1 and tile.zero < 2
 
 
 def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:

@@ -39,7 +39,7 @@ class Tile:
     extra_warmup: int = 0
     """Microbatches that it has in flight beyond those of 1F1B, so that slow messages delay nobody."""
     offload: str = "none"
-    """What is kept in host memory: "optimizer" (moments and fp32 masters), "activations", or "all"."""
+    """What is kept in host memory: "none", or the "optimizer"'s moments and fp32 masters."""
 
     def __post_init__(self) -> None:
         # Tiles are keys of many dictionaries: these distinguish nearly all, and take a tenth of the time of all.
@@ -52,14 +52,6 @@ class Tile:
     def is_idle(self) -> bool:
         """Say whether this is a placeholder for a rank that the plan does not use."""
         return not self.items.size
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        return self.offload in ("optimizer", "all")
-
-    @property
-    def offloads_activations(self) -> bool:
-        return self.offload in ("activations", "all")
 
     def part(self, rank: int) -> GridPart:
         """Return what a rank of this tile has of rows, features and parameters."""

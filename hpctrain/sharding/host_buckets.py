@@ -15,13 +15,3 @@ def bucket_elements(num_elements: int) -> int:
     """Return the most elements of a bucket, where a rank updates so many: a multiple of `ALIGNED`, at least that."""
     even = -(-num_elements // BUCKETS)
     return min(LARGEST_BUCKET, max(ALIGNED, -(-even // ALIGNED) * ALIGNED))
-
-
-LEAST_SHARE = 4
-"""An activation moves where it has more bytes than its layer's input divided by this and by y, which may cut the input.
-So statistics of norms and of attention stay on the device."""
-
-
-def moves(num_bytes: float, input_bytes: float, y: int) -> bool:
-    """Say whether an activation of a block that is offloaded moves to host memory."""
-    return num_bytes > input_bytes / (LEAST_SHARE * y)

@@ -30,7 +30,7 @@ KERNELS = KernelChoice(fused=False, fused_by_family={FUSED: True})
 def tile(items, rows, first_rank: int, grid: TensorGrid, **options) -> Tile:
     ranks = tuple(range(first_rank, first_rank + grid.size))
     family = FUSED if grid == CUT else "cpu"  # to compile for all of them takes longer than to train
-    options = {"offload": "all", "recompute": "selective", "family": family, **options}
+    options = {"offload": "optimizer", "recompute": "selective", "family": family, **options}
     return Tile(Interval(*items), Interval(*rows), ranks, grid, **options)
 
 

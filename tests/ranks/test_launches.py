@@ -24,8 +24,8 @@ PLANS = [
     {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True},
     {"pipeline": 2, "data": 2, "virtual_stages": 2, "microbatch": 1},
     {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 2, "sequence_parallel": True}
-    | {"schedule": "zb-h1", "offload": "all"},
-    {"tensor": {"x": 2, "y": 2}, "sequence_parallel": True, "recompute": "selective", "offload": "activations"},
+    | {"schedule": "zb-h1", "offload": "optimizer"},
+    {"tensor": {"x": 2, "y": 2}, "sequence_parallel": True, "recompute": "selective", "offload": "optimizer"},
 ]
 
 

@@ -14,7 +14,6 @@ from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
-from hpctrain.model.host_activations import HostActivations
 from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
@@ -102,9 +101,8 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     store = Store(groups, role.holding, axes, dtype, accelerator.device, kept, exchanged)
     dtypes = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
     computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
-    host = HostActivations(accelerator)
     tracer = None if world.tracer is UNTRACED else world.tracer
-    stages = tuple(Stage(job.model, tile, axes, store, tracer, computing, host) for tile in role.tiles)
+    stages = tuple(Stage(job.model, tile, axes, store, tracer, computing) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

@@ -35,7 +35,7 @@ class Optimizer:
         """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
         self._layout, self._train, self.loss_scale = layout, train, loss_scale
         # Tiles of a rank agree on it.
-        host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offloads_optimizer else None
+        host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offload == "optimizer" else None
         self.shards = [
             make_shard(group, holders, shard_group, train.rule, host_buffer)
             for group, holders, shard_group in zip(

@@ -20,6 +20,7 @@ from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job, dump_job
 from hpctrain.config.paths import exists, is_file, look_at, read_bytes, refused_as, replace_text, write_text
+from hpctrain.config.saved import RESOLVED
 from hpctrain.observe.folder.schema import (
     EVENTS,
     METRICS,
@@ -33,7 +34,6 @@ from hpctrain.observe.folder.schema import (
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
-RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
 

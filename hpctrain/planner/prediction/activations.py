@@ -11,7 +11,6 @@ from hpctrain.config.kernels import tokens_at_once
 from hpctrain.planner.prices.cost import heads_on
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.host_buckets import moves
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import EMBEDDING, is_attention
 from hpctrain.sharding.parameters import padded_vocabulary
@@ -27,9 +26,7 @@ class RowBytes(NamedTuple):
     """Bytes that layers have of one row of a rank."""
 
     kept: float
-    """From the forward pass to the backward one, on the device."""
-    moved: float
-    """The same in host memory."""
+    """From the forward pass to the backward one."""
     deferred: float
     """From the input pass to the weight pass, where the backward pass is split."""
     computing: float
@@ -45,46 +42,33 @@ def row_bytes(
     every: Sequence[Interval],
     recompute: str,
     *,
-    offloads: bool,
     splits: bool,
     rows: int,
-    wraps: bool = True,
     more_rows: float = 1.0,
 ) -> RowBytes:
     """Return the bytes of a row that a rank with some layers keeps, and computes with.
 
     In a backward pass, what the layers after one have kept is gone, or has become what weight passes need: of
     `more_rows` times as many rows, where only a chunk is computed at once. It computes `rows` at once.
-    In a forward pass that offloads, there are what a block has kept and the block before it, which may be the last one
-    of another microbatch (`wraps`).
     """
 
-    def bytes_of(layer: Interval) -> tuple[float, float, float, float, float]:
-        """Return what a layer moves, keeps, defers, has inside and computes with."""
-        moved = layer_moved(setup, grid, layer, recompute, rows) if offloads else 0.0
-        stays = layer_kept(setup, grid, layer, recompute, rows) - moved
+    def bytes_of(layer: Interval) -> tuple[float, float, float, float]:
+        """Return what a layer keeps, defers, has inside and computes with."""
+        kept = layer_kept(setup, grid, layer, recompute, rows)
         inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
         deferred = layer_deferred(setup, grid, layer) if splits else 0.0
-        return moved, stays, deferred, inner, layer_computing(setup, grid, layer, recompute, rows)
+        return kept, deferred, inner, layer_computing(setup, grid, layer, recompute, rows)
 
     kinds = [setup.first_equal[slice(*layer)] for layer in every]
     of_kind = {kind: bytes_of(layer) for kind, layer in dict(zip(kinds, every, strict=True)).items()}
-    moved, stays, deferred, *_ = zip(*(of_kind[kind] for kind in kinds), strict=True)
-    hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
-    blocks = [number for number, each in enumerate(moved) if each]
-    most = more = behind = 0.0
-    for number, kind in reversed(list(enumerate(kinds))):
-        *_, inner, computing = of_kind[kind]
-        taken = computing + sum(moved[max(0, number - 1) : number + 1])
-        most = max(most, taken + more + (inner if splits else 0.0))
-        if moved[number]:  # in the forward pass
-            before = moved[number - 1] if number > blocks[0] else moved[blocks[-1]] if wraps else 0.0
-            again = inner if recompute == "selective" else 0.0
-            most = max(most, 2 * hidden + again - behind + moved[number] + before)
-        behind += stays[number]
-        change = deferred[number] - stays[number]
+    all_kept, all_deferred, *_ = zip(*(of_kind[kind] for kind in kinds), strict=True)
+    most = more = 0.0
+    for kind in reversed(kinds):
+        kept, deferred, inner, computing = of_kind[kind]
+        most = max(most, computing + more + (inner if splits else 0.0))
+        change = deferred - kept
         more += change * (more_rows if change > 0 else 1.0)
-    return RowBytes(sum(stays), sum(moved), sum(deferred), most)
+    return RowBytes(sum(all_kept), sum(all_deferred), most)
 
 
 def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:
@@ -204,28 +188,6 @@ def _head_statistics(setup: Setup, grid: TensorGrid, attention: Attention) -> tu
     queries, keys = (size / attention.head_size for size in heads_on(attention, grid))
     statistics = _norm_statistics(setup, attention.head_norm)
     return queries * statistics, keys * statistics
-
-
-def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int) -> float:
-    """Return the bytes of what a layer keeps that an offload moves to host memory, for one of `rows` of a rank: all
-    that a block keeps but statistics and masks of bits. Other layers keep theirs on the device."""
-    if not setup.is_block(layer):
-        return 0.0
-    kept = layer_kept(setup, grid, layer, recompute, rows)
-    if recompute == "full":
-        return kept
-    given = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
-    for branch in filter(None, setup.branches(layer)):
-        norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
-        kept -= sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
-        if isinstance(branch, Attention):
-            small, mask = list(_head_statistics(setup, grid, branch)), _mask_bytes(setup, branch, recompute, rows)
-            if branch.score_cap is None:
-                small += _core_bytes(setup, grid, branch), mask
-            else:
-                kept -= mask
-            kept -= sum(each for each in small if not moves(each, given, grid.y))
-    return kept
 
 
 def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int = 1) -> float:

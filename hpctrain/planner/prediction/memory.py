@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.holdings import Holding, ShardGroup
-from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
+from hpctrain.plan.schedule import Op, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import row_bytes
 from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
@@ -129,7 +129,7 @@ def memory_of(
     buffers += stack.taken_bytes(available, num_groups)
     kept = gathered = on_host = 0
     if not tile.is_idle:
-        kept, computing, on_host = _activations(setup, plan, tile)
+        kept, computing = _activations(setup, plan, tile)
         gathered = _gathered(setup, plan, tile, shards)
         if stack.is_hpctrain:
             overlapped, blocking = scattered_scratch(setup, network, plan, tile, held, rank)
@@ -138,8 +138,8 @@ def memory_of(
             gathered += int(overlapped)
             computing = int(max(computing, blocking, exchanged - kept))
         buffers += computing
-    if tile.offloads_optimizer:  # whose buckets move through the device when nothing of a microbatch is there
-        moments, on_host = 0, on_host + moments
+    if tile.offload == "optimizer":  # whose buckets move through the device when nothing of a microbatch is there
+        moments, on_host = 0, moments
         bucket = SLOTS * min(num_updated, bucket_elements(num_updated))
         buffers = max(buffers, int(bucket * setup.state_bytes()) - kept)
     return MemoryParts(weights, gradients, moments, kept, gathered, buffers, on_host)
@@ -177,14 +177,12 @@ def splits_backward(setup: Setup, plan: Plan, tile: Tile) -> bool:
     return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
-def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
-    """Return the bytes that a rank keeps on its device, for all of its tiles, those that it computes with, and those
-    that it keeps in host memory."""
+def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
+    """Return the bytes that a rank keeps of activations, for all of its tiles, and those that it computes with."""
     rows = tile.rank_rows
     at_once = -(-rows // tile.row_chunks)
     virtual_stages = plan.virtual_stages(tile)
-    wraps = len(virtual_stages) > 1 or in_flight(plan, tile) > 1
-    kept, left, moved, computing = [], [], [], 0.0
+    kept, left, computing = [], [], 0.0
     for each in virtual_stages:
         splits, at_loss = splits_backward(setup, plan, each), not plan.downstream(each)
         row = row_bytes(
@@ -192,22 +190,15 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
             each.tensor,
             layers(each.items),
             each.recompute,
-            offloads=each.offloads_activations,
             splits=splits,
             rows=at_once,
-            wraps=wraps,
             more_rows=1.0 if at_loss else rows / at_once,
         )
         many = at_once if at_loss else rows  # at the loss one row chunk is kept at a time, and what weight passes need
         kept.append(many * row.kept + (rows - many) * row.deferred)
         left.append(rows * row.deferred)
-        moved.append(many * row.moved)
         computing = max(computing, at_once * row.computing)
-    return (
-        int(_most_alive(setup, plan, virtual_stages, kept, left)),
-        int(computing),
-        int(_most_alive(setup, plan, virtual_stages, moved, [0.0] * len(moved))),
-    )
+    return int(_most_alive(setup, plan, virtual_stages, kept, left)), int(computing)
 
 
 def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
@@ -216,13 +207,13 @@ def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
     rows = tile.rank_rows
     left = [layer for layer in layers(tile.items) if layer.stop <= item]
     if len(plan.virtual_stages(tile)) > 1:
-        kept, computing, _ = _activations(setup, plan, tile)
+        kept, computing = _activations(setup, plan, tile)
         return kept + computing if item > tile.items.start else 0.0
     if not left:
         return 0.0
     at_once = -(-rows // tile.row_chunks)
-    offloads, splits = tile.offloads_activations, splits_backward(setup, plan, tile)
-    row = row_bytes(setup, tile.tensor, left, tile.recompute, offloads=offloads, splits=splits, rows=at_once)
+    splits = splits_backward(setup, plan, tile)
+    row = row_bytes(setup, tile.tensor, left, tile.recompute, splits=splits, rows=at_once)
     return (rows if plan.downstream(tile) else at_once) * row.kept + at_once * row.computing
 
 

@@ -32,39 +32,6 @@ def offloaded_update_seconds(setup: Setup, device: DeviceModel, num_elements: in
     return all_buckets + (1 - share) * update_seconds(setup, device, num_elements)
 
 
-def exposed_copies(
-    compute: Sequence[tuple[float, float]], copies: Sequence[float], is_last: bool
-) -> tuple[float, float]:
-    """Return how much longer a forward and a backward pass take that offload activations.
-
-    `compute` are the seconds of each layer forward and backward, `copies` those of moving what it keeps, 0 where it
-    keeps nothing in host memory. A block begins when what the one two before it has kept is in host memory. In the
-    backward pass one block comes back while that behind it is computed; the last of the tile is still on the device
-    where the backward pass follows at once, as it does in a tile that `is_last`.
-    """
-    now = sent = before = 0.0
-    for (forward, _), copy in zip(compute, copies, strict=True):
-        start, now = now, now + forward
-        if copy:
-            now = max(now, before)
-            before = sent = max(max(sent, start) + copy, now)
-    longer = now - sum(forward for forward, _ in compute)
-    order = list(zip(compute, copies, strict=True))[::-1]
-    still_leaving = max(0.0, sent - now)
-    now = arrived = 0.0
-    is_here = is_last
-    fetched: dict[int, float] = {}
-    for number, ((_, backward), _) in enumerate(order):
-        for place in range(number, min(number + 2, len(order))):
-            if order[place][1] and place not in fetched:
-                if is_here:
-                    fetched[place], is_here = still_leaving, False
-                else:
-                    arrived = fetched[place] = max(arrived, now) + order[place][1]
-        now = max(now, fetched.get(number, 0.0)) + backward
-    return longer, now - sum(backward for _, backward in compute)
-
-
 def host_shortage(plan: Plan, cluster: Cluster, memory: Mapping[Tile, StageMemory]) -> str:
     """Say which host has too little memory for what its ranks offload, with the numbers; nothing where all have enough,
     or their memory is not known. `memory` is by the first tile of ranks."""

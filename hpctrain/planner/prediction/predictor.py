@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,10 +13,9 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.activations import layer_moved
 from hpctrain.planner.prediction.arrivals import arrivals, crossing
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
-from hpctrain.planner.prediction.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
+from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.prices.cost import model_flops, update_seconds
@@ -229,12 +228,10 @@ class Predictor:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
-        for chunk, rows in enumerate(tile.chunk_rows):
+        for chunk in range(len(tile.chunk_rows)):
             each = [self._passes_with_peers(tile, layer, chunk) for layer in layers(tile.items)]
-            forward, backward = self._exposed_copies(tile, rows, each)
             for name, made in passes.items():
-                longer = PassCost(forward if name == "forward" else 0.0 if name == "backward_weight" else backward)
-                made.append(sum((of_layer[name] for of_layer in each), longer))
+                made.append(sum((of_layer[name] for of_layer in each), PassCost(0.0)))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
         before, after = self._alone(tile, tile.chunk_rows[0])
         return TileCost(
@@ -269,16 +266,6 @@ class Predictor:
                 for name in PASSES.values() if self._site(tile).zero == 3 else ("backward", "backward_weight"):
                     result[name] = max(result.get(name, 0.0), others[name].seconds - own[name].seconds)
         return {name: one + PassCost(0.0, data=result.get(name, 0.0)) for name, one in own.items()}
-
-    def _exposed_copies(self, tile: Tile, rows: int, passes: Sequence[Mapping[str, PassCost]]) -> tuple[float, float]:
-        """Return how much longer the passes over the layers of a tile take, forward and backward, for what it offloads
-        of so many rows of a rank."""
-        if not tile.offloads_activations:
-            return 0.0, 0.0
-        speed = min(self._devices[family].host_copy_bytes_per_second for family in self._families[tile])
-        moved = (layer_moved(self.setup, tile.tensor, layer, tile.recompute, rows) for layer in layers(tile.items))
-        compute = [(each["forward"].seconds, each["backward"].seconds) for each in passes]
-        return exposed_copies(compute, [rows * each / speed for each in moved], not self.plan.downstream(tile))
 
     def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
         """Return what comes over z and holders before the first block can compute, and goes after the last has; what an
@@ -339,7 +326,7 @@ class Predictor:
         return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
 
     def _update_seconds(self, tile: Tile) -> float:
-        seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
+        seconds = offloaded_update_seconds if tile.offload == "optimizer" else update_seconds
         return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
 
     def _gradient_exchanges(self) -> tuple[GradientExchange, ...]:

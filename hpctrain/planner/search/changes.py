@@ -61,13 +61,11 @@ class SimulatedPlan:
 def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:
     """Yield the plan with cuts between attention and feed-forward part too, where the slowest stage is faster so.
 
-    Tiles that exchange in every pass must have the same items, also in pipelines side by side. What is exposed of
-    copies to host memory is no sum over items.
+    Tiles that exchange in every pass must have the same items, also in pipelines side by side.
     """
     plan = predictor.plan
     pipelines = _pipelines(plan)
-    exchange = len(pipelines) > 1 and any(tile.zero >= 2 for tile in plan.tiles)
-    if exchange or any(tile.offloads_activations for tile in plan.tiles):
+    if len(pipelines) > 1 and any(tile.zero >= 2 for tile in plan.tiles):
         return
     items: dict[Tile, tuple[Interval, ...]] = {}
     before = after = 0.0
@@ -125,10 +123,10 @@ def more_in_flight(predictor: Predictor) -> Iterator[Plan]:
 def zero_bubble(predictor: Predictor) -> Iterator[Plan]:
     """Yield the plan by ZB-H1 in place of 1F1B, where its tiles are in a pipeline and may do backward passes in two.
 
-    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
+    Tiles with row chunks, or ZeRO 2 or 3, have no memory for the operands of dW.
     """
     plan = predictor.plan
-    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
+    splits = all(tile.zero < 2 and tile.row_chunks == 1 for tile in plan.tiles)
     if splits and any(map(plan.upstream, plan.tiles)) and plan.microbatches > 1:
         yield replace(plan, schedule="zb-h1")
 

@@ -139,11 +139,9 @@ class Scorer:
         costs, num_blocks = self.costs, self._model.num_layers
 
         def variants(offload: str) -> Iterator[StageVariant]:
-            # Chunks of rows whose activations are offloaded took more memory in a rehearsal than by the memory model.
-            counts = [n for n in stage.row_chunks if n == 1 or offload in ("none", "optimizer")]
             for recompute in self.space.recompute:
                 fitting, row_chunks = 0, 1
-                for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last keep least
+                for row_chunks in stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks:  # the last keep least
                     most = num_blocks if self._is_roomy else costs.most_blocks(stage, recompute, row_chunks, offload)
                     if most > fitting:
                         yield costs.variant(stage, recompute, row_chunks, offload, most)
@@ -221,7 +219,7 @@ class Scorer:
             exchange = self._exchange_seconds(shape.zero, shared) if holders > 1 else 0.0
             for (p, i), each, elements in zip(shared.members, shared.stages, shared.elements, strict=True):
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
-                update = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
+                update = offloaded_update_seconds if each.variant.offload == "optimizer" else update_seconds
                 seconds[p][i] += exchange + update(setup, costs.pools[each.pool].device, own)
         return seconds
 

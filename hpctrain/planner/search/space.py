@@ -64,7 +64,7 @@ class Space:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     """From the fastest, which keeps the most, to the slowest."""
     most_virtual_stages: int = MOST_VIRTUAL_STAGES
-    offload: tuple[str, ...] = ("none", "optimizer", "activations", "all")
+    offload: tuple[str, ...] = ("none", "optimizer")
     """What stages keep in host memory where they are short of the device's, from nothing to the most."""
     cut: str = BEST
     """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""

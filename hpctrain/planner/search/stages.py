@@ -18,7 +18,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.prediction.activations import RowBytes, layer_moved, row_bytes
+from hpctrain.planner.prediction.activations import RowBytes, row_bytes
 from hpctrain.planner.prediction.memory import gathered_bytes, state_of
 from hpctrain.planner.prediction.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.prediction.predictor import AGREED_BYTES
@@ -323,20 +323,10 @@ class StageCosts:
         block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
         forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
         update = weight = NOTHING
-        if offload in ("optimizer", "all"):
+        if offload == "optimizer":
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
-        if offload in ("activations", "all"):
-            options = recompute, stage.rows
-            each = (
-                share * layer_moved(self.setup, stage.choice.grid, kind, *options) for kind, share in self._kinds(BLOCK)
-            )
-            moved = stage.rows * sum(each)
-            copies = moved / self.pools[stage.pool].device.host_copy_bytes_per_second
-            forward = BlockLine(forward.fixed, max(forward.per_block, copies))
-            exposed = 0.0 if stage.ends[1] else copies
-            backward = BlockLine(backward.fixed + exposed, max(backward.per_block, copies))
-        elif row_chunks == 1 and not stage.ends[0] and self.splits_backward(stage.choice.grid, recompute, stage.zero):
+        if row_chunks == 1 and not stage.ends[0] and self.splits_backward(stage.choice.grid, recompute, stage.zero):
             block, *ends = (
                 self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers
             )
@@ -406,14 +396,14 @@ class StageCosts:
         """Return what a rank of a stage needs; see `memory_of`."""
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
-        share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
+        share = 1 / holders if zero else 1.0
         state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders, 0.0)
         of_optimizer, on_host = self.state_bytes(grid, *ends).times(share), NOTHING
-        if offload in ("optimizer", "all"):
+        if offload == "optimizer":
             of_optimizer, on_host = on_host, of_optimizer
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
-        splits = not ends[0] and row_chunks == 1 and not moves and self.splits_backward(grid, recompute, stage.zero)
-        block, others = self.row_bytes(grid, recompute, ends, moves, splits, at_once if ends[1] else min(at_once, 2))
+        splits = not ends[0] and row_chunks == 1 and self.splits_backward(grid, recompute, stage.zero)
+        block, others = self.row_bytes(grid, recompute, ends, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
         blocks = [self.elements_of(grid, kind) for kind in setup.block_kinds]
         sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.layers(ends, 0))]
@@ -428,7 +418,7 @@ class StageCosts:
             always.plus(kept).more(computing + first),
             always.plus(last),
         )
-        return Needs(on_device, on_host.plus(BlockLine(0.0, at_once * block.moved), stage.kept))
+        return Needs(on_device, on_host)
 
     def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
         """Return about what sums take: of each layer, in every pass; the first one at the end of a step, while one
@@ -464,15 +454,14 @@ class StageCosts:
         return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
 
     def _row_bytes(
-        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], moves: bool, splits: bool, rows: int
+        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, rows: int
     ) -> tuple[RowBytes, RowBytes]:
         """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with, of
         so many at once: of other numbers than one and several those of the head alone differ."""
-        options = {"offloads": moves, "splits": splits, "rows": rows}
 
         def bytes_of(*blocks: Interval) -> RowBytes:
             layers = [*[EMBEDDING] * ends[0], *blocks, *[self.head] * ends[1]]
-            return row_bytes(self.setup, grid, layers, recompute, **options)
+            return row_bytes(self.setup, grid, layers, recompute, splits=splits, rows=rows)
 
         one, pairs = bytes_of(BLOCK), [(bytes_of(BLOCK, kind), share) for kind, share in self._kinds(BLOCK)]
         first, _ = pairs[0]

@@ -11,7 +11,7 @@ from hpctrain.config.errors import CheckpointError, JobError, PlanError
 from hpctrain.config.job import WRITTEN, dump_job, load_job, save_job
 from hpctrain.config.saved import SCHEMA
 from hpctrain.config.tables import toml_value
-from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.file import dump_plan, load_plan, parse_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
 
@@ -77,6 +77,30 @@ def test_what_is_gone_is_passed_over_in_an_older_schema_alone(saved, tmp_path):
             JobError, match=r"observe.timeout_seconds: unknown key; did you mean 'step_timeout_seconds'"
         ):
             load_job(str(path))
+
+
+@pytest.mark.parametrize(("old", "new"), [("activations", "none"), ("all", "optimizer"), ("optimizer", "optimizer")])
+def test_offload_of_activations_is_read_as_what_is_left(saved, tmp_path, old, new):
+    said, plan = [], even_plan(6, TensorGrid(), 1, 1, 1, 8, offload=new)
+    older = saved | {"schema": 1, "plan": {"data": 1, "offload": old}}
+    request = read_job(checkpoint_of(older), said.append).plan
+    assert request is not None and request.offload == new
+    text = dump_plan(plan).replace('offload = "optimizer"\n', "") + f'offload = "{old}"\n'
+    in_plan = text.replace(f"schema = {SCHEMA}", "schema = 1")
+    assert parse_plan(in_plan, "a plan", said.append) == plan
+    lines = [f'offload = "{old}" is gone and is read as "{new}"'] * 2 if old != new else []
+    assert [line.partition("; ")[2].removeprefix("plan.") for line in said] == lines
+    path = tmp_path / "plan.toml"
+    path.write_text(text.partition("\n")[2])
+    if old == new:
+        assert load_plan(path) == plan
+        return
+    with pytest.raises(PlanError, match=r"plan.toml: tile.0.offload = .*input should be 'none' or 'optimizer'"):
+        load_plan(path)
+    with pytest.raises(JobError, match=r"--set: plan.offload = .*input should be 'none' or 'optimizer'"):
+        load_job("tiny", ["plan.data=1", f"plan.offload={old}"])
+    (tmp_path / "resolved.toml").touch()
+    assert load_plan(path, said.append) == plan, "beside a job of a run it is a run's"
 
 
 def test_an_unknown_key_of_the_model_is_never_passed_over(saved):

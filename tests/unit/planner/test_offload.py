@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, cluster_of, needed_bytes, plan_of
+from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, SHORT_OF_MEMORY, SPACE, cluster_of, plan_of
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.groups.communicator import Communicator
 from hpctrain.config.clusters.cluster import Nodes
@@ -18,8 +18,6 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.config.training.optimizers import RULES
 from hpctrain.engine.step.host_state import buckets_of
-from hpctrain.model.host_activations import HostActivations, KeptLayer
-from hpctrain.model.recompute import unpack
 from hpctrain.model.storage.groups import Group, PlacedUnits
 from hpctrain.model.storage.shard import ShardState, make_shard
 from hpctrain.plan.checks import check_tiling
@@ -27,12 +25,11 @@ from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.explain import reasons
-from hpctrain.planner.prediction.offload import exposed_copies, offloaded_update_seconds
+from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import search
-from hpctrain.planner.search.space import Space
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.host_buckets import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
@@ -69,23 +66,15 @@ def test_buckets_cover_a_shard_once_and_cut_tensors_at_aligned_places(sizes, tim
 
 
 def test_plan_files_keep_it_and_refuse_other_words():
-    plan = plan_of(JOB, "all")
+    plan = plan_of(JOB, "optimizer")
     text = dump_plan(plan)
-    assert parse_plan(text, "x") == plan and 'offload = "all"' in text
+    assert parse_plan(text, "x") == plan and 'offload = "optimizer"' in text
     with pytest.raises(PlanError, match=r"offload"):
-        parse_plan(text.replace('"all"', '"disk"'), "x")
+        parse_plan(text.replace('"optimizer"', '"disk"'), "x")
     interleaved = even_plan(JOB.model.num_items, TensorGrid(), 2, 1, 4, 16, virtual_stages=2)
     first, *others = interleaved.tiles
-    with pytest.raises(PlanError, match="different offload: all, none"):
-        check_tiling(replace(interleaved, tiles=(replace(first, offload="all"), *others)), JOB.model.num_items)
-
-
-@pytest.mark.parametrize(("copy", "expected", "at_loss"), [(0.5, (0.0, 0.5), 0.0), (3.0, (5.0, 6.0), 3.0)])
-def test_copies_are_exposed_where_they_take_longer_than_a_block(copy, expected, at_loss):
-    """Four blocks of 1 s forward and 2 s backward. The first copy back is always waited for, but at the loss."""
-    assert exposed_copies([(1.0, 2.0)] * 4, [copy] * 4, is_last=False) == expected
-    with_head = exposed_copies([(1.0, 2.0)] * 4 + [(1.0, 1.0)], [copy] * 4 + [0.0], is_last=True)
-    assert with_head[1] == at_loss
+    with pytest.raises(PlanError, match="different offload: optimizer, none"):
+        check_tiling(replace(interleaved, tiles=(replace(first, offload="optimizer"), *others)), JOB.model.num_items)
 
 
 def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
@@ -128,29 +117,22 @@ def test_buckets_are_aligned_and_bounded():
         assert bucket_elements(count) % ALIGNED == 0 and ALIGNED <= bucket_elements(count) <= 1 << 22
 
 
-def short_of_memory() -> int:
-    """Return the memory of devices on which plans fit that offload, and of those that do not only slower ones."""
-    without, with_all = (needed_bytes(SETUP, plan_of(JOB, how), cluster_of(DEVICE)) for how in ("none", "all"))
-    return with_all + (without - with_all) // 6
-
-
 def test_the_search_offloads_where_memory_is_short_and_says_why():
-    cluster = cluster_of(DEVICE.model_copy(update={"memory_bytes": short_of_memory()}))
-    space = Space(largest_grid=1, recompute=("none",), zero=(1,))
-    result = search(SETUP, GLOBAL_BATCH, cluster, space=space)
+    cluster = cluster_of(DEVICE.model_copy(update={"memory_bytes": SHORT_OF_MEMORY}))
+    result = search(SETUP, GLOBAL_BATCH, cluster, space=SPACE)
     assert {tile.offload for tile in result.best.plan.tiles} != {"none"}
     assert any("without host memory" in reason for reason in reasons(result))
     try:
-        without = search(SETUP, GLOBAL_BATCH, cluster, space=replace(space, offload=("none",))).best.seconds
+        without = search(SETUP, GLOBAL_BATCH, cluster, space=replace(SPACE, offload=("none",))).best.seconds
     except PlanError:
         without = float("inf")
     assert result.best.seconds < without
-    roomy = search(SETUP, GLOBAL_BATCH, cluster_of(DEVICE), space=space).best.plan
+    roomy = search(SETUP, GLOBAL_BATCH, cluster_of(DEVICE), space=SPACE).best.plan
     assert {tile.offload for tile in roomy.tiles} == {"none"}
 
 
 def test_hosts_must_have_room_for_what_is_offloaded():
-    cluster, plan = cluster_of(DEVICE), plan_of(JOB, "all")
+    cluster, plan = cluster_of(DEVICE), plan_of(JOB, "optimizer")
 
     def with_host(num_bytes: int | None):
         nodes = tuple(each.model_copy(update={"host_memory_bytes": num_bytes}) for each in cluster.nodes)
@@ -164,11 +146,10 @@ def test_hosts_must_have_room_for_what_is_offloaded():
     assert predict(SETUP, plan, with_host(10**9)).fits
     small = predict(SETUP, plan, with_host(max(needed.values()) // 2))
     assert not small.fits and "ranks of node 0 offload" in small.host_shortage
-    limited = cluster_of(DEVICE.model_copy(update={"memory_bytes": short_of_memory()}))
+    limited = cluster_of(DEVICE.model_copy(update={"memory_bytes": SHORT_OF_MEMORY}))
     nodes = tuple(each.model_copy(update={"host_memory_bytes": 1000}) for each in limited.nodes)
-    space = Space(largest_grid=1, recompute=("none",), zero=(1,))
     try:
-        best = search(SETUP, GLOBAL_BATCH, limited.model_copy(update={"nodes": nodes}), space=space).best
+        best = search(SETUP, GLOBAL_BATCH, limited.model_copy(update={"nodes": nodes}), space=SPACE).best
     except PlanError:
         return
     assert {tile.offload for tile in best.plan.tiles} == {"none"}
@@ -195,19 +176,3 @@ def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype(
         shard.start_gather().wait()
     assert waits == [False]
     assert (group.weights == 3).all()
-
-
-def test_the_kept_storage_of_a_block_is_the_same_after_it_was_away():
-    host = HostActivations(CpuAccelerator())
-    values = torch.arange(64.0).view(8, 8)
-    layer = KeptLayer(host, values, 1)
-    small = torch.ones(4)
-    assert layer.pack(small) is small, "statistics stay"
-    places = [layer.pack(values[2:].t()), layer.pack(values)]
-    host.computed(layer)
-    host.begin_backward([])
-    layer.fetch()
-    layer.begin_backward()
-    assert torch.equal(unpack(places[0]), values[2:].t()) and torch.equal(unpack(places[1]), values)
-    assert unpack(places[0]).untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
-    layer.end()
