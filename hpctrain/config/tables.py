@@ -75,6 +75,13 @@ class Table(BaseModel):
         def __hash__(self) -> int: ...
 
 
+def refused_for(table: T, mistakes: Iterable[str]) -> T:
+    """Return a table without mistakes, for a validator of pydantic. Raises ValueError with all of them."""
+    if text := "\n".join(mistakes):
+        raise ValueError(text)
+    return table
+
+
 def read_text(path: Path, kind: type[HpctrainError]) -> str:
     """Return a file's text. Raises `kind` where it cannot be read, is no regular file, or is too long to be ours."""
     try:
@@ -330,7 +337,8 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
         case "missing":
             text = f"{key}: missing; set it"
         case "value_error":
-            text = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+            lines = str(problem["ctx"]["error"]).splitlines()
+            text = "\n".join(f"{key}: {line}" if key else line for line in lines)
         case "model_type":
             text = f"{key} = {shorten(repr(problem['input']))}: must be a section of keys"
         case kind:

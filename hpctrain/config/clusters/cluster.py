@@ -6,8 +6,8 @@ Every figure says where it is from. Devices are numbered as ranks are, node by n
 How a rehearsal's pretend devices really behave is not known here: see `hpctrain.config.clusters.truth`.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from hpctrain.config.bounds import (
     MOST_MEMORY_BYTES,
     MOST_NUMBER,
+    MOST_RANKS,
     Count,
     Rank,
     RankCount,
@@ -24,7 +25,6 @@ from hpctrain.config.bounds import (
     SequenceCount,
     Slowdown,
 )
-from hpctrain.config.clusters.cluster_checks import inconsistencies
 from hpctrain.config.clusters.figures import (
     Bandwidth,
     Bytes,
@@ -35,7 +35,8 @@ from hpctrain.config.clusters.figures import (
     whole_number,
 )
 from hpctrain.config.clusters.launch import Launch
-from hpctrain.config.tables import Several, Table
+from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import Several, Table, refused_for
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
     DType = str
@@ -137,6 +138,18 @@ class Family(Figures):
     launch: Launch | None = None
     """How its ranks are started. Only `hpctrain slurm` and `hpctrain mpirun` read it."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mistakes = []
+        if not self.peak_flops_per_second and not self.sustained_flops_per_second:
+            mistakes.append("no speed: set peak_flops_per_second or sustained_flops_per_second, by dtype")
+        memory, reserved = self.memory_bytes, self.reserved_bytes
+        if reserved is not None and memory <= reserved:
+            mistakes.append(f"reserved_bytes {reserved} leaves nothing of memory_bytes {memory}; lower it")
+        products = Counter(f"{product.dtype} {[*product.shape]}" for product in self.products)
+        mistakes += [f"products has {name} twice; keep one" for name, count in products.items() if count > 1]
+        return refused_for(self, mistakes)
+
     def slower_by_rows(self, rows: int) -> float:
         """Return the time of a product of so many rows, over its time at the sustained speed."""
         half = self.half_speed_rows
@@ -202,6 +215,18 @@ class Nodes(Figures):
     """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
     ranks: Several[Rank] | None = None
     """Of the devices, node by node; left out: consecutive."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mistakes, devices = [], self.num_devices
+        missing = [key for key in ("link_latency_seconds", "link_bytes_per_second") if getattr(self, key) is None]
+        if devices > 1 and missing:
+            mistakes.append(
+                f"{devices} devices on a node, and nothing said of the link between them; set {' and '.join(missing)}"
+            )
+        if self.ranks is not None and len(self.ranks) != self.count * devices:
+            mistakes.append(f"{len(self.ranks)} ranks for {self.count} x {devices} devices; give one for each, or none")
+        return refused_for(self, mistakes)
 
     @property
     def num_devices(self) -> int:
@@ -274,6 +299,13 @@ class Profile(Figures):
     times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
     """By ascending rows. Without communication."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        rows = [times.rows for times in self.times]
+        wrong = rows != sorted(set(rows))
+        mistake = f"times are of rows {rows}; list each number of rows once, in ascending order"
+        return refused_for(self, [mistake] if wrong else [])
+
     @property
     def key(self) -> tuple[str, str, int]:
         return self.family, self.work, self.zero
@@ -303,9 +335,7 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if problems := inconsistencies(self.model_dump()):
-            raise ValueError("\n".join(problems))
-        return self
+        return refused_for(self, _inconsistencies(self))
 
     @property
     def num_devices(self) -> int:
@@ -392,34 +422,67 @@ def assumed_figures(cluster: Cluster) -> list[str]:
     ]
 
 
-def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
-    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where there is none.
-
-    `families` and `hosts` are of the ranks, those of a host one after the other.
-    """
-    if any(nodes.ranks is not None for nodes in cluster.nodes):
-        return None
-    places = zip(hosts, families, strict=True)
-    given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
-    counts = [0] * len(cluster.nodes)
-    table = 0
-    for node in given:
-        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
-            table += 1
-        if table == len(cluster.nodes):
-            return None
-        counts[table] += 1
-    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
-    kept = {name for each in nodes for name in each.devices}
-    return Cluster(
-        families={name: family for name, family in cluster.families.items() if name in kept},
-        fabrics=cluster.fabrics,
-        nodes=tuple(nodes),
-        links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
-        profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
-    )
+def _inconsistencies(cluster: Cluster) -> Iterator[str]:
+    """Yield what tables contradict each other in, each with the key that is to blame."""
+    yield from _unknown_names(cluster)
+    yield from _repeated(cluster)
+    yield from _wrong_ranks(cluster)
+    yield from _unconnected(cluster)
+    if cluster.num_devices > MOST_RANKS:
+        yield f"nodes: have {cluster.num_devices:,} devices; lower count or devices to {MOST_RANKS:,} in all"
 
 
-def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
-    nodes = cluster.nodes[table]
-    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node
+def _unknown_names(cluster: Cluster) -> Iterator[str]:
+    families: list[tuple[str, str]] = []
+    fabrics: list[tuple[str, str]] = []
+    for i, nodes in enumerate(cluster.nodes):
+        families += [(f"nodes.{i}.devices", name) for name in nodes.devices]
+        fabrics += [(f"nodes.{i}.nics.{j}.fabric", nic.fabric) for j, nic in enumerate(nodes.nics)]
+    for i, link in enumerate(cluster.links):
+        families += [(f"links.{i}.families", name) for name in link.families]
+        fabrics += [(f"links.{i}.fabric", link.fabric)] if link.fabric is not None else []
+    families += [(f"profiles.{i}.family", profile.family) for i, profile in enumerate(cluster.profiles)]
+    for kind, names, known in (("family", families, cluster.families), ("fabric", fabrics, cluster.fabrics)):
+        for key, name in names:
+            if name not in known:
+                yield f"{key}: no {kind} '{name}'{did_you_mean(name, known) if known else '; none is described'}"
+
+
+def _repeated(cluster: Cluster) -> Iterator[str]:
+    links = [link.key for link in cluster.links]
+    for i, key in enumerate(links):
+        if key in links[:i]:
+            yield f"links.{i}: these families' link is described above already; keep one"
+    profiles = [profile.key for profile in cluster.profiles]
+    for i, key in enumerate(profiles):
+        if key in profiles[:i]:
+            yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
+
+
+def _wrong_ranks(cluster: Cluster) -> Iterator[str]:
+    if all(nodes.ranks is None for nodes in cluster.nodes):
+        return
+    given: list[int] = []
+    for i, nodes in enumerate(cluster.nodes):
+        if nodes.ranks is None:
+            yield f"nodes.{i}.ranks: missing, other nodes have theirs; set it for all or for none"
+        given += nodes.ranks or ()
+    missing = set(range(len(given))).difference(given)
+    if missing and len(given) == cluster.num_devices:
+        yield f"nodes.*.ranks: rank {min(missing)} is in none of them; list 0 to {len(given) - 1} once each"
+
+
+def _unconnected(cluster: Cluster) -> Iterator[str]:
+    """Yield which kinds of nodes have no fabric in common, each pair of kinds once."""
+    kinds: dict[frozenset[str], list[int]] = {}
+    for i, nodes in enumerate(cluster.nodes):
+        kinds.setdefault(frozenset(nic.fabric for nic in nodes.nics), []).append(i)
+    for number, (here, tables) in enumerate(kinds.items()):
+        for there, others in list(kinds.items())[number:]:
+            several = here != there or len(tables) > 1 or cluster.nodes[tables[0]].count != 1
+            if several and not here & there:
+                yield (
+                    f"nodes.{tables[0]} and nodes.{others[-1]}: no fabric in common"
+                    f" ({', '.join(sorted(here)) or 'none'}; {', '.join(sorted(there)) or 'none'});"
+                    " give both a NIC on the same one"
+                )

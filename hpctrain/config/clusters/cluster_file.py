@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from hpctrain.config.clusters.cluster import Cluster, Profile
-from hpctrain.config.clusters.cluster_checks import inconsistencies
 from hpctrain.config.clusters.cluster_defaults import fill
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import JobError, TopologyError, did_you_mean
@@ -77,15 +76,18 @@ def parse_cluster(text: str, where: str) -> Cluster:
 
 
 def parse_cluster_file(text: str, where: str) -> ClusterFile:
-    """Read all tables from TOML, and fill in what they leave out. Raises TopologyError with all mistakes."""
+    """Read all tables from TOML, and fill in what they leave out.
+
+    Raises TopologyError: with all mistakes in single tables, or, where there are none, with all between tables.
+    """
     tree, mistakes = parse_toml_once(text, where, TopologyError)
     filled, tables = fill(tree), None
     mistakes += filled.mistakes.values()
     try:
         tables = _Tables.model_validate(filled.tree)
     except ValidationError as error:
-        mistakes += [line for key, line in explain(error, _Tables) if key and key not in filled.mistakes]
-        mistakes += inconsistencies(filled.tree)
+        findings = [text for key, text in explain(error, _Tables) if key not in filled.mistakes]
+        mistakes += [line for text in findings for line in text.splitlines()]
     if mistakes or tables is None:
         lines = with_lines(text, dict.fromkeys(mistakes))
         raise TopologyError("\n".join(f"{where}: {line}" for line in lines))

@@ -21,8 +21,8 @@ from hpctrain.comm.start.launcher import MORE_CORES, few_cores
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
-from hpctrain.config.clusters.cluster import part_of
 from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_part import part_of
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.data.order import check_targets, check_tokenizer, open_datasets

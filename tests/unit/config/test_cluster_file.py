@@ -299,7 +299,7 @@ BAD_FILES = [
     (
         FAMILY
         + NODE
-        + "nics = [{fabric = 'ib', origin = 'assumed', send_bytes_per_second = 1, receive_bytes_per_second = 1}]",
+        + "nics = [{fabric = 'ib', origin = 'assumed', send_bytes_per_second = 1e9, receive_bytes_per_second = 1e9}]",
         "nodes.0.nics.0.fabric: no fabric 'ib'; none is described",
     ),
     (FAMILY + NODE + "ranks = [0, 1]", "nodes.0: 2 ranks for 1 x 1 devices; give one for each, or none"),

@@ -20,33 +20,40 @@ from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.unit.described import FAMILY, TEXT
 
-# By what is replaced in TEXT, each in a table of its own: with what, and what the message says of it.
-MISTAKES = {
+# By what is replaced in LISTED: with what, and what the message says of it.
+IN_TABLES = {
     'model = "some"\n': ('modle = "some"\n', "families.extra.modle: unknown key"),
     "memory_bytes = 64_000_000_000": ('memory_bytes = "64 GB"', "families.mi250x.memory_bytes = '64 GB'"),
-    "sustained_flops_per_second = {bf16 = 140e12}": ("reserved_bytes = 65e9", "families.mi250x: no speed: set peak"),
     "latency_seconds = 2.5e-6": ("latency_secs = 2.5e-6", "fabrics.sling.latency_secs: unknown key"),
     "latency_seconds = 30e-6\nbytes": ("bytes", "fabrics.ethernet.latency_seconds: missing"),
     "count = 2\ndevices = {a100 = 8}": ("count = 0\ndevices = {a100 = 8}", "nodes.0.count = 0"),
-    "link_bytes_per_second = 50e9\n": ("", "nodes.1: 8 devices on a node, and nothing said of the link between them"),
-    '"sling", count = 4': ('"slang", count = 4', "nodes.1.nics.0.fabric: no fabric 'slang'"),
     "bytes_per_second = 1e9\n": ("bytes_per_second = 1e-308\n", "links.0.bytes_per_second = 1e-308: input should be"),
     "{message_bytes = 1_000, flows = 1, seconds = 41e-6},": ("3,", "links.0.times.0 = 3: must be a section"),
+}
+BETWEEN_KEYS = {
+    "sustained_flops_per_second = {bf16 = 140e12}": ("reserved_bytes = 65e9", "families.mi250x: no speed: set peak"),
+    "link_bytes_per_second = 50e9\n": ("", "nodes.1: 8 devices on a node, and nothing said of the link between them"),
+}
+BETWEEN_TABLES = {
+    '"sling", count = 4': ('"slang", count = 4', "nodes.1.nics.0.fabric: no fabric 'slang'"),
+    'families = ["mi250x", "a100"]': ('families = ["mi250x", "a10"]', "links.0.families: no family 'a10'"),
 }
 LISTED = TEXT + FAMILY.replace("mi250x]", 'extra]\nmodel = "some"')
 
 
-@given(st.sets(st.sampled_from(sorted(MISTAKES)), min_size=1))
-def test_all_mistakes_of_a_file_are_in_one_message(chosen):
+@pytest.mark.parametrize("mistakes", [IN_TABLES, BETWEEN_KEYS, BETWEEN_TABLES], ids=["keys", "tables", "all"])
+@given(data=st.data())
+def test_all_mistakes_of_a_file_are_in_one_message(mistakes, data):
+    chosen = data.draw(st.sets(st.sampled_from(sorted(mistakes)), min_size=1))
     text = LISTED
     for old in chosen:
         assert old in text
-        text = text.replace(old, MISTAKES[old][0], 1)
+        text = text.replace(old, mistakes[old][0], 1)
     with pytest.raises(TopologyError) as caught:
         parse_cluster(text, "a file")
     lines = str(caught.value).splitlines()
     for old in chosen:
-        assert sum(MISTAKES[old][1] in line for line in lines) == 1, f"{MISTAKES[old][1]} in:\n{caught.value}"
+        assert sum(mistakes[old][1] in line for line in lines) == 1, f"{mistakes[old][1]} in:\n{caught.value}"
     assert len(lines) <= len(chosen) + 1, "what follows from a mistake is left out"  # one figure is two mistakes
 
 

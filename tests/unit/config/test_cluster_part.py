@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.config.clusters.cluster import part_of
 from hpctrain.config.clusters.cluster_file import dump_cluster, load_cluster, parse_cluster, ready_clusters
+from hpctrain.config.clusters.cluster_part import part_of
 
 
 def ranks_of(cluster, nodes: list[int]) -> tuple[list[str], list[str]]:

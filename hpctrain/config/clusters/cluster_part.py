@@ -1,0 +1,39 @@
+"""The part of a cluster on which a run has its ranks."""
+
+import itertools
+from collections.abc import Sequence
+
+from hpctrain.config.clusters.cluster import Cluster
+
+
+def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
+    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where there is none.
+
+    `families` and `hosts` are of the ranks, those of a host one after the other.
+    """
+    if any(nodes.ranks is not None for nodes in cluster.nodes):
+        return None
+    places = zip(hosts, families, strict=True)
+    given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
+    counts = [0] * len(cluster.nodes)
+    table = 0
+    for node in given:
+        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
+            table += 1
+        if table == len(cluster.nodes):
+            return None
+        counts[table] += 1
+    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
+    kept = {name for each in nodes for name in each.devices}
+    return Cluster(
+        families={name: family for name, family in cluster.families.items() if name in kept},
+        fabrics=cluster.fabrics,
+        nodes=tuple(nodes),
+        links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
+        profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
+    )
+
+
+def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
+    nodes = cluster.nodes[table]
+    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node
