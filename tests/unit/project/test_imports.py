@@ -57,7 +57,3 @@ def test_what_runs_on_a_login_node_is_light():
         if room in LIGHT and name.split(".")[0] in ("torch", "mpi4py", "cupy")
     ]
     assert not heavy
-
-
-def test_no_file_is_too_long():
-    assert not [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 500]
