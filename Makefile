@@ -2,6 +2,7 @@
 # make test     the whole suite, on one rank and on several
 # make wheel    a wheel and an sdist in dist/ (not part of the tests)
 # make site     the pages of docs/ as a site with search, in build/site (not part of the tests)
+# make notebook examples/plan.ipynb, run, as a page in build/notebook (not part of the tests)
 # make bench    the benchmarks behind docs/benchmarks.md (not part of the tests)
 
 SHELL := /bin/bash
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs site wheel bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs site notebook wheel bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -63,6 +64,13 @@ wheel:
 site:
 	rm -rf build/site && $(PYTHON) -m venv build/site-venv && build/site-venv/bin/pip install --quiet 'mkdocs>=1.6,<2'
 	build/site-venv/bin/mkdocs build --quiet --config-file mkdocs.yml --site-dir build/site
+
+# In an environment of its own: the notebook's tools are no part of hpctrain.
+notebook:
+	rm -rf build/notebook && $(PYTHON) -m venv build/notebook-venv
+	build/notebook-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	build/notebook-venv/bin/pip install --quiet --disable-pip-version-check '.[mpi]' nbconvert ipykernel
+	build/notebook-venv/bin/jupyter nbconvert --to html --execute examples/plan.ipynb --output-dir build/notebook
 
 test-unit: install
 	$(RUN_TESTS) unit

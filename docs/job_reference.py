@@ -147,6 +147,8 @@ def _values(annotation: str) -> tuple[str, bool]:
     else:
         names = [name for name in re.findall(r"[A-Za-z]+", annotation) if name in TYPES]
         values = TYPES[names[0]] if names else "number"
+        if re.search("tuple|Several", annotation) and not values.startswith("list"):
+            values = f"list, each {values}"
     return (f"{values}, or `auto`" if can_be_auto else values), can_be_auto
 
 
@@ -154,6 +156,8 @@ def _default(value: ast.expr | None, can_be_auto: bool) -> str:
     if value is None:
         return "required"
     text = ast.unparse(value)
+    if text.startswith("(") and text != "()":
+        return f"`{list(ast.literal_eval(text))}`"
     if text == "None":
         return "`auto`" if can_be_auto else "none"
     if text.startswith("Field(default_factory"):

@@ -233,12 +233,24 @@ class Observe(Table):
     """Whether to keep what every rank did and when, in trace.json of the run folder."""
     trace_steps: Count = 10
     """How many steps are traced, from the start or from where the run continues."""
+    torch_profile_steps: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    """The first and the last step in which torch.profiler runs, such as [11, 12]; None: it does not. Those steps are
+    slower. The files are in `torch-profile/` of the run folder."""
+    torch_profile_ranks: Several[WholeNumber] = (0,)
+    """The ranks that torch.profiler runs on, each with a file of its own."""
     tensorboard: bool = False
     """Whether to write event files for TensorBoard, in `tensorboard/` of the run folder."""
     wandb: str | None = None
     """The project of Weights & Biases to log to; None: nothing is logged."""
     prometheus_file: FilePath | None = None
     """A text file of the latest metrics, for Prometheus' node_exporter. Relative to the current directory."""
+
+    @field_validator("torch_profile_steps")
+    @classmethod
+    def _steps(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps and steps[1] < steps[0]:
+            raise ValueError(f"ends before it begins; write the first step and the last, [{steps[1]}, {steps[0]}]")
+        return steps
 
 
 class Comm(Table):

@@ -46,6 +46,7 @@ from hpctrain.observe.metrics import RunMetrics, add_shares
 from hpctrain.observe.overrun import OverrunWatch
 from hpctrain.observe.prediction_check import PredictionTracker
 from hpctrain.observe.sample import StepSample
+from hpctrain.observe.torch_profile import TorchProfile
 from hpctrain.observe.trace import RunTrace
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
@@ -206,6 +207,8 @@ class Leg:
         observers: list[Observer] = [StepSample(self._observed, lambda: self._first_step), self._tracker]
         if self.job.observe.trace:
             observers.insert(0, RunTrace(self._observed, self.job.observe.trace_steps))
+        if self.job.observe.torch_profile_steps:
+            observers.append(TorchProfile(self._observed, self.job, described.is_rehearsed))
         if described.is_rehearsed:
             self._overrun = OverrunWatch(self._world, accelerator, self._leave_steps_out)
             observers.append(self._overrun)
@@ -254,7 +257,7 @@ class Leg:
             run.hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
-        run.hear([self._tracker.start()])
+        run.hear(observer.start(trainer.steps_done) for observer in self._observers)
         self._recorder.begin_step()
         is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
         requests = Requests(run.signals, run.path if is_first else None, end_of_batch_job() if is_first else None)

@@ -21,6 +21,7 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import load_job_on, started_world, with_some_vocabulary
+from hpctrain.observe.text_tables import table, text_of
 
 if TYPE_CHECKING:
     from hpctrain.engine.alignment import RankAlignment
@@ -161,13 +162,15 @@ def format_alignment(summary: Mapping) -> str:
             row[column] = entry
     families = summary["families"].items()
     models = ", ".join(f"{family['ranks']} x {name} ({family['model']})" for name, family in families)
+    names = [f"{family} {dtype}" for family, dtype in columns]
+    rows = table("operator", *names, numbers=names)
+    for operator, row in cells.items():
+        rows.add_row(operator, *(_format_cell(row.get(column)) for column in columns))
     lines = [
         f"{len(cells)} operators, {summary['rows']} rows of {summary['positions']} positions, on {models}",
         "worst relative error against float64, and its share of the bound, of outputs and gradients:",
-        f"{'operator':16}" + "".join(f" {f'{family} {dtype}':>20}" for family, dtype in columns),
+        text_of(rows),
     ]
-    for operator, row in cells.items():
-        lines.append(f"{operator:16}" + "".join(f" {_format_cell(row.get(column)):>20}" for column in columns))
     overrides = dict.fromkeys(entry["override"] for entry in summary["operators"] if entry["override"])
     for entry in summary["operators"]:
         if entry["beyond"]:

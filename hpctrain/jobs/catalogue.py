@@ -10,7 +10,7 @@ from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.tables import read_text
 from hpctrain.jobs.arguments import json_option
-from hpctrain.jobs.text_tables import console, table
+from hpctrain.observe.text_tables import console, table
 from hpctrain.planner.prices.devices import DeviceModel
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")

@@ -26,7 +26,7 @@ from hpctrain.jobs.arguments import (
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
 from hpctrain.jobs.predict import format_parts, format_prediction, prediction_data, profile_source, with_overlap
-from hpctrain.jobs.text_tables import table, text_of
+from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan

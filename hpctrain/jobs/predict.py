@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import click
+from rich.table import Table
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import Cluster
@@ -11,6 +12,7 @@ from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_on
 from hpctrain.jobs.arguments import PATH, complete_cluster, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
+from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
@@ -114,6 +116,30 @@ def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
     return text + overlapping if hidden >= LEAST_SHARE else text
 
 
+def _parts_table(summary: dict) -> Table:
+    """Return the parts of a step in seconds, and as shares of it; those that are hidden are negative."""
+    rows = table("part", "s", "of the step", "", numbers={"s", "of the step"})
+    parts, step = summary["breakdown_seconds"], summary["step_seconds"]
+    hidden = -parts.get("hidden", 0.0)
+    for part, seconds in parts.items():
+        others = f"overlapped: the others take {1 + hidden / step:.1%}" if part == "hidden" and hidden else ""
+        rows.add_row(part, f"{seconds:.4g}", f"{seconds / step:.1%}", others)
+    return rows
+
+
+def _memory_table(stages: Sequence[dict]) -> Table:
+    """Return what a rank of each stage holds, in MiB; columns are left out that no stage has."""
+    parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers", "on_host")
+    held = [part for part in parts if any(stage[part] for stage in stages)]
+    columns = ["total", "of", *(part.replace("_", " ") for part in held)]
+    rows = table("items", "family", "", *columns, numbers=columns)
+    for stage in stages:
+        figures = (stage[key] / 2**20 for key in ("total", "available", *held))
+        verdict = "fits" if stage["fits"] else "DOES NOT FIT"
+        rows.add_row(f"{stage['items']}", stage["family"], verdict, *(f"{figure:,.0f}" for figure in figures))
+    return rows
+
+
 def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
     """Return a prediction as text for people."""
     low, high = summary["interval_seconds"]
@@ -123,19 +149,10 @@ def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
         f"speed     {summary['tokens_per_second']:,.0f} tokens/s, {summary['mfu']:.1%} of peak (MFU)",
         *([f"source    {source}"] if (source := profile_source(summary["profiled"])) else []),
         "where the time goes, on the mean over ranks",
+        text_of(_parts_table(summary)),
+        "memory of a rank, MiB",
+        text_of(_memory_table(summary["memory_bytes"])),
     ]
-    for part, seconds in summary["breakdown_seconds"].items():
-        lines.append(f"  {part:10}{seconds:12.4g} s {seconds / summary['step_seconds']:8.1%}")
-    if hidden := -summary["breakdown_seconds"].get("hidden", 0.0):
-        lines[-1] += f"   overlapped: the parts above take {1 + hidden / summary['step_seconds']:.1%} of the step"
-    lines.append("memory of a rank, MiB")
-    for stage in summary["memory_bytes"]:
-        parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
-        parts_text = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
-        verdict = "fits" if stage["fits"] else "DOES NOT FIT"
-        total, available = stage["total"] / 2**20, stage["available"] / 2**20
-        parts_text += f"; on the host {stage['on_host'] / 2**20:,.0f}" if stage["on_host"] else ""
-        lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({parts_text})")
     lines += [f"  DOES NOT FIT on a host: {summary['host_shortage']}"] if summary["host_shortage"] else []
     for name in sorted({stage["family"] for stage in summary["memory_bytes"]} & set(cluster.families)):
         family = cluster.families[name]

@@ -27,6 +27,7 @@ from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
 from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world, with_vocabulary
+from hpctrain.observe.text_tables import table, text_of
 from hpctrain.planner.prices.curves import is_profiled, model_seconds, profiles_of
 
 MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
@@ -236,14 +237,14 @@ def choose_target(source: Path, out: Path | None) -> Path:
 
 def _format_profiles(profiles: Sequence[Profile], job: Job) -> str:
     """Say for each profile how many rows fit, and how fast the whole model goes forward and back with them."""
-    lines = [f"{'family':16} {'ZeRO':>4} {'rows fit':>8} {'tokens/s':>10} {'of 1 row':>10} {'update':>10}"]
+    figures = ("ZeRO", "rows fit", "tokens/s", "of 1 row", "update")
+    rows_of = table("family", *figures, numbers=figures)
     for profile in profiles:
         length, num_blocks = job.data.sequence_length, job.model.num_layers
         counts = max(1, profile.largest_rows or 1), 1
         speeds = [rows * length / model_seconds(profile, num_blocks, rows) for rows in counts]
         update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
         stage = "0, 1" if profile.zero == 1 else str(profile.zero)
-        summary = "".join(f" {speed:>10,.0f}" for speed in speeds)
-        fitting = profile.largest_rows or "-"
-        lines.append(f"{profile.family:16} {stage:>4} {fitting:>8}{summary} {update:>10}")
-    return "\n".join(lines)
+        fitting = str(profile.largest_rows or "-")
+        rows_of.add_row(profile.family, stage, fitting, *(f"{speed:,.0f}" for speed in speeds), update)
+    return text_of(rows_of)

@@ -6,7 +6,9 @@ Read it in this order; a file imports only from its own line and those above it.
     overrun           how late a rehearsal was
     metrics           a line for each step
     sample            which ranks write spans
+    text_tables       tables for people
     trace             spans as a trace of Chrome's format
+    torch_profile     torch.profiler for some steps of some ranks
     exports           metrics for other programs
     prediction_check  measured parts beside the predicted ones
     anomalies         stragglers and jumps

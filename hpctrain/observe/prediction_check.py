@@ -79,7 +79,7 @@ class PredictionTracker(Observer):
         self._num_left_out = 1
         """Of the first steps: the first one creates what later ones reuse."""
 
-    def start(self) -> str | None:
+    def start(self, steps_done: int) -> str | None:
         """Return what is to be said of the prediction, on rank 0."""
         if not self._prediction:
             return None

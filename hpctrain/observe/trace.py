@@ -12,6 +12,7 @@ from typing import IO, NamedTuple
 
 from hpctrain.observe.folder.schema import TRACE_SUMMARY, SavedTraceSummary
 from hpctrain.observe.folder.spans import OVERLAPPED, WAITED, Observed, Observer, Span, mean_by_axis, sums_by_axis
+from hpctrain.observe.text_tables import table, text_of
 
 TRACE = "trace.json"
 COMPUTE = "compute"
@@ -131,10 +132,11 @@ def format_summary(summary: SavedTraceSummary) -> str:
     if not summary["axes"]:
         return "nothing is communicated"
     keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
-    lines = [f"ms of a rank in one step, mean of {summary['steps']}"]
-    lines.append(f"  {'':10}" + "".join(f"{key.removesuffix('_seconds'):>15}" for key in keys))
+    names = [key.removesuffix("_seconds") for key in keys]
+    rows = table("axis", *names, numbers=names)
     for axis, each in summary["axes"].items():
-        lines.append(f"  {axis:10}" + "".join(f"{each[key] * 1e3:15.2f}" for key in keys))
-    return "\n".join(
-        [*lines, "  exposed includes waiting: for slower ranks, and in a pipeline for neighbours' results"]
+        rows.add_row(axis, *(f"{each[key] * 1e3:.2f}" for key in keys))
+    return (
+        f"ms of a rank in one step, mean of {summary['steps']}\n{text_of(rows)}\n"
+        "exposed includes waiting: for slower ranks, and in a pipeline for neighbours' results"
     )

@@ -110,6 +110,9 @@ class Observed(NamedTuple):
 class Observer:
     """Watches the steps of a run. All ranks call each method; rank 0 prints what they return."""
 
+    def start(self, steps_done: int) -> str | None:
+        """Begin, before the first step of this start."""
+
     def step_is_done(self, seconds: float) -> str | None:
         """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
 
