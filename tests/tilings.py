@@ -100,12 +100,13 @@ def with_extra_warmups(draw, drawn: Plan) -> Plan:
 
 
 def _some_exchange(draw, tiles: list[Tile]) -> list[Tile]:
-    """Let the stages exchange while they compute, or not."""
+    """Let the stages of one tensor grid exchange while they compute, or not."""
     resolved = {}
     for items in dict.fromkeys(tile.items for tile in tiles):
         row_chunks = min(tile.row_chunks for tile in tiles if tile.items == items)
         zero = draw(st.sampled_from([None, 2, 3]))
-        resolved[items] = {"zero": zero, "row_chunks": row_chunks} if zero else {}
+        are_alike = len({tile.tensor for tile in tiles if tile.items == items}) == 1
+        resolved[items] = {"zero": zero, "row_chunks": row_chunks} if zero and are_alike else {}
     return [replace(tile, **resolved[tile.items]) for tile in tiles]
 
 

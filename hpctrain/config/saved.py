@@ -19,7 +19,7 @@ from hpctrain.architectures.registry import describe_unread, unread_keys
 from hpctrain.config.errors import HpctrainError, shorten_list
 from hpctrain.config.tables import as_table, toml_value
 
-SCHEMA = 2
+SCHEMA = 3
 """The schema of what is written now: one more whenever a key or a value of jobs or plans goes."""
 KEY = "schema"
 RESOLVED = "resolved.toml"

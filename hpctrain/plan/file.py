@@ -1,6 +1,7 @@
 """The plan file: TOML that a person can write and edit. See docs/job.md."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,7 +86,22 @@ def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore, is_typ
         )
         for t in table.tile
     )
-    return Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
+    plan = Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
+    return _reduced_zero(plan, path, say) if is_older else plan
+
+
+def _reduced_zero(plan: Plan, path: str, say: Callable[[str], None]) -> Plan:
+    """Return a plan of an older version with ZeRO 1 where tiles with ZeRO 2 or 3 share items over different grids."""
+    grids: dict[Interval, set[TensorGrid]] = {}
+    for tile in plan.tiles:
+        grids.setdefault(tile.items, set()).add(tile.tensor)
+    reduced = [tile for tile in plan.tiles if tile.zero >= 2 and len(grids[tile.items]) > 1]
+    for items, zero in dict.fromkeys((tile.items, tile.zero) for tile in reduced):
+        say(
+            f"{path}: is of an older version; zero = {zero} of tiles {list(items)}, whose tensor grids differ, is gone"
+            " and is read as 1"
+        )
+    return replace(plan, tiles=tuple(replace(tile, zero=1) if tile in reduced else tile for tile in plan.tiles))
 
 
 def dump_plan(plan: Plan) -> str:

@@ -139,10 +139,8 @@ def holding(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None
     cut_units = join_units(mixed)
     for unit in cut_units:
         for region, ranks in cutter.regions(unit, plan.users(unit.items)):
-            zero = max(1, zero_of(ranks, len(unit.items) > 1))
             first = number_of[region.parameter.name], region.rows.start, region.columns.start
-            by_itself = unit if zero >= 2 else None
-            held_by.setdefault((ranks, zero, by_itself, Region), []).append(HeldShard(first, unit, region, region.size))
+            held_by.setdefault((ranks, 1, None, Region), []).append(HeldShard(first, unit, region, region.size))
 
     shard_groups = []
     for (ranks, zero, *_), shards in held_by.items():
@@ -206,10 +204,11 @@ def _buckets(parts: Sequence[HeldShard], bucket_bytes: int | None) -> Iterator[l
 
 
 def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
-    """Return the ZeRO stage in which ranks exchange a unit, or regions of it: the highest of their tiles.
+    """Return the ZeRO stage in which ranks exchange a unit: the highest of their tiles.
 
     0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
-    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
+    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1. Regions,
+    which ranks of unlike tensor grids share, are at 1.
     """
     tiles = [plan.tile_of(rank) for rank in ranks]
     highest = max(tile.zero for tile in tiles)
@@ -228,6 +227,7 @@ def check_zero(plan: Plan, where: str) -> None:
             if not tile.items.intersect(other.items).size:
                 continue
             for what, a, b in (
+                ("tensor grids", tile.tensor, other.tensor),
                 ("items", list(tile.items), list(other.items)),
                 ("zero", tile.zero, other.zero),
                 ("row_chunks", tile.row_chunks, other.row_chunks),

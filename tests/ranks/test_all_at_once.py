@@ -56,7 +56,7 @@ PLANS = {
     8: {
         "interleaved": in_turn(
             (0, 3, 5, 7, LAST),
-            [((0, 2), 0, CUT, {"zero": 3}), ((2, ROWS), 2, SHARDED, {"zero": 3})],
+            [((0, 2), 0, CUT, {}), ((2, ROWS), 2, SHARDED, {})],
             [(WHOLE, 4, TensorGrid(y=2, z=2, sequence_parallel=True), {})],
         ),
     },

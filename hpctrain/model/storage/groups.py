@@ -130,13 +130,13 @@ class Group:
 
 
 class Sharded(Group):
-    """A group of ranks that exchange one item while it computes: they keep gradients as shards only (ZeRO 2), or
+    """A group of ranks that exchange one unit while it computes: they keep gradients as shards only (ZeRO 2), or
     weights too (ZeRO 3)."""
 
-    def __init__(self, shard_group: ShardGroup, holders: Axis, places: Places, dtype, device, exchanged=None):
+    def __init__(self, shard_group: ShardGroup, holders: Axis, places: PlacedUnits, dtype, device, exchanged=None):
         """They exchange weights in the dtype `exchanged`. All holders must call."""
+        ((self.layout, _, _),) = places.placed
         self.holders, self.cuts = holders, shard_group.cuts(places.size)
-        self.item = shard_group.final_after
         own = self.cuts[holders.rank]
         self.keeps_weights = shard_group.zero < 3
         if self.keeps_weights:
@@ -155,10 +155,10 @@ class Sharded(Group):
         return self.grads
 
     def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
-        """Sum the gradients of a unit's z-shard over all holders, all of whom must call; return this rank's own shard
-        of the group's, which is there when the work is done."""
+        """Sum the gradients of the unit's z-shard over all holders, all of whom must call; return this rank's own part
+        of the sum, which is there when the work is done."""
         own = torch.empty_like(self.grads)
-        return own, self.holders.start_reduce_scatter(self.places.pack(grads), own, self.cuts)
+        return own, self.holders.start_reduce_scatter(grads, own, self.cuts)
 
     def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
         """Return the weights of which each holder has a part, which are there when the work is done.
@@ -175,49 +175,3 @@ class Sharded(Group):
         if not self.is_overlapped:
             work.wait()
         return whole, work
-
-
-class ShardedUnit:
-    """One unit of which ranks keep shards: its z-shard here, held by one group, or by a group for each of its regions
-    where tensor grids differ."""
-
-    def __init__(self, layout: UnitLayout, groups: Sequence[Sharded], shard: Interval, dtype, device):
-        """`groups` have all of the shard, in the order in which all ranks exchange them."""
-        first = groups[0]
-        self.layout, self.groups = layout, groups
-        self.keeps_weights, self.is_overlapped = first.keeps_weights, first.is_overlapped
-        self.is_equivalent = not first.places.is_packed
-        """Whether all holders have the same tensor grid."""
-        self._size, self._dtype, self._device = shard.size, dtype, device
-        self.weights = first.weights if self.is_equivalent else self._zeros() if self.keeps_weights else None
-        if not self.is_equivalent:
-            for group in groups:
-                group.in_use = self.weights
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no region
-
-    def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
-        """Do what `Sharded.start_sum` does, for each group."""
-        started = [group.start_sum(grads) for group in self.groups]
-        return [own for own, _ in started], Following([work for _, work in started])
-
-    def add(self, own: Sequence[torch.Tensor]) -> None:
-        for group, part in zip(self.groups, own, strict=True):
-            group.grads += part
-
-    def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
-        """Do what `Sharded.start_gather` does, for the whole z-shard."""
-        if self.is_equivalent:
-            return self.groups[0].start_gather()
-        shard = self._zeros()
-        started = [group.start_gather() for group in self.groups]
-
-        def spread() -> None:
-            for group, (packed, _) in zip(self.groups, started, strict=True):
-                group.places.spread(packed, shard)
-
-        work = Following([work for _, work in started], spread)
-        if not self.is_overlapped:
-            work.wait()
-        return shard, work

@@ -15,9 +15,7 @@ from hpctrain.model.parallel.axes import Axes, Axis, PendingWork
 from hpctrain.model.storage.groups import (
     Group,
     PlacedUnits,
-    Places,
     Sharded,
-    ShardedUnit,
     UnitArrays,
     weight_array,
 )
@@ -48,63 +46,38 @@ class Store:
         self._z = axes.storing
         self.groups: list[Group] = []
         self.arrays: list[UnitArrays] = []
-        exchanging: dict[int, list[Sharded]] = {}
-        for shard_group in holding.shard_groups:
-            if shard_group.zero >= 2 and shard_group.regions:
-                exchanging[shard_group.final_after] = []
-        sharded: dict[int, PlacedUnits] = {}
-        at_once = []
-        for layout in holding.cut_units:  # tied ones, which several items use, exchange at once
-            item, *others = layout.unit.items
-            if item in exchanging and not others:
-                sharded[item] = PlacedUnits([layout], holding.part)
-            else:
-                at_once.append(layout)
-        cut = PlacedUnits(at_once, holding.part)
+        cut = PlacedUnits(holding.cut_units, holding.part)
         wires = exchanged or [None] * len(communicators)
         for holders, shard_group, wire in zip(communicators, holding.shard_groups, wires, strict=True):
-            places: Places = PlacedUnits(shard_group.layouts, holding.part)
-            if shard_group.regions:
-                units = sharded[shard_group.final_after] if shard_group.zero >= 2 else cut
-                places = PackedRegions(shard_group.regions, holding.part, units)
+            units = PlacedUnits(shard_group.layouts, holding.part)
             if shard_group.zero >= 2:
-                group = Sharded(shard_group, holders, places, dtype, device, wire)
-                if places.is_packed:
-                    exchanging[group.item].append(group)
-            else:
-                group = Group(places, weight_array(holders, places.size, dtype, device, wire), wire)
-                if isinstance(places, PlacedUnits):
-                    group.grads = holders.allocate(places.size, torch.float32, device)
-                    self.arrays.append(UnitArrays(places, group.weights, group.grads))
+                self.groups.append(Sharded(shard_group, holders, units, dtype, device, wire))
+                continue
+            places = PackedRegions(shard_group.regions, holding.part, cut) if shard_group.regions else units
+            group = Group(places, weight_array(holders, places.size, dtype, device, wire), wire)
             self.groups.append(group)
+            if not places.is_packed:
+                group.grads = holders.allocate(units.size, torch.float32, device)
+                self.arrays.append(UnitArrays(units, group.weights, group.grads))
         if cut.placed:
             zeros = torch.zeros(cut.size, dtype=dtype, device=device)
             self.arrays.append(UnitArrays(cut, zeros, torch.zeros(cut.size, dtype=torch.float32, device=device)))
             for group in self.groups:
-                if group.places.is_packed and not isinstance(group, Sharded):
+                if group.places.is_packed:
                     _, group.in_use, group.grads = self.arrays[-1]
         self.units: list[UnitStore] = []
         for arrays in self.arrays:  # after what is made among holders: ranks of z may have different ones
-            whole = axes.storing.allocate_common(
-                sum(layout.size for layout, _, _ in arrays.units.placed), dtype, device
-            )
+            placed = arrays.units.placed
+            whole = self._z.allocate_common(sum(layout.size for layout, _, _ in placed), dtype, device)
             at_whole = 0
-            for layout, shard, at in arrays.units.placed:
+            for layout, shard, at in placed:
                 where = slice(at, at + shard.size)
                 unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
-                weights, grads = arrays.weights[where], arrays.grads[where]
-                self.units.append(UnitStore(layout, axes, weights, grads, unit_whole))
+                self.units.append(UnitStore(layout, axes, arrays.weights[where], arrays.grads[where], unit_whole))
                 at_whole += layout.size
-        whole_units = [
-            (group.places, [group])
-            for group in self.groups
-            if isinstance(group, Sharded) and isinstance(group.places, PlacedUnits)
-        ]
-        for places, groups in (*whole_units, *((sharded[item], exchanging[item]) for item in sharded)):
-            ((layout, shard, _),) = places.placed
-            unit = ShardedUnit(layout, groups, shard, dtype, device)
-            weights = unit.weights  # None where gathers make it
-            self.units.append(UnitStore(layout, axes, weights, None, None, unit))  # pyright: ignore[reportArgumentType]
+        for group in self.groups:
+            if isinstance(group, Sharded):
+                self.units.append(UnitStore(group.layout, axes, group.weights, None, None, group))
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self.units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
         items = {item for unit in self.units for item in unit.layout.unit.items}

@@ -5,7 +5,7 @@ decides when they are gathered.
 
 Where gradients go: `Weight.grad` is this rank's flat array itself, where that has whole units. Else it is a buffer of
 `Traffic`; its sum over z is added to the rank's shard or, in ZeRO 2 and 3, summed over holders and added to the shard
-of each (`ShardedUnit`). What holders with unlike grids sum is packed first, region by region (`PackedRegions`).
+of each (`Sharded`). What holders with unlike grids sum is packed first, region by region (`PackedRegions`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.model.parallel.axes import Axes, PendingWork
-from hpctrain.model.storage.groups import ShardedUnit
+from hpctrain.model.storage.groups import Sharded
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import UnitLayout
 
@@ -104,7 +104,7 @@ class UnitStore:
         weights: torch.Tensor,
         grads: torch.Tensor | None,
         whole: torch.Tensor | None,
-        sharded: ShardedUnit | None = None,
+        sharded: Sharded | None = None,
     ):
         """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
 
@@ -116,9 +116,7 @@ class UnitStore:
         """Whether the whole unit is always there."""
         self.scatters = axes.storing.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
-        # Holders exchange in one order: who has no z would start with them where others are still at z.
-        self._z_is_overlapped = axes.storing.is_overlapped and (sharded is None or sharded.is_equivalent)
-        over_z = axes.storing.size > 1 and self._z_is_overlapped
+        over_z = axes.storing.size > 1 and axes.storing.is_overlapped
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
         """How many operations of a scatter continue while the rank computes."""
@@ -180,7 +178,7 @@ class UnitStore:
             whole = shard.new_empty(self.layout.size)
             whole[slice(*self._cuts[self._z.rank])] = shard
             work = self._z.start_all_gather(whole, self._cuts)
-            if self._z_is_overlapped:
+            if self._z.is_overlapped:
                 yield work
             else:
                 work.wait()
@@ -222,7 +220,7 @@ class UnitStore:
         if self._z.size > 1:
             part = part.new_empty(self._cuts[self._z.rank].size)
             work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
-            if self._z_is_overlapped:
+            if self._z.is_overlapped:
                 yield work
             else:
                 work.wait()
@@ -233,7 +231,7 @@ class UnitStore:
         own, work = self._sharded.start_sum(part)
         if self._sharded.is_overlapped:
             yield work
-        self._sharded.add(own)
+        self._sharded.grads += own
 
     def release(self, stays: bool = False) -> None:
         """Let go of the whole unit where nobody else uses it, unless it `stays`."""

@@ -86,7 +86,7 @@ def state_of(
     """
     stack, b = setup.stack, setup.item_bytes
     weights = stack.stored_bytes(b) * (updated if zero == 3 else stored)
-    weights += b * packed if zero < 3 else 0
+    weights += b * packed
     kept, summed = stack.gradient_bytes(setup.dtype)
     gradients = (updated if zero >= 2 else stored) * kept
     if zero == 1 and num_holders > 1:

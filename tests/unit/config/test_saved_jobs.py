@@ -12,8 +12,10 @@ from hpctrain.config.job import WRITTEN, dump_job, load_job, save_job
 from hpctrain.config.saved import SCHEMA
 from hpctrain.config.tables import toml_value
 from hpctrain.plan.file import dump_plan, load_plan, parse_plan
-from hpctrain.plan.tiling import even_plan
+from hpctrain.plan.holdings import check_zero
+from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 
 def checkpoint_of(tree: dict):
@@ -122,3 +124,18 @@ def test_tables_within_sections_are_read_back(tmp_path):
     (tmp_path / "run" / "resolved.toml").write_text(dump_job(job, {}, "plan.toml"))
     again = load_job(str(tmp_path / "run" / "resolved.toml"))
     assert (again.model, again.data, again.train) == (job.model, job.data, job.train)
+
+
+def test_zero_2_and_3_over_unlike_grids_are_read_as_1_and_refused_where_typed(tmp_path):
+    items, said = Interval(0, 6), []
+    alike = [Tile(Interval(6, 10), Interval(2 * i, 2 * i + 2), (i,), zero=2) for i in range(2)]
+    unlike = [Tile(items, Interval(0, 2), (2,), zero=3), Tile(items, Interval(2, 4), (3, 4), TensorGrid(y=2), zero=3)]
+    plan = Plan((*unlike, *alike), 1, 4)
+    older = dump_plan(plan).replace(f"schema = {SCHEMA}", f"schema = {SCHEMA - 1}")
+    read = parse_plan(older, "a plan", said.append)
+    assert [tile.zero for tile in read.tiles] == [1, 1, 2, 2]
+    assert len(said) == 1 and "zero = 3 of tiles [0, 6], whose tensor grids differ, is gone and is read as 1" in said[0]
+    path = tmp_path / "plan.toml"
+    path.write_text(older.partition("\n")[2])
+    with pytest.raises(PlanError, match="tiles 0 and 1 share items but have different tensor grids: TP1 and TP2; make"):
+        check_zero(load_plan(path), "a plan")

@@ -19,6 +19,7 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holdings import _check_tiling, _Cutter, check_zero, holding
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.sharding.parameters import Parameter, all_parameters, count_parameters, units, whole_rows
 from tests.examples import costly
@@ -154,7 +155,8 @@ def gradient(name: str, shape, salt: int) -> np.ndarray:
 
 @given(AT_ONCE)
 def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
-    """Each tile has a gradient of its own; ranks that share a key/value head have parts of it."""
+    """Each tile has a gradient of its own; ranks that share a key/value head have parts of it. So have those that cut
+    positions of what acts on hidden states: they add them where grids differ, and by themselves elsewhere."""
     model, plan = drawn
     parameters = all_parameters(model)
     expected = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
@@ -162,10 +164,13 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
     sums: dict[tuple, torch.Tensor] = {}
     regions: dict[tuple, list] = {}
     for number, tile in enumerate(plan.tiles):
-        used = {p.name: p for u in units(model, tile.tensor) if any(map(tile.contains, u.items)) for p in u.parameters}
-        for name, parameter in used.items():
-            copies = tile.tensor.y // parameter.heads if parameter.is_shared_over_y(tile.tensor) else 1
-            expected[name] += copies * gradient(name, parameter.shape, number)
+        for unit in (unit for unit in units(model, tile.tensor) if any(map(tile.contains, unit.items))):
+            is_cut = any(user.tensor != tile.tensor for user in plan.users(unit.items))
+            for parameter in unit.parameters:
+                copies = tile.tensor.y // parameter.heads if parameter.is_shared_over_y(tile.tensor) else 1
+                if is_cut:
+                    copies *= tile.tensor.num_parts(parts_of(tile.tensor)[0].partial_axes(parameter))
+                expected[parameter.name] += copies * gradient(parameter.name, parameter.shape, number)
     for rank in plan.ranks:
         store, shards = store_of(model, plan, rank)
         tile = plan.tile_of(rank)
@@ -294,15 +299,12 @@ def test_zero_2_and_3_go_through_items_together():
     for change, summary in [
         ({"zero": 1}, "zero: 3 and 1"),
         ({"row_chunks": 2}, "row_chunks: 1 and 2"),
+        ({"tensor": TensorGrid(z=2), "ranks": (1, 2)}, r"tensor grids: TP1 and TP2 \(z=2\)"),
         ({"items": Interval(0, 3)}, r"items: \[0, 10\] and \[0, 3\]"),
     ]:
         plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
         with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have different {summary}; make them equal"):
             check_zero(plan, "p.toml")
-    mixed = Plan((tiles[0], replace(tiles[1], tensor=TensorGrid(z=2), ranks=(1, 2))), 1, 4)
-    check_zero(mixed, "p.toml")
-    shards = holding(MODELS[0], mixed, 0).shard_groups
-    assert {(h.final_after, h.zero) for h in shards} == {(0, 1), *((item, 3) for item in range(10))}
     stages = {h.layouts[0].unit.items: h.zero for h in holding(MODELS[0], Plan(tuple(tiles), 1, 4), 0).shard_groups}
     assert stages == {(0, 9): 1, **{(item,): 3 for item in range(10)}}, "tied: no more than 1"
 
