@@ -65,12 +65,13 @@ site:
 	rm -rf build/site && $(PYTHON) -m venv build/site-venv && build/site-venv/bin/pip install --quiet 'mkdocs>=1.6,<2'
 	build/site-venv/bin/mkdocs build --quiet --config-file mkdocs.yml --site-dir build/site
 
-# In an environment of its own: the notebook's tools are no part of hpctrain.
+# In an environment of its own: the notebook's tools are no part of hpctrain. On a path with this folder, its link `comm`
+# would be taken for Jupyter's package of that name.
 notebook:
 	rm -rf build/notebook && $(PYTHON) -m venv build/notebook-venv
 	build/notebook-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	build/notebook-venv/bin/pip install --quiet --disable-pip-version-check '.[mpi]' nbconvert ipykernel
-	build/notebook-venv/bin/jupyter nbconvert --to html --execute examples/plan.ipynb --output-dir build/notebook
+	env -u PYTHONPATH build/notebook-venv/bin/jupyter nbconvert --to html --execute examples/plan.ipynb --output-dir build/notebook
 
 test-unit: install
 	$(RUN_TESTS) unit
