@@ -50,7 +50,7 @@ def perlmutter(time_scale: float) -> tuple[Job, Cluster, str]:
     links = {"link_bytes_per_second": bandwidth, "link_latency_seconds": latency}
     nodes = Nodes(origin="datasheet", count=RANKS // 4, devices={FAMILY: 4}, nics=(nic,), **links)
     real = Cluster(families={FAMILY: cluster.families[FAMILY]}, fabrics=cluster.fabrics, nodes=(nodes,))
-    only = Truth(memory_times=MEMORY_TIMES, devices={FAMILY: truth.devices[FAMILY]})
+    only = Truth(memory_scale=MEMORY_TIMES, devices={FAMILY: truth.devices[FAMILY]})
     job = load_job("mixed", (f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"))
     made = miniature(real, only, job, cores=2, time_scale=time_scale)
     families = {FAMILY: probed("cuda", made.truth.devices[FAMILY], SHAPES)}

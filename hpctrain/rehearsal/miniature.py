@@ -10,6 +10,7 @@ A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished minia
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hpctrain.architectures.description import head_size_of, inner_of
@@ -86,50 +87,56 @@ def with_exact_links(cluster: Cluster) -> Cluster:
     return _remade(cluster, {name: _mapped(getattr(cluster, name), as_measured) for name in NETWORK})
 
 
-def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> Truth:
-    """Return how devices behave by their families' figures: measured ones, else a data sheet's and the catalogue's.
+def truth_of(cluster: Cluster, given: Truth | None, dtypes: Mapping[str, str], tile: int = TILE) -> Truth:
+    """Return how devices behave: as the file's own table says, and where it says nothing, as their families' figures
+    do. A speed in one half precision stands for the other. `tile` is of `_device_by_figures`."""
+    given, devices = given or Truth(), {}
+    for name, family in cluster.families.items():
+        by_figures = partial(_device_by_figures, name, family, dtype := dtypes[name], tile)
+        device = given.devices.get(name) or by_figures()
+        speeds = device.flops_per_second
+        halves = () if dtype == "fp32" else ("bf16", "fp16")
+        known = next((speeds[each] for each in (dtype, *halves) if each in speeds), None)
+        speed = known or by_figures().flops_per_second[dtype]
+        devices[name] = _remade(device, {"flops_per_second": speeds | {dtype: speed}})
+    return given.model_copy(update={"devices": devices})
+
+
+def _device_by_figures(name: str, family: Family, dtype: str, tile: int) -> PretendDevice:
+    """Return how a device behaves by measured figures, else by those of a data sheet and of the catalogue.
 
     A `tile` of 1 is of a finished miniature, whose speed does not depend on the rows of a product.
     """
-    devices = {}
-    for name, family in cluster.families.items():
-        model = DeviceModel(name, family)
-        unsaid = HALF_SPEED_ROWS if tile > 1 else 0.0
-        half = unsaid if family.half_speed_rows is None else family.half_speed_rows
-        speed = speed_of(name, family, dtypes[name]) * (1 + 1 / MANY_ROWS if half else 1.0)
-        devices[name] = PretendDevice(
-            memory_bytes=family.memory_bytes,
-            memory_bytes_per_second=model.memory_bytes_per_second,
-            flops_per_second={dtypes[name]: speed},
-            launch_seconds=model.efficiency.launch_seconds,
-            tile=(tile, tile),
-            half_speed_rows=half,
-            overlap_slowdown=model.overlap_slowdown,
-            host_copy_bytes_per_second=model.host_copy_bytes_per_second,
-        )
-    return Truth(devices=devices)
+    model = DeviceModel(name, family)
+    unsaid = HALF_SPEED_ROWS if tile > 1 else 0.0
+    half = unsaid if family.half_speed_rows is None else family.half_speed_rows
+    return PretendDevice(
+        memory_bytes=family.memory_bytes,
+        memory_bytes_per_second=model.memory_bytes_per_second,
+        flops_per_second={dtype: speed_of(name, family, dtype) * (1 + 1 / MANY_ROWS if half else 1.0)},
+        launch_seconds=model.efficiency.launch_seconds,
+        tile=(tile, tile),
+        half_speed_rows=half,
+        overlap_slowdown=model.overlap_slowdown,
+        host_copy_bytes_per_second=model.host_copy_bytes_per_second,
+    )
 
 
-def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scale: Scale) -> Truth:
-    """Return the pretended devices of a rehearsal: those that are `given`, and by their `own` figures the others."""
+def scale_truth(truth: Truth, dtypes: Mapping[str, str], scale: Scale) -> Truth:
+    """Return the pretended devices of a rehearsal."""
     scaled = {}
-    for name, of_family in own.devices.items():
-        device = given.devices.get(name, of_family) if given else of_family
-        speeds = device.flops_per_second
-        halves = [half for half in ("bf16", "fp16") if half in speeds and dtypes[name] != "fp32"]
-        dtype = next((known for known in (dtypes[name], *halves) if known in speeds), None)
-        speed = speeds[dtype] if dtype else of_family.flops_per_second[dtypes[name]]
+    for name, device in truth.devices.items():
         scaled[name] = _remade(
             device,
             {
                 **_figures(device, scale),
-                "flops_per_second": {"fp32": speed * scale.flops},
+                "flops_per_second": {"fp32": device.flops_per_second[dtypes[name]] * scale.flops},
                 "tile": tuple(max(1, round(size / scale.width)) for size in device.tile),
                 "half_speed_rows": device.half_speed_rows / scale.width,
             },
         )
     return Truth(
-        memory_scale=scale.memory,
+        memory_scale=scale.memory * scale.width**2,
         bandwidth_to_compute_scale=scale.num_bytes / scale.flops,
         width_scale=scale.width,
         devices=scaled,
@@ -277,31 +284,27 @@ def miniature(
     Memory is scaled by one factor: what a rank needs for the scaled job over what it needs for the real one. Both are
     by the planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink
     by different factors, so the share of memory that the job fills is kept for the sum, not for each part.
-    `truth.memory_times` sets the factor instead: memory is divided by W^2 and multiplied by it.
+    `truth.memory_scale` sets the factor instead: memory is divided by W^2 and multiplied by it.
 
     Raises TopologyError where a family has no speed in the job's dtype.
     """
     if is_finished(cluster, truth):
         scaled = scale_for_finished(truth, job)
-        result, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
-        scale = None
+        result, scale = cluster, None
+        own = truth_of(cluster, truth, {name: "fp32" for name in cluster.families}, tile=1)
         given = own.time_scale if truth else None
     else:
-        if truth and "memory_scale" in truth.model_fields_set:
-            raise TopologyError(
-                "truth.memory_scale is of finished miniatures, with families below 1 TFLOP/s; in a file of real size"
-                " set truth.memory_times"
-            )
         width = choose_width(job)
         dtypes = dtypes_of(cluster, job)
         is_half = all(ITEM_BYTES[dtype] == 2 for dtype in dtypes.values())
         scaled = scale_job(job, width)
-        memory = None if truth is None or truth.memory_times is None else truth.memory_times / width**2
-        if memory is None:
+        if truth and "memory_scale" in truth.model_fields_set:
+            memory = truth.memory_scale / width**2
+        else:
             memory = _memory_scale(cluster, job, scaled, is_half)
         scale = Scale(width, 2 if is_half else 4, memory)
         result = scale_cluster(cluster, dtypes, scale)
-        own = scale_truth(own_truth(cluster, dtypes), truth, dtypes, scale)
+        own = scale_truth(truth_of(cluster, truth, dtypes), dtypes, scale)
         given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
     seconds = time_scale or given or choose_time_scale(result, own, scaled, cores)
     return Miniature(with_exact_links(result), own.model_copy(update={"time_scale": seconds}), scaled, scale, job)

@@ -66,13 +66,11 @@ class Truth(Table):
     time_scale: Scale = 1.0
     """Seconds of the rehearsal for one of the cluster."""
     memory_scale: Scale = 1.0
-    """Bytes of the rehearsal for one of the cluster."""
+    """Bytes of the rehearsal's memory for one of the cluster's, times the square of the width scale. In a file of real
+    size, left out: resolved so that the job fills as large a share of it as of the cluster's."""
     bandwidth_to_compute_scale: Scale = 1.0
     """Bytes per FLOP of the rehearsal for one of the cluster."""
     width_scale: Count = 1
     """Of a finished miniature: by how much the widths and positions of its job were divided."""
-    memory_times: Scale | None = None
-    """Of a file of real size: memory of the rehearsal is divided by the square of the width scale, and multiplied by
-    this; left out: resolved so that the job fills as large a share of it as of the cluster's."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)
     """By family."""

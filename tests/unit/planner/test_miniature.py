@@ -73,7 +73,7 @@ times = [{message_bytes = 1_000_000_000, flows = 2, seconds = 0.1}]
 TRUTH = """
 [truth]
 time_scale = 7.0
-memory_times = 2.0
+memory_scale = 2.0
 
 [truth.devices.a100]
 memory_bytes = 80e9
@@ -200,7 +200,7 @@ def test_a_truth_of_real_size_goes_before_them():
     assert device.flops_per_second == pytest.approx({"fp32": 265e12 / 64**3})
     assert (device.tile, device.half_speed_rows, device.launch_seconds) == ((2, 1), 5.0, 4e-6)
     assert device.memory_bytes == made.cluster.families["a100"].memory_bytes == round(80e9 * 2 / 64**2)
-    assert made.truth.time_scale == 7.0 and made.truth.memory_scale == 2 / 64**2
+    assert made.truth.time_scale == 7.0 and made.truth.memory_scale == 2.0
     assert "v100" in made.truth.devices, "by its own figures"
     assert made.describe("ours") == (
         "rehearsal of ours: hidden 4096 -> 64, positions 2048 -> 32, vocabulary 128256 -> 2004 (1/64);"
@@ -236,8 +236,6 @@ def test_the_dtype_decides_what_is_scaled():
         TopologyError, match="families.v100 has no speed in bf16 or fp16; set its peak_flops_per_second"
     ):
         made_of(job_of("llama-8b", "train.dtype=bf16"), only_fp32)
-    with pytest.raises(TopologyError, match="truth.memory_scale is of finished miniatures"):
-        made_of(job_of("llama-8b"), CLUSTER + TRUTH.replace("memory_times", "memory_scale"))
 
 
 def test_a_pretended_network_gives_all_of_its_bandwidth():
@@ -246,3 +244,12 @@ def test_a_pretended_network_gives_all_of_its_bandwidth():
     for pair in ((0, 1), (0, 4)):
         full, shared = (ClusterNetwork(made, link_share).seconds(*pair, 1 << 20) for link_share in (1.0, 0.5))
         assert full == shared
+
+
+def test_a_miniature_has_the_figures_of_a_family_that_its_table_leaves_out():
+    made = made_of(job_of("llama-8b"))
+    some = made.truth.model_copy(update={"devices": {"a100": made.truth.devices["a100"]}})
+    again = made_of(job_of("llama-8b"), dump_cluster(made.cluster, truth=some))
+    assert again.truth.devices["a100"] == made.truth.devices["a100"] and again.scale is None
+    speed = made.cluster.families["v100"].sustained_flops_per_second["fp32"]
+    assert again.truth.devices["v100"].flops_per_second == pytest.approx({"fp32": speed}, rel=0.02)

@@ -20,7 +20,7 @@ DEVICES = {
     "three-vendors": [4, 2, 2],
     "v100-t4": [4, 4],
 }
-# Figures for a hidden size of 64 that represents 4,096, as docs/benchmarks.md measured them: memory (for memory_times
+# Figures for a hidden size of 64 that represents 4,096, as docs/benchmarks.md measured them: memory (for memory_scale
 # 4), its bandwidth, peak, what a probe measures, what large products reach, rows of half speed.
 FIGURES = {
     "a100-80": (78_125_000, 8.463e8, 1.19e9, 9.922e8, 1.012e9, 5.0),
