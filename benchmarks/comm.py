@@ -161,11 +161,11 @@ def measure_lanes(world: "World", rounds: int) -> dict:
     """Return what a lane's all-reduce of 1 kB takes, and the CPU-seconds per second of waiting for a late rank."""
     import torch
 
-    lane, comm = world.lane(range(world.size)), world.group(range(world.size))
+    overlapped, comm = world.group(range(world.size), overlapped=True), world.group(range(world.size))
     small = torch.ones(256)
 
     def on_lane():
-        lane.all_reduce(small).wait()
+        overlapped.start_all_reduce(small).wait()
 
     repeats = repeat_count(world, on_lane)
     latency = statistics.median(seconds_of(world, on_lane, repeats) for _ in range(rounds))

@@ -63,11 +63,11 @@ class Polled:
 
 class OurLane:
     def __init__(self, world):
-        self._lane = world.lane(range(world.size))
+        self._group = world.group(range(world.size), overlapped=True)
 
     def start(self, array: np.ndarray):
-        work = self._lane.all_reduce(torch.from_numpy(array))
-        return lambda: None, work.wait
+        operation = self._group.start_all_reduce(torch.from_numpy(array))
+        return lambda: None, operation.wait
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ Read it in this order; a file imports only from its own line and those above it.
     mpi_communicators  those of MPI: one for each family, the bridge, alarms
     waiting            how a rank waits without using a core, and operations as steps
     watchdog/          the flight record, and who watches the ranks
-    progress/          what records each operation, and what moves them while a rank computes
+    progress/          an operation, what records it, and what moves it while a rank computes
     accelerators/      what a rank computes on, and the order in which it does what a maker's library is asked for
     network            how long messages and collectives take
     transports/        bytes between two ranks
     collectives/       collectives over any transport, and by makers' libraries
-    groups/            communicators, lanes and channels, and the route that each takes
+    groups/            groups and channels, and the route that each takes
     world              all ranks of this start
     bind               the devices of all ranks, and what each can do
     probe/             measures devices and links

@@ -7,7 +7,7 @@
 | `all_gather`     | through slots              | exchange           | across, then inside        | whole          |
 | `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
 
-`send` and `receive` are messages of two ranks. `hpctrain.comm.groups.communicator` has the methods,
+`send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has the methods,
 `hpctrain.comm.collectives` who does them, `hpctrain.comm.network` their seconds. A further operation begins here.
 """
 
@@ -29,12 +29,16 @@ class OperationRow(NamedTuple):
     """Whether small tensors may go whole, by recursive doubling."""
     has_same_bytes: bool = False
     """Whether all ranks of a group bring the same number of bytes."""
+    is_launched: bool = False
+    """Whether a maker's library does it, or parts of it, on memory of devices."""
 
 
 OPERATIONS = {
-    "all_reduce": OperationRow(2, ("reduce_scatter", "all_gather"), is_sum=True, doubles=True, has_same_bytes=True),
-    "reduce_scatter": OperationRow(is_sum=True),
-    "all_gather": OperationRow(),
+    "all_reduce": OperationRow(
+        2, ("reduce_scatter", "all_gather"), is_sum=True, doubles=True, has_same_bytes=True, is_launched=True
+    ),
+    "reduce_scatter": OperationRow(is_sum=True, is_launched=True),
+    "all_gather": OperationRow(is_launched=True),
     "barrier": OperationRow(transfers=0, has_same_bytes=True),
     "send": OperationRow(),
     "receive": OperationRow(),

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -33,8 +32,9 @@ from hpctrain.sharding.grid import AXES
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.groups.channel import Channel
-    from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
-    from hpctrain.comm.progress.lanes import PendingNumbers, ProgressEngine, Work
+    from hpctrain.comm.groups.group import Group
+    from hpctrain.comm.progress.lanes import Lane, ProgressEngine
+    from hpctrain.comm.progress.operation import Operation
 
 
 T = TypeVar("T")
@@ -73,10 +73,9 @@ class World:
         self.watchdog = Watchdog(communicators, places, self.patience, self._abort)
         self._record = self.watchdog.recorder.add_group("world", range(self.size))
         self._engine: ProgressEngine | None = None
-        self._numbers: deque[Work] | None = None
-        """The queue of gathers of numbers."""
-        self._made: list[Communicator | Lane | Channel] = []
-        self._lanes: list[Lane] = []
+        self._numbers: Lane | None = None
+        """That of gathers of numbers."""
+        self._made: list[Group | Channel] = []
 
     @classmethod
     def start(
@@ -163,45 +162,30 @@ class World:
         self.patience.phase = phase
         self.watchdog.recorder.note_phase(phase.name)
 
-    def group(
-        self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False
-    ) -> "Communicator":
-        """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
+    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False) -> "Group":
+        """Return a group of `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it continues while the ranks compute, on a lane. The lane connects anew,
-        unless the library does every operation whole: a second connection would take memory of the device. A group that
-        is for tensors of the host alone (`on_host`) connects no library of devices.
+        If `overlapped`, what is started on it continues while the ranks compute. A group that is for tensors of the
+        host alone (`on_host`) connects no library of devices.
         """
-        from hpctrain.comm.groups.communicator import (
-            Communicator,  # torch: not before a mistake would have been reported
-        )
+        from hpctrain.comm.groups.group import Group  # torch: not before a mistake would have been reported
 
-        lane = None
-        backend, instruments = self._connect(ranks, name, on_host)
-        if overlapped and len(ranks) > 1:
-            has_one_order = backend is not None and backend.is_launched
-            lane = self._lane_over(ranks, backend, instruments) if has_one_order else self.lane(ranks, name)
-        return self._keep(Communicator(ranks, backend, self.patience, instruments, lane))
+        backend, instruments, lane = None, Instruments(), None
+        if len(ranks) > 1:
+            instruments = self._instruments(name, ranks)
+            with instruments.recorded("connect"):
+                backend = self._routes().backend(ranks, on_host, instruments.pace, name in PAIRED)
+            lane = self._moving().add_lane() if overlapped else None
+        return self._keep(Group(ranks, backend, self.patience, instruments, lane))
 
-    def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
-        """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
-        return self._lane_over(ranks, *self._connect(ranks, name))
-
-    def _lane_over(self, ranks: Sequence[int], backend: "Backend | None", instruments: Instruments) -> "Lane":
-        from hpctrain.comm.groups.communicator import Lane
-
-        made = Lane(ranks, backend, self._moving(), self.patience, instruments)
-        self._lanes.append(made)
-        return self._keep(made)
-
-    def pair(self, ranks: tuple[int, int]) -> "Communicator":
-        """Return a communicator of two ranks by the route of messages between stages. Both must call."""
-        from hpctrain.comm.groups.communicator import Communicator
+    def pair(self, ranks: tuple[int, int]) -> "Group":
+        """Return a group of two ranks by the route of messages between stages. Both must call."""
+        from hpctrain.comm.groups.group import Group
 
         instruments = self._instruments("pair", ranks)
         with instruments.recorded("connect"):
             backend = self._routes().message_backend(ranks, instruments.pace)
-        return self._keep(Communicator(ranks, backend, self.patience, instruments))
+        return self._keep(Group(ranks, backend, self.patience, instruments))
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = "") -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call.
@@ -224,12 +208,11 @@ class World:
 
     def _free(self, count: int) -> None:
         """Free all that was made but the first `count`. All ranks must call."""
-        for lane in self._lanes:  # first of all: what a lane moves may be in memory of another group
-            lane.drain()
+        if self._engine is not None:  # first of all: what a lane moves may be in memory of another group
+            self._engine.finish()
         for made in reversed(self._made[count:]):
             made.close()
         del self._made[count:]
-        self._lanes = [lane for lane in self._lanes if lane in self._made]
 
     def keep_records(self, folder: Path) -> None:
         """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
@@ -239,14 +222,6 @@ class World:
         with self.all_or_none():
             self.watchdog.recorder.move_to(folder)
         self.watchdog.announce_folder(folder)
-
-    def _connect(self, ranks: Sequence[int], name: str, on_host: bool = False) -> "tuple[Backend | None, Instruments]":
-        """Return what a group communicates by, and what follows its operations, of which this is the first."""
-        if len(ranks) == 1:
-            return None, Instruments()
-        instruments = self._instruments(name, ranks)
-        with instruments.recorded("connect"):
-            return self._routes().backend(ranks, on_host, instruments.pace, name in PAIRED), instruments
 
     def _combine(self, operation: str, value: object, function: Callable[[list], T]) -> T:
         """Return what `function`, which must not raise, makes on rank 0 of the values of all ranks. It is recorded."""
@@ -336,23 +311,28 @@ class World:
         """Return every rank's value, in their order, on every rank. For small plain objects. All ranks must call."""
         return self._combine("all_objects", value, list)
 
-    def gather_numbers(self, numbers: Sequence[float]) -> "PendingNumbers":
-        """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call."""
-        from hpctrain.comm.progress.lanes import PendingNumbers, Work
+    def gather_numbers(self, numbers: Sequence[float]) -> "Operation":
+        """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call.
 
-        engine, received = self._moving(), []
+        To `wait` for it returns [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it is done
+        there.
+        """
+        import numpy as np
+
+        from hpctrain.comm.progress.operation import Operation
+
         if self._numbers is None:
-            self._numbers = engine.add_lane()
+            self._numbers = self._moving().add_lane()
+        members, content = self.space.members(range(self.size), NUMBERS), array("d", numbers).tobytes()
 
         def steps() -> Steps:
-            received.extend((yield from members.gathering(content)))
+            received = yield from members.gathering(content)
+            return np.array([np.frombuffer(each) for each in received])
 
-        members, content = self.space.members(range(self.size), NUMBERS), array("d", numbers).tobytes()
         # Not in the flight record: it is in flight until the slowest rank comes.
-        observed = Instruments().start("gather_numbers", len(content), is_overlapped=True)
-        work = Work(engine, steps(), self.patience, observed)
-        engine.submit(self._numbers, work)
-        return PendingNumbers(work, received)
+        operation = Operation(Instruments(), "gather_numbers", len(content), steps(), self.patience, is_overlapped=True)
+        self._numbers.begin(operation)
+        return operation
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""

@@ -6,7 +6,7 @@ from typing import cast
 
 from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.bind import bind_accelerator
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.transports.abilities import bridged, message_route
 from hpctrain.comm.transports.cuda_aware import DIRECT_VARIABLE, asked_direct
 from hpctrain.comm.world import World
@@ -68,7 +68,7 @@ def describe_routes(world: World, layout: Layout) -> str:
     """
     every_axis = {name: [getattr(layout.axes, name)] for name in AXES} | {"data": layout.groups}
     own = {
-        name: [(group.route_name, group.reason) for group in cast(list[Communicator], groups) if group.size > 1]
+        name: [(group.route_name, group.reason) for group in cast(list[Group], groups) if group.size > 1]
         for name, groups in every_axis.items()
     }
     own["messages"] = [(channel.route_name, channel.reason) for channel in layout.channels.values()]

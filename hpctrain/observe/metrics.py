@@ -18,7 +18,7 @@ from hpctrain.observe.folder.spans import Observed
 from hpctrain.planner.prediction.simulate import EXPOSED
 
 if TYPE_CHECKING:
-    from hpctrain.comm.progress.lanes import PendingNumbers
+    from hpctrain.comm.progress.operation import Operation
 
 OWN_WORK = ("compute", "optimizer")
 """The parts of a step in which a rank waits for no other one."""
@@ -84,7 +84,7 @@ class RunMetrics:
         world, plan = observed.world, observed.plan
         self._used = [rank for tile in plan.first_tiles for rank in tile.ranks]
         self._sharers = world.topology.ranks_on_host(world.rank) if observed.accelerator.shares_memory else 1
-        self._pending: deque[tuple[SavedMetrics, PendingNumbers]] = deque()
+        self._pending: deque[tuple[SavedMetrics, Operation]] = deque()
         self.latest: SavedFigures = {}
         """Of the last step whose figures have come, on rank 0."""
 

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.mpi_communicators import FamilyCommunicators
 from hpctrain.comm.progress.instruments import UNTRACED
@@ -79,7 +79,7 @@ class Alone:
         return contextlib.nullcontext()
 
     def group(self, ranks, name="", overlapped=False, on_host=False):
-        return Communicator(ranks)
+        return Group(ranks)
 
     def is_near(self, one, other):
         return True

@@ -286,47 +286,48 @@ def test_without_threads_a_rank_that_waits_moves_all_that_is_in_flight(world, mo
     monkeypatch.setattr(World, "has_threads", False)
     monkeypatch.setattr(world, "_engine", None)
     monkeypatch.setattr(world, "patience", Patience(Phase("a test", 20.0, "no.key")))
-    group, lane = world.group(range(world.size)), world.lane(range(world.size))
+    group, overlapped = world.group(range(world.size)), world.group(range(world.size), overlapped=True)
     many, one = torch.ones(4 << 20), torch.ones(1)
-    work = lane.all_reduce(many)
+    operation = overlapped.start_all_reduce(many)
     if world.rank == 1:
-        work.wait()
+        operation.wait()
     group.all_reduce(one)
-    work.wait()
+    if world.rank != 1:
+        operation.wait()
     assert (many == world.size).all() and one.item() == world.size
-    lane.close()
+    overlapped.close()
     group.close()
 
 
 @pytest.mark.timeout(60)
 def test_lanes_move_while_the_main_thread_does_something_else(world):
-    first, second = world.lane(range(world.size)), world.lane(range(world.size))
+    first, second = (world.group(range(world.size), overlapped=True) for _ in range(2))
     ones, counts = torch.ones(300_000), torch.arange(5.0)
-    works = [first.all_reduce(ones), first.all_gather(ones), second.all_reduce(counts)]
+    started = [first.start_all_reduce(ones), first.start_all_gather(ones), second.start_all_reduce(counts)]
     deadline = time.monotonic() + 30
-    while not all(work.ended for work in works):  # nobody polls but the thread
+    while not all(operation.ended for operation in started):  # nobody polls but the thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    for work in works:
-        work.wait()
+    for operation in started:
+        operation.wait()
     assert (ones == world.size).all()
     assert counts.tolist() == [world.size * i for i in range(5)]
-    for lane in (first, second):
-        lane.close()
+    for group in (first, second):
+        group.close()
 
 
 @pytest.mark.timeout(60)
 def test_a_lane_keeps_its_order_and_reports_what_it_waits_for(world):
     before, world.patience = world.patience, Patience(Phase("a test", 0.5, "no.key"))
-    lane = world.lane(range(world.size))
+    group = world.group(range(world.size), overlapped=True)
     world.patience = before
     if world.rank:
-        work = [lane.all_reduce(torch.ones(3)), lane.barrier()]
-        with pytest.raises(CommError, match=r"waited \d+ s for its turn in barrier"):
-            work[1].wait()
+        started = [group.start_all_reduce(torch.ones(3)), group.start_all_gather(torch.ones(3))]
+        with pytest.raises(CommError, match=r"waited \d+ s for its turn in all_gather"):
+            started[1].wait()
         with pytest.raises(CommError, match=r"waited \d+ s for rank 0 of \d+ in all_reduce"):
-            work[0].wait()
-    lane.abandon()
+            started[0].wait()
+    group.abandon()
 
 
 @pytest.mark.timeout(60)

@@ -86,17 +86,13 @@ def test_direct_collectives_on_gpus(world):
 
 @pytest.mark.timeout(300)
 def test_two_lanes_on_gpus(world):
-    from hpctrain.comm.groups.communicator import Lane
-
     pretended, ranks = OnGpu(world, "a" * world.size), list(range(world.size))
-    lanes = [Lane(ranks, pretended.routes.backend(ranks), pretended.progress, world.patience) for _ in range(2)]
+    groups = [pretended.group(ranks, overlapped=True) for _ in range(2)]
     tensors = [pretended.later(torch.full((200_000,), float(world.rank + i))) for i in range(6)]
-    works = [lanes[i % 2].all_reduce(tensor) for i, tensor in enumerate(tensors)]
+    works = [groups[i % 2].start_all_reduce(tensor) for i, tensor in enumerate(tensors)]
     for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         assert (tensor == sum(ranks) + i * world.size).all()
-    for lane in lanes:
-        lane.close()
     pretended.close()
 
 

@@ -11,7 +11,9 @@ import torch
 
 from hpctrain.comm import waiting
 from hpctrain.comm.accelerators import launches
-from hpctrain.comm.groups import communicator
+from hpctrain.comm.groups import group as groups
+from hpctrain.comm.progress import operation as operations
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.data.order import open_datasets
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job, make_trainer
 from tests.ranks.test_staged import Pretended
@@ -41,7 +43,7 @@ def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 
-LAUNCH = launches.LaunchOrder.launch
+LAUNCH, FINISH = launches.LaunchOrder._launch, Operation.finish
 
 
 @contextmanager
@@ -57,7 +59,8 @@ def counted_waits(device):
     wait_until, synchronize = waiting.wait_until, device.synchronize
     with (
         patch.object(waiting, "wait_until", counting),
-        patch.object(communicator, "wait_until", counting),
+        patch.object(groups, "wait_until", counting),
+        patch.object(operations, "wait_until", counting),
         patch.object(launches, "wait_until", counting),
         patch.object(device, "synchronize", lambda: (waits.append("synchronize"), synchronize())),
     ):
@@ -96,11 +99,13 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
         pretended.close()
         return waits
 
-    def wait_on_host(launch) -> None:
-        waiting.complete(iter([waiting.Condition(lambda: launch.ended, "the device")]), "a test", world.patience)
+    def wait_on_host(operation) -> None:
+        if operation.is_launched:
+            waiting.complete(iter([waiting.Condition(lambda: operation.ended, "the device")]), "a test", world.patience)
+        FINISH(operation)
 
     assert waits_of_a_step() == ["the device"]
-    with patch.object(launches.DeviceLaunch, "wait", wait_on_host):
+    with patch.object(Operation, "finish", wait_on_host):
         assert len(waits_of_a_step()) > 20, "this is what is counted"
 
 
@@ -128,7 +133,7 @@ def test_in_the_first_step_each_operation_has_ended_before_the_next(world, token
         pretended.close()
         return [{key: each[key] for key in ("loss", "grad_norm")} for each in result]
 
-    with patch.object(launches.LaunchOrder, "launch", launch):
+    with patch.object(launches.LaunchOrder, "_launch", launch):
         first = trained()
         blocking, overlapped = in_flight
         if families[world.rank] == "a":

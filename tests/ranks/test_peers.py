@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.probe.link_timing import measure_messages, pair_classes
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import peer_memory
@@ -120,7 +120,7 @@ class Probed(Pretended):
         self.topology = Topology(tuple(Place(world.place.host, family, "cuda") for family in families))
         self.routes_of_pairs: list[str] = []
 
-    def pair(self, ranks) -> Communicator:
+    def pair(self, ranks) -> Group:
         made = super().pair(ranks)
         self.routes_of_pairs.append(made.route_name)
         return made

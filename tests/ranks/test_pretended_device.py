@@ -10,13 +10,13 @@ from hpctrain.architectures.registry import families
 from hpctrain.comm.accelerators import torch_device
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.accelerators.launches import DeviceLaunch, LaunchOrder
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups import maker
 from hpctrain.comm.groups.channel import make_channel
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.survey import probe_cluster
 from hpctrain.comm.progress.lanes import ProgressEngine
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.transports.peer_memory import PeerMemory
 from hpctrain.comm.transports.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
@@ -223,14 +223,17 @@ def test_an_overflow_of_a_library_is_reported_like_torchs_own(tokens):
             trainer.step(training)
 
 
-def queue_without_wait(order, operation):
-    with order.accelerator.on(order.stream):
-        next(operation.steps, None)
-    return order.stream.record_event()
+def run_at_once(collectives, steps, queued):
+    return RUN(collectives, steps, queued and collectives.stream.record_event())
 
 
-def run_and_forget(collectives, steps, queued, kept):
-    return RUN(collectives, steps, queued, ())
+def forget(operation, *arguments, kept):
+    BEGIN(operation, *arguments)
+
+
+def never_wait(operation):
+    if not operation.is_launched:
+        FINISH(operation)
 
 
 def copy_and_forget(device, target, source):
@@ -254,12 +257,13 @@ def copy_and_count(memory, target, source):
 MESSAGE = DeviceTransport._message
 VIEW = PretendedDevice.view_for_mpi
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
+BEGIN, FINISH = Operation.__init__, Operation.finish
 NCCL, STAGED, DIRECT = ROUTES
 BESIDE = {"native": True, "direct": "a", "exports": False}
 MISTAKES = {
-    "a launch does not wait for its operands": (LaunchOrder, "queue", queue_without_wait, NCCL, "does not wait for"),
-    "nobody waits for a launch": (DeviceLaunch, "wait", lambda launch: None, NCCL, "does not wait for NCCL's"),
-    "operands are not kept": (StreamedCollectives, "_run", run_and_forget, STAGED, "memory is freed"),
+    "a launch does not wait for its operands": (StreamedCollectives, "_run", run_at_once, NCCL, "does not wait for"),
+    "nobody waits for a launch": (Operation, "finish", never_wait, NCCL, "does not wait for NCCL's"),
+    "operands are not kept": (Operation, "__init__", forget, STAGED, "memory is freed"),
     "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),
     "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, STAGED, "other losses"),
     "MPI is used beside a library": (maker, "message_route", always_direct, BESIDE, "on which a library works"),

@@ -15,7 +15,7 @@ from hpctrain.comm.accelerators.kinds import Ability
 from hpctrain.comm.collectives.native import open_store
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.channel import make_channel
-from hpctrain.comm.groups.communicator import Backend, Communicator, Lane
+from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.lanes import ProgressEngine
@@ -81,23 +81,22 @@ class Pretended:
         self.patience, self.rank = world.patience, world.rank
         self.progress, self._world = ProgressEngine(world.has_threads, self.device.use), world
         self.device.launches.meanwhile = self.progress.poll
-        self._made: list[Communicator] = []
+        self._made: list[Group] = []
         store = store_of(world, own.host) if native else None
         devices = Devices(self.device, known, bridge, store)
         self.place, self.topology = own, Topology(tuple(places))
         settings = Settings(self.topology, NETWORKS[algorithm], devices=devices)
         self.routes = RouteMaker(world.space, settings, groups=self.library)
 
-    def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
-        backend, lane = self.backend(ranks, on_host), None
-        if backend and overlapped:
-            lane = Lane(ranks, backend if backend.is_launched else self.backend(ranks), self.progress, self.patience)
-        made = Communicator(ranks, backend, self.patience, lane=lane)
+    def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Group:
+        backend = self.backend(ranks, on_host)
+        lane = self.progress.add_lane() if backend and overlapped else None
+        made = Group(ranks, backend, self.patience, lane=lane)
         self._made.append(made)
         return made
 
-    def pair(self, ranks) -> Communicator:
-        made = Communicator(ranks, self.routes.message_backend(ranks), self.patience)
+    def pair(self, ranks) -> Group:
+        made = Group(ranks, self.routes.message_backend(ranks), self.patience)
         self._made.append(made)
         return made
 
@@ -147,7 +146,7 @@ def cases(draw):
     }
 
 
-def check_collectives(comm: Communicator, case: dict, put):
+def check_collectives(comm: Group, case: dict, put):
     """Compare all operations of a communicator with the reference. `put` brings values to where tensors are."""
     me, size = comm.rank, case["size"]
     tensor = put(contribution(case, me, size))
@@ -296,9 +295,9 @@ def test_lanes_and_channels_of_devices_continue_while_the_rank_computes(world):
     pretended = Pretended(world, ["a", "b"] * (world.size // 2))  # of the fake library even lanes would block
     ranks = list(range(world.size))
     with small_chunks():
-        lanes = [Lane(ranks, pretended.routes.backend(ranks), pretended.progress, world.patience) for _ in range(2)]
+        groups = [pretended.group(ranks, overlapped=True) for _ in range(2)]
         tensors = [pretended.later(torch.full((500,), float(world.rank + i))) for i in range(6)]
-        works = [lanes[i % 2].all_reduce(tensor) for i, tensor in enumerate(tensors)]
+        works = [groups[i % 2].start_all_reduce(tensor) for i, tensor in enumerate(tensors)]
         for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
             work.wait()
             assert (tensor == sum(ranks) + i * world.size).all()
@@ -311,8 +310,6 @@ def test_lanes_and_channels_of_devices_continue_while_the_rank_computes(world):
             channel.receive(received)
             assert (received == peer * 1000.0 + size).all()
         channel.close()
-    for lane in lanes:
-        lane.close()
     pretended.close()
 
 

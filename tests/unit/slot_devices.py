@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.groups.offline_world import OfflineWorld, SilentCollectives
-from hpctrain.comm.progress.lanes import ProgressEngine
+from hpctrain.comm.progress.lanes import Lane, ProgressEngine
+from hpctrain.comm.progress.operation import Operation
+from hpctrain.comm.waiting import Steps
 from hpctrain.config.job import Job
 from hpctrain.engine.step.layout import make_layout
 from hpctrain.engine.step.optimizer import Optimizer
@@ -37,17 +39,18 @@ class Entry(NamedTuple):
         return self.group[-1]
 
 
-class Noted(SilentCollectives):
-    """Collectives that note when they are asked for, and leave the rank's own part."""
+class NotedGroup(Group):
+    """A group that notes when its collectives begin, and leaves the rank's own part."""
 
-    def __init__(self, log: list[Entry], entry: Entry, rank: int, size: int):
-        super().__init__(rank, size)
-        self._log, self._entry = log, entry
+    def __init__(self, log: list[Entry], name: str, ranks: Sequence[int], rank: int, lane: Lane | None):
+        silent = SilentCollectives(tuple(ranks).index(rank), len(ranks))
+        super().__init__(ranks, Backend(silent, None, "noted"), lane=lane)
+        self._log, self._noted = log, (name, tuple(ranks))
 
-    def __getattribute__(self, name: str):
-        if name in ("all_reduce", "reduce_scatter", "all_gather"):
-            self._log.append(self._entry)
-        return super().__getattribute__(name)
+    def _begin(self, name: str, steps: Steps, *tensors: torch.Tensor, is_started: bool = False) -> Operation:
+        if name != "barrier":
+            self._log.append(Entry("collective", self._noted, is_started and self.is_overlapped))
+        return super()._begin(name, steps, *tensors, is_started=is_started)
 
 
 class NotedChannel:
@@ -73,15 +76,9 @@ class NotingWorld(OfflineWorld):
 
     def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False):
         if len(ranks) == 1:
-            return Communicator(ranks)
-        place, group = tuple(ranks).index(self.rank), (name, tuple(ranks))
-
-        def backend(is_started: bool) -> Backend:
-            noted = Noted(self.log, Entry("collective", group, is_started), place, len(ranks))
-            return Backend(noted, None, "noted")
-
-        lane = Lane(ranks, backend(True), ProgressEngine(threaded=False), ENDLESS) if overlapped else None
-        return Communicator(ranks, backend(False), lane=lane)
+            return Group(ranks)
+        lane = ProgressEngine(threaded=False).add_lane() if overlapped else None
+        return NotedGroup(self.log, name, ranks, self.rank, lane)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         return NotedChannel(self.log, self.rank, peer, name)

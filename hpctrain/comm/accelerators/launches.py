@@ -9,31 +9,19 @@ asks for them. `hpctrain.plan.launch_order` proves from the schedule that the or
 """
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
-
-from hpctrain.comm.progress.instruments import ObservedOperation
-from hpctrain.comm.progress.lanes import Work
-from hpctrain.comm.waiting import Patience, Steps, wait_until
+from hpctrain.comm.progress.lanes import Lane
+from hpctrain.comm.progress.operation import EndingDevice, Event, Operation
+from hpctrain.comm.waiting import wait_until
 
 LOOK_SECONDS = 0.5
 """Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
 MOST_IN_FLIGHT = 128
 """How many operations may wait on a device: fewer than a flight record has slots."""
-
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Say whether everything before it is done; never waits."""
-        ...
 
 
 class Stream(Protocol):
@@ -48,16 +36,12 @@ class Stream(Protocol):
         ...
 
 
-class LaunchingDevice(Protocol):
+class LaunchingDevice(EndingDevice, Protocol):
     """A device as far as launches need it; see `Accelerator`."""
 
     def use(self) -> None: ...
 
     def launch_stream(self) -> Stream: ...
-
-    def on(self, stream: Stream) -> AbstractContextManager: ...
-
-    def wait_for(self, event: Event) -> None: ...
 
 
 class Watched(Protocol):
@@ -79,8 +63,9 @@ class LaunchOrder:
         self.accelerator = accelerator
         self._watched: list[Watched] = []
         self._nothing_watched = threading.Event()
-        self._in_flight: deque[DeviceLaunch] = deque()
-        self._composite: Work | None = None
+        self._in_flight: deque[Operation] = deque()
+        self._composite: Operation | None = None
+        """The last operation of which the library does parts, as messages come, if it is on a lane."""
         self.blocks = False
         """Whether the host waits for the end of each operation before it continues, as in the first step of a process.
 
@@ -131,44 +116,38 @@ class LaunchOrder:
     def note_ended(self) -> None:
         """Take note of what the device has done."""
         while self._in_flight and self._in_flight[0].ended:
-            self._in_flight.popleft().finish()
+            self._in_flight.popleft().note_end()
 
-    def finish_composite(self) -> None:
-        """Wait until the composite operation in flight, if there is one, has ended: nothing is launched between its
-        parts."""
+    def begin(self, operation: Operation, lane: Lane | None = None) -> None:
+        """Begin an operation that no other launch may divide, when the one before it has launched all of its parts.
+
+        What the library does whole is launched now. Of others it does parts, as messages come; they move on a `lane`,
+        or are of a blocking call, whose steps the caller takes. Raises CommError.
+        """
         composite, self._composite = self._composite, None
         if composite is not None:
-            composite.wait()
+            composite.finish()
+        if operation.is_launched:
+            self._launch(operation)
+        elif lane is not None:
+            lane.begin(operation)
+            self._composite = operation
+            if self.blocks:
+                operation.finish()
 
-    def start_composite(self, composite: Work) -> None:
-        """Take note of a composite operation that was started after `finish_composite`."""
-        self._composite = composite
-
-    def launch(self, operation: "DeviceOperation", patience: Patience, observed: ObservedOperation) -> "DeviceLaunch":
-        """Give an operation to the device, after all that were launched before. Raises CommError.
-
-        `observed` learns when that was, and when the host saw its end.
-        """
-        self.finish_composite()
+    def _launch(self, operation: Operation) -> None:
         self.look()
         if len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._wait_for(self._in_flight[0], f"the device, {MOST_IN_FLIGHT} operations behind", patience)
-        observed.begun = time.monotonic()
-        launch = DeviceLaunch(self.accelerator, self.queue(operation), operation.tensors, observed)
-        self._in_flight.append(launch)
+            self._wait_for(self._in_flight[0], f"the device, {MOST_IN_FLIGHT} operations behind")
+        operation.advance()
+        assert operation.condition is None, f"an operation that waits is no launch: {operation.awaited()}"
+        if operation.error is not None:
+            raise operation.error
+        self._in_flight.append(operation)
         if self.blocks:
-            self._wait_for(launch, "the device, in its first step", patience)
-        return launch
+            self._wait_for(operation, "the device, in its first step")
 
-    def queue(self, operation: "DeviceOperation") -> Event:
-        """Queue an operation on the stream; return the place after it."""
-        self.stream.wait_event(operation.queued)
-        with self.accelerator.on(self.stream):
-            condition = next(operation.steps, None)
-            assert condition is None, f"an operation that waits for {condition and condition.awaited} is no launch"
-        return self.stream.record_event()
-
-    def _wait_for(self, launch: "DeviceLaunch", awaited: str, patience: Patience) -> None:
+    def _wait_for(self, launch: Operation, awaited: str) -> None:
         """Let the host wait, which looks for errors and moves lanes meanwhile."""
 
         def is_over() -> bool:
@@ -177,61 +156,4 @@ class LaunchOrder:
             self.meanwhile()
             return ended
 
-        wait_until(is_over, lambda: awaited, patience)
-
-
-class DeviceLaunch:
-    """One operation of the library that the device was given whole.
-
-    Who waits for it lets the device wait, while the host continues: what is queued after that finds the result.
-    """
-
-    def __init__(
-        self, accelerator: LaunchingDevice, end: Event, tensors: Sequence[torch.Tensor], observed: ObservedOperation
-    ):
-        """`end` is the operation's on the device. `tensors` are kept until somebody has waited for it."""
-        self._accelerator, self._end, self._kept, self._observed = accelerator, end, tuple(tensors), observed
-
-    @property
-    def ended(self) -> bool:
-        """Say whether the device has done it."""
-        return self._end.query()
-
-    def done(self) -> bool:
-        """Return what `ended` says: nobody has to poll for it."""
-        return self.ended
-
-    def wait(self) -> None:
-        """Let what this thread queues from now on start after it. The host continues."""
-        self._observed.begin_wait()
-        self._accelerator.wait_for(self._end)
-        self._kept = ()
-        self._observed.end_wait()
-
-    def finish(self) -> None:
-        """Take note that the device has done it. For `LaunchOrder`."""
-        self._observed.ended = time.monotonic()
-        self._observed.end()
-
-
-class DeviceOperation(NamedTuple):
-    """An operation that the library does whole: the device is given it at once, and the caller waits for a launch."""
-
-    order: LaunchOrder
-    steps: Steps
-    """They wait for nothing."""
-    queued: Event
-    """The device does it after this."""
-    tensors: Sequence[torch.Tensor]
-    """What it uses."""
-
-
-class CompositeOperation(NamedTuple):
-    """An operation of which the library does parts, launched as messages come: no other launch may come between."""
-
-    order: LaunchOrder
-    steps: Steps
-
-
-Procedure = Steps | DeviceOperation | CompositeOperation
-"""What collectives return, for who carries it out."""
+        wait_until(is_over, lambda: awaited, launch.patience)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
-from hpctrain.comm.accelerators.launches import CompositeOperation, DeviceOperation, Procedure
+from hpctrain.comm.accelerators.launches import LaunchOrder
 from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.collectives.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
@@ -19,13 +19,13 @@ class StreamedCollectives:
 
     They begin on the device after what the caller had queued when it asked, whichever thread takes their steps.
 
-    | the library does        | what is returned        | stream             | it has ended when                |
-    |-------------------------|-------------------------|--------------------|----------------------------------|
-    | all of it               | a `DeviceOperation`     | that of `launches` | the caller's stream waits for it |
-    | parts, between messages | a `CompositeOperation`  | that of `launches` | the device has done it           |
-    | nothing of it           | steps                   | one of its own     | the device has done it           |
+    | the library does        | stream             | they end when                    | no other launch comes between |
+    |-------------------------|--------------------|----------------------------------|-------------------------------|
+    | all of it               | that of `launches` | the caller's stream waits for it | steps wait for nothing        |
+    | parts, between messages | that of `launches` | the device has done it           | yes                           |
+    | nothing of it           | one of its own     | the device has done it           | no                            |
 
-    Where messages are of device memory, and other groups have a library, steps are a `CompositeOperation` too: none of
+    Where messages are of device memory, and other groups have a library, no launch comes between steps either: none of
     the library's operations begins before they have arrived.
     """
 
@@ -47,31 +47,30 @@ class StreamedCollectives:
 
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
 
+    def launches_of(self, tensor: torch.Tensor) -> LaunchOrder | None:
+        """Return the order of launches in which an operation on a tensor is alone; None where it is in none."""
+        order = self._accelerator.launches
+        is_alone = self._natives or (self._transport.is_direct and order.has_library)
+        return order if is_alone and self._accelerator.is_on_device(tensor) else None
+
     def barrier(self) -> Steps:
         """Wait for hosts: what is queued on devices may still be in flight."""
-        return self._run(self._inner.barrier(), None, ())
+        return self._run(self._inner.barrier(), None)
 
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Procedure:
-        return self._procedure(self._inner.all_reduce(flat, op), flat)
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        return self._streamed(self._inner.all_reduce(flat, op), flat)
 
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Procedure:
-        return self._procedure(self._inner.reduce_scatter(flat, cuts, out, op), flat, out)
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        return self._streamed(self._inner.reduce_scatter(flat, cuts, out, op), flat)
 
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Procedure:
-        return self._procedure(self._inner.all_gather(flat, cuts), flat)
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        return self._streamed(self._inner.all_gather(flat, cuts), flat)
 
-    def _procedure(self, steps: Steps, *tensors: torch.Tensor) -> Procedure:
-        if not self._accelerator.is_on_device(tensors[0]):
-            return self._run(steps, None, tensors)
-        queued, order = self._accelerator.queued(), self._accelerator.launches
-        if self.is_launched:
-            return DeviceOperation(order, steps, queued, tensors)
-        steps = self._run(steps, queued, tensors)
-        is_alone = self._natives or (self._transport.is_direct and order.has_library)
-        return CompositeOperation(order, steps) if is_alone else steps
+    def _streamed(self, steps: Steps, flat: torch.Tensor) -> Steps:
+        return self._run(steps, self._accelerator.queued() if self._accelerator.is_on_device(flat) else None)
 
-    def _run(self, steps: Steps, queued: Event | None, kept: Sequence[torch.Tensor]) -> Steps:
-        """Keep the tensors until the device is done with them: the stream that they are of would get their memory."""
+    def _run(self, steps: Steps, queued: Event | None) -> Steps:
+        """Take steps after what was `queued`; return the event of their end if they are of memory of the device."""
         if queued is not None:
             self.stream.wait_event(queued)
         while True:
@@ -80,11 +79,12 @@ class StreamedCollectives:
             if condition is None:
                 break
             yield Condition(partial(self._look, condition.ready), condition.awaited)
-        if queued is not None:
-            done = self.stream.record_event()
-            if not done.query():
-                yield Condition(partial(self._look, done.query), "the device")
-        del kept
+        if queued is None:
+            return None
+        done = self.stream.record_event()
+        if not (self.is_launched or done.query()):
+            yield Condition(partial(self._look, done.query), "the device")
+        return done
 
     def _look(self, ready: Ready) -> bool:
         """Move messages too, whatever it is that is waited for: other ranks may be waiting for them.

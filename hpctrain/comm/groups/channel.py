@@ -5,14 +5,15 @@ from collections import deque
 
 import torch
 
-from hpctrain.comm.groups.communicator import Lane, WorkHandle
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.transports.window import SharedWindow
-from hpctrain.comm.waiting import Patience, wait_until
+from hpctrain.comm.waiting import Patience, Steps, until_all
 from hpctrain.config.errors import CommError
 
 
@@ -22,23 +23,18 @@ class Channel(ABC):
     route_name: str
     reason: str
 
-    def __init__(self, instruments: Instruments):
-        self._instruments = instruments
+    def __init__(self, patience: Patience, instruments: Instruments):
+        self._patience, self._instruments = patience, instruments
 
     def send(self, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor and return; waits only if as many messages are in flight as the channel is deep."""
-        observed = self._instruments.start("send", tensor.nbytes)
-        self._send(tensor)
-        observed.end()
-        observed.end_wait()
+        Operation(self._instruments, "send", tensor.nbytes, self._sending(tensor), self._patience).wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with the next message, which must have its size."""
         # Overlapped for the trace: what the sender did until it sent is no communication.
-        observed = self._instruments.start("receive", tensor.nbytes, is_overlapped=True)
-        self._receive(tensor)
-        observed.end()
-        observed.end_wait()
+        steps = self._receiving(tensor)
+        Operation(self._instruments, "receive", tensor.nbytes, steps, self._patience, is_overlapped=True).wait()
 
     def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
@@ -47,10 +43,10 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def _send(self, tensor: torch.Tensor) -> None: ...
+    def _sending(self, tensor: torch.Tensor) -> Steps: ...
 
     @abstractmethod
-    def _receive(self, tensor: torch.Tensor) -> None: ...
+    def _receiving(self, tensor: torch.Tensor) -> Steps: ...
 
     def abandon(self) -> None:  # noqa: B027
         """Leave without the other end: `close` will wait for nobody."""
@@ -70,32 +66,30 @@ class SharedChannel(Channel):
     route_name, reason = "shared memory", "of one host"
 
     def __init__(self, members: Members, num_bytes: int, depth: int, patience: Patience, instruments: Instruments):
-        super().__init__(instruments)
-        self._slot_bytes = -(-num_bytes // 64) * 64
-        self._depth, self._patience = depth, patience
+        super().__init__(patience, instruments)
+        self._slot_bytes, self._depth = -(-num_bytes // 64) * 64, depth
         self._window = SharedWindow(members, self._slot_bytes * depth)
         self._me, self._peer = members.rank, 1 - members.rank
         self._sent = self._received = 0
 
-    def _await(self, index: int, value: int, what: str) -> None:
+    def _until(self, index: int, value: int, awaited: str) -> Steps:
         counter = self._window.counters[self._peer]
-        if counter[index] < value:
-            wait_until(lambda: counter[index] >= value, lambda: what, self._patience)
+        yield from until_all([lambda: counter[index] >= value], awaited)
         self._window.fence()
 
-    def _send(self, tensor: torch.Tensor) -> None:
+    def _sending(self, tensor: torch.Tensor) -> Steps:
         window, data = self._window, as_bytes(tensor)
         if data.numel() > self._slot_bytes:
             raise CommError(f"a message of {data.numel()} bytes on a channel made for {self._slot_bytes}")
-        self._await(1, self._sent - self._depth + 1, "the receiver to take an earlier message")
+        yield from self._until(1, self._sent - self._depth + 1, "the receiver to take an earlier message")
         start = self._sent % self._depth * self._slot_bytes
         window.bytes[self._me][start : start + data.numel()].copy_(data)
         self._sent += 1
         window.publish(0, self._sent)
 
-    def _receive(self, tensor: torch.Tensor) -> None:
+    def _receiving(self, tensor: torch.Tensor) -> Steps:
         window, data = self._window, as_bytes(tensor)
-        self._await(0, self._received + 1, "a message from the other end of a channel")
+        yield from self._until(0, self._received + 1, "a message from the other end of a channel")
         start = self._received % self._depth * self._slot_bytes
         data.copy_(window.bytes[self._peer][start : start + data.numel()])
         self._received += 1
@@ -105,43 +99,45 @@ class SharedChannel(Channel):
         self._window.close()
 
 
-class LaneChannel(Channel):
-    """A two-way channel by messages, over a lane per direction; they move while the rank computes."""
+class MessageChannel(Channel):
+    """A two-way channel by messages, which move while the rank computes; each direction is a group with a lane."""
 
-    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, instruments: Instruments):
-        super().__init__(instruments)
+    def __init__(self, outgoing: Group, incoming: Group, depth: int, patience: Patience, instruments: Instruments):
+        """Both groups have one backend."""
+        super().__init__(patience, instruments)
         self.route_name, self.reason = outgoing.route_name, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = outgoing.transport.polls_freely
         """Whether receives are posted when they are expected."""
-        self._in_flight: deque[WorkHandle] = deque()
-        self._expected: deque[tuple[torch.Tensor, WorkHandle]] = deque()
+        self._in_flight: deque[Operation] = deque()
+        self._expected: deque[tuple[torch.Tensor, Operation]] = deque()
 
-    def _send(self, tensor: torch.Tensor) -> None:
+    def _sending(self, tensor: torch.Tensor) -> Steps:
         if len(self._in_flight) >= self._depth:
             self._in_flight.popleft().wait()
-        self._in_flight.append(self._outgoing.send(tensor.clone()))
+        self._in_flight.append(self._outgoing.start_send(tensor.clone()))
+        yield from ()
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Let a message move when those that were expected before it are there, where receives are posted early."""
         if self._posts_early:
-            self._expected.append((tensor, self._incoming.receive(tensor)))
+            self._expected.append((tensor, self._incoming.start_receive(tensor)))
 
-    def _receive(self, tensor: torch.Tensor) -> None:
-        if not self._expected:
-            self._incoming.receive(tensor).wait()
-            return
-        expected, work = self._expected.popleft()
-        assert expected is tensor, "messages are received in the order in which they were expected"
-        work.wait()
+    def _receiving(self, tensor: torch.Tensor) -> Steps:
+        if self._expected:
+            expected, operation = self._expected.popleft()
+            assert expected is tensor, "messages are received in the order in which they were expected"
+        else:
+            operation = self._incoming.start_receive(tensor)
+        operation.wait()
+        yield from ()
 
     def abandon(self) -> None:
+        self._incoming.abandon()
         self._outgoing.abandon()
 
     def close(self) -> None:
-        for work in self._in_flight if self._outgoing.is_open else ():
-            work.wait()
-        self._outgoing.close()  # and with it the incoming one's: they have the same backend
+        self._outgoing.close()  # and with it the incoming one's connection: it is the same
 
 
 def make_channel(
@@ -163,8 +159,8 @@ def make_channel(
             refusal = str(error)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.
-    outgoing = Lane(ranks, backend, engine, patience, instruments.unrecorded())
-    incoming = Lane(ranks, backend, engine, patience, Instruments(pace=instruments.pace))
-    channel = LaneChannel(outgoing, incoming, depth, instruments)
+    outgoing = Group(ranks, backend, patience, instruments.unrecorded(), engine.add_lane())
+    incoming = Group(ranks, backend, patience, Instruments(pace=instruments.pace), engine.add_lane())
+    channel = MessageChannel(outgoing, incoming, depth, patience, instruments)
     channel.reason = refusal or channel.reason
     return channel

@@ -10,7 +10,7 @@ from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.collectives.native import NativeCollectives, connect_native
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
-from hpctrain.comm.groups.communicator import Backend, BackendPart
+from hpctrain.comm.groups.group import Backend, BackendPart
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import RehearsedTiming
 from hpctrain.comm.transports.abilities import UNPLANNED_SUMS, Devices, device_route, message_route

@@ -7,7 +7,7 @@ an overflow of its memory, leaves nobody waiting.
 from collections.abc import Sequence
 
 from hpctrain.comm.collectives.flat import SilentCollectives
-from hpctrain.comm.groups.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.groups.settings import Rehearsal
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine
@@ -28,24 +28,17 @@ class OfflineWorld:
     def is_near(self, one: int, other: int) -> bool:
         return True  # nothing is sent
 
-    def group(
-        self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False
-    ) -> Communicator:
+    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False) -> Group:
         """Return what the group's collectives leave in memory, without the group.
 
         If `overlapped` it has a lane, since overlapped operations need buffers of their own.
         """
         if len(ranks) == 1:
-            return Communicator(ranks)
+            return Group(ranks)
         silent = SilentCollectives(tuple(ranks).index(self.rank), len(ranks))
-        backend = Backend(silent, None, "alone")
-        lane = None
-        if overlapped:
-            lane = Lane(ranks, backend, ProgressEngine(threaded=False), ENDLESS, self._instruments(name))
-        return Communicator(ranks, backend, instruments=self._instruments(name), lane=lane)
-
-    def _instruments(self, name: str) -> Instruments:
-        return Instruments(pace=self._rehearsal.pace(name) if self._rehearsal else None)
+        instruments = Instruments(pace=self._rehearsal.pace(name) if self._rehearsal else None)
+        lane = ProgressEngine(threaded=False).add_lane() if overlapped else None
+        return Group(ranks, Backend(silent, None, "alone"), instruments=instruments, lane=lane)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.bind import DTYPES
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 
 Shape = tuple[int, int, int]
 # [m, k, n] of products [m, k] @ [k, n], from small ones, which show what starting one costs, to what keeps a large
@@ -77,7 +77,7 @@ class TimeBudget:
 
 
 def measure_device(
-    comm: Communicator,
+    comm: Group,
     accelerator: Accelerator,
     family: str,
     ranks_on_host: int,
@@ -109,7 +109,7 @@ def measure_device(
 
 
 def measure_products(
-    comm: Communicator, accelerator: Accelerator, dtype: torch.dtype, most_bytes: int, budget: TimeBudget
+    comm: Group, accelerator: Accelerator, dtype: torch.dtype, most_bytes: int, budget: TimeBudget
 ) -> Iterator[tuple[Shape, float]]:
     """Yield each shape and its FLOP/s; shapes that do not fit into their time or `most_bytes` are passed over.
 
@@ -187,7 +187,7 @@ SAMPLE_BYTES, SHORTEST_SECONDS = 1 << 20, 0.2
 there is."""
 
 
-def _affordable_count(comm: Communicator, accelerator: Accelerator, most_bytes: int, seconds: float) -> int:
+def _affordable_count(comm: Group, accelerator: Accelerator, most_bytes: int, seconds: float) -> int:
     """Return how many floats an all-reduce sums in so many seconds at most, the same on all ranks."""
     sample = torch.zeros(min(SAMPLE_BYTES, most_bytes) // 4, device=accelerator.device)
     for _ in range(2):  # the first one connects the ranks
@@ -208,7 +208,7 @@ class _Computed(NamedTuple):
         return _Computed(self.products + other.products, self.seconds + other.seconds)
 
 
-def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
+def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
     """Measure for about so many seconds how many times as long a product takes while an all-reduce is in flight.
 
     At least 1; None where the group has no lane, which a thread must move. All ranks must call.

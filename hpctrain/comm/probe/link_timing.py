@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.probe.device_timing import TimeBudget
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
@@ -102,7 +102,7 @@ def _candidates(places: Sequence[Place], fabrics: Sequence[str]) -> Iterator[Pai
 
 
 def measure_messages(
-    world: World, comm: Communicator, accelerator: Accelerator, classes: Sequence[PairClass], seconds: float
+    world: World, comm: Group, accelerator: Accelerator, classes: Sequence[PairClass], seconds: float
 ) -> list[MeasuredLinks]:
     """Measure classes of pairs for about so many seconds; complete on rank 0. All ranks must call, with equal classes.
 
@@ -135,11 +135,11 @@ def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float])
 class _Meter:
     """Times messages, and answers of one byte, between pairs of ranks that all send at once."""
 
-    def __init__(self, world: World, comm: Communicator, accelerator: Accelerator, budget: TimeBudget):
+    def __init__(self, world: World, comm: Group, accelerator: Accelerator, budget: TimeBudget):
         self._world, self._comm, self._accelerator, self._budget = world, comm, accelerator, budget
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
-        self._pair: Communicator | None = None
+        self._pair: Group | None = None
         """Of this rank and the other one of its pair, if it is in one."""
 
     def connect(self, pair_class: PairClass) -> str | None:
@@ -197,7 +197,7 @@ def bandwidth(num_bytes: int, seconds: float, latency_seconds: float) -> float:
     return num_bytes / max(seconds - latency_seconds, seconds / 2)
 
 
-def round_trip(pair: Communicator, message: torch.Tensor, answer: torch.Tensor, repeats: int) -> float:
+def round_trip(pair: Group, message: torch.Tensor, answer: torch.Tensor, repeats: int) -> float:
     """Return the mean seconds of a message of the first rank and the answer to it. Both ranks must call.
 
     An answer of one byte comes back after a latency: what is left is the time of the message, in one direction.

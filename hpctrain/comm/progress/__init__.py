@@ -1,1 +1,1 @@
-"""Instruments observe each operation, and lanes move it while the rank computes."""
+"""An operation, from its call to who has waited for it: instruments observe it, and a lane moves it."""

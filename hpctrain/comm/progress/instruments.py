@@ -3,7 +3,6 @@
 Times are seconds of `time.monotonic`; a rehearsal's are pretended ones.
 """
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -93,78 +92,3 @@ class Instruments:
         """Record what the group does in a block."""
         assert self.recorder is not None, "groups of several ranks are recorded"
         return self.recorder.recorded(self.group, operation)
-
-    def start(self, operation: str, num_bytes: int, is_overlapped: bool = False) -> "ObservedOperation":
-        """Begin to observe an operation; an overlapped one continues while the rank computes, until it waits for it."""
-        return ObservedOperation(self, operation, num_bytes, is_overlapped)
-
-
-class ObservedOperation:
-    """One operation, as the instruments of its group see it: from its start to who has waited for it."""
-
-    __slots__ = (
-        "_handle",
-        "_instruments",
-        "_is_overlapped",
-        "_num_bytes",
-        "_paced",
-        "_since",
-        "_was_awaited",
-        "begun",
-        "ended",
-        "operation",
-    )
-
-    def __init__(self, instruments: Instruments, operation: str, num_bytes: int, is_overlapped: bool):
-        self._instruments, self.operation, self._num_bytes = instruments, operation, num_bytes
-        self._is_overlapped, self._was_awaited = is_overlapped, False
-        self._paced: PacedSteps | None = None
-        self.begun = self.ended = 0.0
-        """When the first of its steps was taken and when the last had been; 0 where nobody takes note of that."""
-        self._since = instruments.tracer.now()
-        if recorder := instruments.recorder:
-            self._handle = recorder.start(instruments.group, operation, num_bytes)
-
-    def steps(self, steps: Steps) -> Steps:
-        """Return the steps so that it is known when they are taken, and on a pretended device as late as there."""
-        if self._instruments.pace is not None:
-            self._paced = self._instruments.pace.steps(steps, self.operation, self._num_bytes)
-            return self._paced
-        return self._timed(steps) if self._is_overlapped and self._instruments.is_traced else steps
-
-    def _timed(self, steps: Steps) -> Steps:
-        self.begun = time.monotonic()
-        try:
-            yield from steps
-        finally:
-            self.ended = time.monotonic()
-
-    def end(self) -> None:
-        """Take note that all has moved; any thread may call."""
-        instruments = self._instruments
-        if self._paced is not None:
-            self.begun, self.ended = self._paced.begun, self._paced.ended
-        if self._is_overlapped and self.ended:
-            what = instruments.name, instruments.lane, self.operation, self._num_bytes
-            instruments.tracer.overlapped(*what, self.begun, self.ended)
-        if instruments.recorder:
-            instruments.recorder.finish(self._handle)
-
-    def begin_wait(self) -> None:
-        """Take note that the rank waits from now on, where it has computed meanwhile."""
-        if self._is_overlapped:
-            self._since = self._instruments.tracer.now()
-
-    def end_wait(self) -> None:
-        """Take note that the rank has waited for the operation; again, if it has before, changes nothing."""
-        if self._was_awaited:
-            return
-        self._was_awaited = True
-        if self._paced is not None:
-            self._paced.meet()
-        instruments = self._instruments
-        if self._is_overlapped:
-            instruments.tracer.waited(instruments.name, self.operation, self._since)
-        else:
-            what = instruments.name, instruments.lane, self.operation, self._num_bytes
-            instruments.tracer.exposed(*what, self._since)

@@ -13,8 +13,8 @@ from hpctrain.comm.watchdog.flight import (
     MATCHING,
     OPERATION_KINDS,
     Flight,
-    Operation,
     RecordedLane,
+    RecordedOperation,
     read_first_death,
     read_flights,
     write_ranks,
@@ -28,11 +28,11 @@ Key = tuple[str, int, int]
 class Wait:
     """Ranks in an operation, and those of its lane that have not entered it."""
 
-    operation: Operation
+    operation: RecordedOperation
     """As the rank has it that has been in it longest."""
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
-    differing: tuple[tuple[int, Operation], ...] = ()
+    differing: tuple[tuple[int, RecordedOperation], ...] = ()
     """Ranks that entered another operation, or one of another size, under the same number."""
 
 
@@ -43,9 +43,11 @@ def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
     for (rank, key), lane in lanes.items():
         members.setdefault(key, set(lane.members)).add(rank)  # a long list of ranks may have been cut short
     waits = []
-    collectives: dict[tuple[Key, int], dict[int, Operation]] = {}
+    collectives: dict[tuple[Key, int], dict[int, RecordedOperation]] = {}
     for rank, flight in flights.items():
-        heads: dict[Key, Operation] = {}  # what is queued behind another operation of its lane waits for that alone
+        heads: dict[
+            Key, RecordedOperation
+        ] = {}  # what is queued behind another operation of its lane waits for that alone
         for operation in flight.in_flight:
             heads.setdefault(operation.lane.key, operation)
         for key, operation in heads.items():
@@ -64,13 +66,15 @@ def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
     return sorted(waits, key=lambda wait: wait.operation.start)
 
 
-def _has_entered(lane: RecordedLane | None, operation: Operation) -> bool:
+def _has_entered(lane: RecordedLane | None, operation: RecordedOperation) -> bool:
     """Say whether a rank whose lane this is has entered an operation of others, or the other end of a message."""
     kind = OPERATION_KINDS.get(MATCHING.get(operation.name, ""), COLLECTIVES)
     return lane is not None and lane.entered[kind] >= operation.sequence
 
 
-def _finished(flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, sequence: int) -> dict[int, Operation]:
+def _finished(
+    flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, sequence: int
+) -> dict[int, RecordedOperation]:
     """Return, by rank, the collective that it has finished under this number."""
     return {
         rank: operation
@@ -82,12 +86,14 @@ def _finished(flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, seq
     }
 
 
-def _signature(operation: Operation) -> tuple[str, int]:
+def _signature(operation: RecordedOperation) -> tuple[str, int]:
     """Return what all ranks of a collective should have in common."""
     return operation.name, operation.num_bytes if operation.name in SAME_BYTES else 0
 
 
-def _differing(entered: Mapping[int, Operation]) -> tuple[tuple[str, int], tuple[tuple[int, Operation], ...]]:
+def _differing(
+    entered: Mapping[int, RecordedOperation],
+) -> tuple[tuple[str, int], tuple[tuple[int, RecordedOperation], ...]]:
     """Return what most entered, and the ranks that entered something else."""
     signatures = [_signature(entered[rank]) for rank in sorted(entered)]
     usual = max(signatures, key=signatures.count)
@@ -165,7 +171,7 @@ class Evidence:
         return f"its last was {describe(last)}, {state}"
 
 
-def describe(operation: Operation, brief: bool = False) -> str:
+def describe(operation: RecordedOperation, brief: bool = False) -> str:
     """Say what an operation is, such as `all_reduce number 17 on lane data [0-3], 4.2 MB`."""
     number, peer = operation.sequence, ""
     if operation.name in MATCHING and operation.peer >= 0:
@@ -176,7 +182,7 @@ def describe(operation: Operation, brief: bool = False) -> str:
     return f"{operation.name} number {number}{peer} on lane {operation.lane}{size}"
 
 
-def _recency(operation: Operation) -> tuple[bool, float]:
+def _recency(operation: RecordedOperation) -> tuple[bool, float]:
     return operation.end is None, operation.end or operation.start
 
 

@@ -80,7 +80,7 @@ class RecordedLane:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedOperation:
     """One operation; times in seconds of the wall clock of its rank's host."""
 
     ticket: int
@@ -120,11 +120,11 @@ class Flight:
     alive: float
     """The last sign of life, seconds of the wall clock."""
     lanes: tuple[RecordedLane, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[RecordedOperation, ...]
     """The oldest first."""
 
     @property
-    def in_flight(self) -> tuple[Operation, ...]:
+    def in_flight(self) -> tuple[RecordedOperation, ...]:
         return tuple(operation for operation in self.operations if operation.end is None)
 
     def process_is_gone(self) -> bool | None:
@@ -209,7 +209,9 @@ def parse_flight(data: bytes, what: str = "flight record") -> Flight:
             known = lanes.get(lane) or RecordedLane(lane, f"{lane}", "...", 0, 0)
             finished = offset + end if end else None
             name = names.get(code, f"operation {code}")
-            operations.append(Operation(ticket, known, sequence, name, num_bytes, offset + start, finished, peer))
+            operations.append(
+                RecordedOperation(ticket, known, sequence, name, num_bytes, offset + start, finished, peer)
+            )
     operations.sort(key=lambda operation: operation.ticket)
     (state,), (alive,) = struct.unpack_from("@Q", data, STATE_AT), struct.unpack_from("@d", data, ALIVE_AT)
     times = [wall, *(o.start for o in operations), *(o.end for o in operations if o.end)]

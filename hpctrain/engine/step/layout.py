@@ -8,7 +8,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.compiling import Compiled
 from hpctrain.comm.bind import DTYPES
 from hpctrain.comm.groups.channel import Channel
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.groups.offline_world import OfflineWorld
 from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.comm.world import World
@@ -35,7 +35,7 @@ class Layout:
     rank: int
     tiles: tuple[Tile, ...]
     """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
-    everyone: Communicator
+    everyone: Group
     axes: Axes
     holding: Holding
     groups: list[Axis]

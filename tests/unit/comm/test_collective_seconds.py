@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.operations import OPERATIONS as TABLE
 from hpctrain.comm.operations import row_of
@@ -198,6 +198,6 @@ def test_an_operation_that_no_group_has_is_neither_priced_nor_given_memory(famil
 
 def test_the_table_has_what_groups_have():
     """Each operation of the table is a method of groups, and sums in it are those that reduce."""
-    assert all(callable(getattr(Communicator, name)) for name in TABLE)
+    assert all(callable(getattr(Group, name)) for name in TABLE)
     assert [name for name, row in TABLE.items() if row.is_sum] == ["all_reduce", "reduce_scatter"]
     assert row_of("all_reduce").transfers == sum(row_of(phase).transfers for phase in row_of("all_reduce").phases)

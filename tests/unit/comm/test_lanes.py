@@ -1,20 +1,27 @@
-"""Progress of lanes: an operation's error is its own."""
+"""Operations: their order, who waits for them, and what is left of them. An operation's error is its own."""
 
 import pytest
+import torch
 
+from hpctrain.comm.collectives.flat import SilentCollectives
+from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.progress.instruments import Instruments
-from hpctrain.comm.progress.lanes import ProgressEngine, Work
+from hpctrain.comm.progress.lanes import ProgressEngine
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.waiting import Condition, Patience, Phase
+from hpctrain.config.errors import CommError
+
+SOON = Patience(Phase("a test", 5, "a key"))
 
 
-def work(progress: ProgressEngine, looks) -> Work:
+def operation(looks) -> Operation:
     """An operation that waits until the next of `looks`, called, says True."""
     looks = iter(looks)
 
     def steps():
         yield Condition(lambda: next(looks)(), "a look")
 
-    return Work(progress, steps(), Patience(Phase("a test", 5, "a key")), Instruments().start("test", 0))
+    return Operation(Instruments(), "test", 0, steps(), SOON, is_overlapped=True)
 
 
 def fail():
@@ -26,13 +33,82 @@ def fail():
 def test_an_error_while_waiting_ends_that_operation_alone(threaded):
     progress = ProgressEngine(threaded)
     lanes = [progress.add_lane() for _ in range(2)]
-    broken = work(progress, [lambda: False, fail])
-    sound = work(progress, [lambda: False] * 20 + [lambda: True])
-    after = work(progress, [lambda: False, lambda: True])
-    for lane, submitted in zip((lanes[0], lanes[1], lanes[0]), (broken, sound, after), strict=True):
-        progress.submit(lane, submitted)
+    broken = operation([lambda: False, fail])
+    sound = operation([lambda: False] * 20 + [lambda: True])
+    after = operation([lambda: False, lambda: True])
+    for lane, begun in zip((lanes[0], lanes[1], lanes[0]), (broken, sound, after), strict=True):
+        lane.begin(begun)
     sound.wait()
     with pytest.raises(OSError, match="the network is gone"):
         broken.wait()
     after.wait()
     progress.close()
+
+
+def test_an_operation_is_waited_for_once():
+    lane = ProgressEngine(threaded=False).add_lane()
+    blocking, started = operation([lambda: True]), operation([lambda: False, lambda: True])
+    lane.begin(started)
+    for each in (blocking, started):
+        each.wait()
+        each.finish()  # who orders operations may come later
+        with pytest.raises(AssertionError, match="a second wait for one test of group"):
+            each.wait()
+
+
+def test_operations_of_a_lane_begin_in_the_order_of_the_calls():
+    order, gate = [], []
+    lane = ProgressEngine(threaded=False).add_lane()
+
+    def steps(name: str):
+        order.append(name)
+        yield Condition(lambda: bool(gate), "a gate")
+
+    names = ("first", "second", "third")
+    started = [Operation(Instruments(), name, 0, steps(name), SOON, is_overlapped=True) for name in names]
+    for each in started:
+        lane.begin(each)
+    assert order == ["first"], "what is behind another one has not begun"
+    gate.append(True)
+    started[2].wait()
+    assert order == [*names] and all(each.ended for each in started)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("threaded", [True, False])
+def test_who_waits_for_an_abandoned_operation_is_told_and_closing_waits_for_nobody(threaded):
+    progress = ProgressEngine(threaded)
+    left, other = progress.add_lane(), progress.add_lane()
+    group = Group([0], lane=left)
+    in_flight = [operation([lambda: False] * 10**6) for _ in range(2)]
+    for each in in_flight:
+        left.begin(each)
+    sound = operation([lambda: False, lambda: True])
+    other.begin(sound)
+    group.abandon()
+    for each in in_flight:
+        assert each.ended
+        with pytest.raises(CommError, match="test of group was abandoned while it was in flight"):
+            each.wait()
+    sound.wait()
+    group.close()
+    progress.finish()
+    progress.close()
+
+
+def test_a_blocking_call_begins_when_what_was_started_has_ended():
+    order, gate = [], []
+
+    class Noting(SilentCollectives):
+        def all_reduce(self, flat, op):
+            order.append(f"{flat.item():g} begins")
+            yield Condition(lambda: bool(gate), "a gate")
+            order.append(f"{flat.item():g} ends")
+
+    lane = ProgressEngine(threaded=False).add_lane()
+    group = Group([0, 1], Backend(Noting(0, 2), None, "a test"), SOON, lane=lane)
+    started = group.start_all_reduce(torch.tensor([1.0]))
+    gate.append(True)
+    group.all_reduce(torch.tensor([2.0]))
+    assert order == ["1 begins", "1 ends", "2 begins", "2 ends"]
+    started.wait()

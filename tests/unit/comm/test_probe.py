@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.comm.probe.device_timing import (
     SHAPES,
     DeviceFigures,
@@ -123,7 +123,7 @@ def test_a_call_is_timed_for_about_so_long():
 def test_a_device_is_measured():
     accelerator = CpuAccelerator()
     dtypes = ["fp32", "fp16", "bf16"]  # fp16 is what others measure
-    figures = measure_device(Communicator([0]), accelerator, "cpu", ranks_on_host=2, seconds=1.0, dtypes=dtypes)
+    figures = measure_device(Group([0]), accelerator, "cpu", ranks_on_host=2, seconds=1.0, dtypes=dtypes)
     assert figures.memory_bytes == accelerator.memory().total // 2
     assert figures.memory_bytes_per_second > 0
     assert figures.host_copy_bytes_per_second is None
@@ -152,7 +152,7 @@ def test_large_products_are_measured_on_a_device_whose_launches_cost_more_than_s
         products_per_second=lambda dtype: flops_per_second,
     )
     budget = TimeBudget(0.6, 3 * len(SHAPES) + 2)
-    measured = dict(measure_products(Communicator([0]), device, torch.bfloat16, 1 << 32, budget))
+    measured = dict(measure_products(Group([0]), device, torch.bfloat16, 1 << 32, budget))
     assert set(measured) == set(SHAPES) and max(measured.values()) == pytest.approx(flops_per_second)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -28,7 +29,6 @@ from hpctrain.comm.accelerators.kinds import (
     set_environment,
     use_device_early,
 )
-from hpctrain.comm.accelerators.launches import DeviceOperation
 from hpctrain.comm.accelerators.torch_device import (
     EXACT_BYTES,
     FRAGMENTATION_SHARE,
@@ -41,8 +41,9 @@ from hpctrain.comm.bind import choose_devices, native_ability
 from hpctrain.comm.collectives.native import Connection, connect_native, open_store, own_addresses, reachable
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
-from hpctrain.comm.progress.instruments import Instruments, ObservedOperation
-from hpctrain.comm.progress.lanes import ProgressEngine, Work
+from hpctrain.comm.progress.instruments import Instruments
+from hpctrain.comm.progress.lanes import ProgressEngine
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
@@ -104,7 +105,7 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
     made.use()
     seen = []
     progress = ProgressEngine(threaded=True, enter=made.use)
-    queue = progress.add_lane()
+    lane = progress.add_lane()
 
     def steps():
         passed = []
@@ -117,10 +118,10 @@ def test_a_new_thread_has_device_0_until_it_uses_its_own():
         yield Condition(looked, "the other thread")
         seen.extend(passed)
 
-    work = Work(progress, steps(), SOON, Instruments().start("test", 0))
-    progress.submit(queue, work)
+    operation = Operation(Instruments(), "test", 0, steps(), SOON, is_overlapped=True)
+    lane.begin(operation)
     deadline = time.monotonic() + 20
-    while not work.ended and time.monotonic() < deadline:
+    while not operation.ended and time.monotonic() < deadline:
         time.sleep(0.001)
     progress.close()
     assert seen and set(seen) == {1}
@@ -635,34 +636,30 @@ class Looking(FakeAccelerator):
         self._stream.add(event.force)
 
 
-class Noted(ObservedOperation):
-    """An operation that says when the host sees its end."""
-
-    def __init__(self, name: str, ended: list[str]):
-        super().__init__(Instruments(), name, 0, True)
-        self._noted = ended
-
-    def end(self) -> None:
-        self._noted.append(self.operation)
-
-
-def operation_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceOperation:
+def operation_of(device: FakeAccelerator, done: list[str], name: str, records: Any = None) -> Operation:
     """An operation of which `done` has the name once the device has done it."""
+    queued, stream = device.queued(), device.launches.stream
 
     def steps():
-        device._stream.add(lambda: done.append(name))
-        yield from ()
+        stream.wait_event(queued)
+        with device.on(stream):
+            device._stream.add(lambda: done.append(name))
+        return stream.record_event()
+        yield
 
-    return DeviceOperation(device.launches, steps(), device.queued(), [torch.zeros(1)])
+    return Operation(Instruments(records), name, 0, steps(), SOON, True, device, [torch.zeros(1)])
 
 
 def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
-    device, done, ended, observed = Looking(), [], [], []
+    device, done, ended = Looking(), [], []
+    records = SimpleNamespace(
+        add_group=lambda *_: 0, start=lambda group, name, num_bytes: name, finish=lambda name: ended.append(name)
+    )
     for name in ("first", "second"):
         device._stream.add(lambda name=name: done.append(f"computed for {name}"))
-        observed.append(Noted(name, ended))
-        launch = device.launches.launch(operation_of(device, done, name), SOON, observed[-1])
-    launch.wait()
+        operation = operation_of(device, done, name, records)
+        device.launches.begin(operation)
+    operation.wait()
     device._stream.add(lambda: done.append("computed with both"))
     assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
     device.finish_queued()
@@ -671,14 +668,14 @@ def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind
     assert done.index("computed for second") < done.index("second")
     assert not ended
     device.launches.look()
-    assert ended == ["first", "second"] and observed[-1].ended >= observed[-1].begun > 0
+    assert ended == ["first", "second"] and operation.ended_at >= operation.begun_at > 0
 
 
 def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):
     monkeypatch.setattr("hpctrain.comm.accelerators.launches.MOST_IN_FLIGHT", 3)
     device, done = Looking(), []
     for number in range(5):
-        device.launches.launch(operation_of(device, done, str(number)), SOON, Instruments().start("test", 0))
+        device.launches.begin(operation_of(device, done, str(number)))
     assert done == ["0", "1"]
 
 
@@ -695,22 +692,18 @@ def test_an_error_that_a_communicator_notices_ends_the_next_launch():
     lost = Lost()
     device.launches.watch(lost)
     with pytest.raises(CommError, match="a rank is gone"):
-        device.launches.launch(operation_of(device, [], "never"), SOON, Instruments().start("test", 0))
+        device.launches.begin(operation_of(device, [], "never"))
     device.launches.forget(lost)
-    device.launches.launch(operation_of(device, [], "now"), SOON, Instruments().start("test", 0))
+    device.launches.begin(operation_of(device, [], "now"))
 
 
 def test_no_launch_comes_between_the_parts_of_a_composite_operation():
     device, done = Looking(), []
 
-    class Moving:
-        def wait(self):
-            done.append("the last part")
-
-    device.launches.finish_composite()
-    device.launches.start_composite(Moving())
+    moving = SimpleNamespace(is_launched=False, finish=lambda: done.append("the last part"))
+    device.launches.begin(moving, SimpleNamespace(begin=lambda operation: None))
     for name in ("one", "two"):
-        device.launches.launch(operation_of(device, done, name), SOON, Instruments().start("test", 0))
+        device.launches.begin(operation_of(device, done, name))
         done.append(f"{name} was launched")
     assert done == ["the last part", "one was launched", "two was launched"]
 
@@ -721,9 +714,9 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
     def steps():
         yield Condition(lambda: True, "a message")
 
-    operation = DeviceOperation(device.launches, steps(), device.queued(), [])
-    with pytest.raises(AssertionError, match="waits for a message is no launch"):
-        device.launches.launch(operation, SOON, Instruments().start("test", 0))
+    operation = Operation(Instruments(), "test", 0, steps(), SOON, device=device)
+    with pytest.raises(AssertionError, match="that waits is no launch: a message in test"):
+        device.launches.begin(operation)
 
 
 def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():

@@ -10,11 +10,13 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS
-from hpctrain.comm.accelerators.launches import DeviceOperation
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
+from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.collectives.native import NativeCollectives, library_ability
+from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.progress.instruments import Instruments
+from hpctrain.comm.progress.operation import Operation
 from tests.ranks.fake_devices import FakeAccelerator
 from tests.unit.comm.test_torch_device import SOON, Looking, device
 
@@ -58,12 +60,14 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
     for name in ("first", "second"):
         native = object.__new__(NativeCollectives)
         native._group = GroupOnDevice(accelerator, done, name)
-        native.sums = [torch.float32]
+        native.sums, native.name, native.rank, native.size = [torch.float32], "NCCL", 0, 2
         values = torch.zeros(3)
-        steps, order = native.all_reduce(values, "sum"), accelerator.launches
-        operation = DeviceOperation(order, steps, accelerator.queued(), [values])
-        launch = order.launch(operation, SOON, Instruments().start("test", 0))
+        collectives = StreamedCollectives(
+            ByMemory(native, SilentCollectives(0, 2), accelerator), accelerator, None, [native]
+        )
+        operation = Operation(Instruments(), "test", 0, collectives.all_reduce(values, "sum"), SOON, True, accelerator)
+        accelerator.launches.begin(operation)
     assert done in ([], ["computed"]), "a fake device does one thing at a look"
-    launch.wait()
+    operation.wait()
     accelerator.finish_queued()
     assert done == ["computed", "first", "second"]

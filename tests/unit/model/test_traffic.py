@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.config.job import Model
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.parallel.axes import Axes
@@ -23,7 +23,7 @@ from hpctrain.sharding.parameters import item_parameters
 
 MODEL = Model(architecture="gpt2", num_layers=3, hidden_size=8, num_heads=4, vocab_size=16, tie_head=True)
 LAYERS = layers(Interval(0, MODEL.num_items))
-ALONE = Communicator([0])
+ALONE = Group([0])
 
 
 class PretendedAxis:

@@ -10,8 +10,9 @@ import pytest
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.probe.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.progress.instruments import UNTRACED, Instruments, Tracer
+from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.topology import Place
-from hpctrain.comm.waiting import Condition
+from hpctrain.comm.waiting import Condition, Patience, Phase
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
 from hpctrain.observe.folder.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
@@ -107,12 +108,12 @@ def test_steps_note_when_they_begin_and_end():
     def waits():
         yield Condition(lambda: bool(ready), "a test")
 
-    observed = Instruments(tracer=Tracer()).start("all_reduce", 0, is_overlapped=True)
-    steps = observed.steps(waits())
-    assert observed.begun == 0.0
-    next(steps)
-    assert observed.begun > 0.0 and observed.ended == 0.0
-    assert next(steps, None) is None and observed.begun <= observed.ended
+    operation = Operation(Instruments(tracer=Tracer()), "all_reduce", 0, waits(), Patience(Phase("a test", 5, "a key")))
+    assert operation.begun_at == 0.0
+    assert not operation.advance()
+    assert operation.begun_at > 0.0 and operation.ended_at == 0.0
+    ready.append(True)
+    assert operation.advance() and operation.begun_at <= operation.ended_at
 
 
 class PretendedRanks:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.architectures.description import Description
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups.group import Group
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.model.parallel.axes import Axes
@@ -77,7 +77,7 @@ def any_tiling(exchanging: bool):
 ANY, AT_ONCE = any_tiling(True), any_tiling(False)
 
 
-class Position(Communicator):
+class Position(Group):
     """A communicator that only knows where it is."""
 
     def __init__(self, rank, size):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, SHORT_OF_MEMORY, SPACE, cluster_of, plan_of
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.groups.communicator import Communicator
+from hpctrain.comm.groups import group as groups_of_ranks
 from hpctrain.config.clusters.cluster import Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
@@ -162,7 +162,7 @@ def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype(
     group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
     group.grads = torch.zeros(8)
     shard = make_shard(
-        group, Communicator((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer
+        group, groups_of_ranks.Group((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer
     )
 
     class Copies(TorchDispatchMode):

@@ -1,0 +1,273 @@
+"""Groups: operations on torch tensors over a set of ranks, by the route that fits where the ranks are.
+
+Every operation must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape and
+any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on every
+rank, and in every run whose network is described by the same figures. Where the maker's library does an operation on a
+device, to wait for it means that the device waits: the host continues, and must not look at the result before the
+device is there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from hpctrain.comm.collectives.flat import Collectives, SilentCollectives
+from hpctrain.comm.collectives.shared import SharedCollectives
+from hpctrain.comm.collectives.streamed import StreamedCollectives
+from hpctrain.comm.operations import OPERATIONS
+from hpctrain.comm.progress.instruments import Instruments
+from hpctrain.comm.progress.lanes import Lane
+from hpctrain.comm.progress.operation import Operation
+from hpctrain.comm.transports.transport import Transport, as_bytes
+from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, until_all, wait_until
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Event
+    from hpctrain.comm.collectives.native import NativeCollectives
+
+REDUCTIONS = ("sum", "max", "min")
+# Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
+KEPT_CUTS = 64
+ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
+
+
+class BackendPart(Protocol):
+    """Something of which a process, a device or MPI has a limited number."""
+
+    def close(self) -> None:
+        """Give it back. All ranks must call."""
+        ...
+
+
+@dataclass
+class Backend:
+    """The means by which a group communicates: its collectives, its messages, and why these.
+
+    `groups/maker.py` makes it; `hpctrain.comm.collectives` says which class of collectives is whose.
+    """
+
+    collectives: Collectives
+    transport: Transport | None
+    """None where nobody is sent anything."""
+    reason: str
+    parts: Sequence[BackendPart] = ()
+    """What was made for it, in this order."""
+    natives: "Sequence[NativeCollectives]" = ()
+    """Those of them that are of a maker's library."""
+    is_open: bool = True
+
+    def abandon(self) -> None:
+        """Leave without the others: end what waits for them on devices. `close` will do nothing."""
+        if self.is_open:
+            self.is_open = False
+            for native in self.natives:
+                native.abandon()
+
+    def close(self) -> None:
+        """Free all parts. All ranks must call; a second call does nothing."""
+        if self.is_open:
+            self.is_open = False
+            for part in reversed(self.parts):
+                part.close()
+
+
+class Group:
+    """Some ranks that communicate. A group of one does nothing, at no cost.
+
+    An operation that is called by its name blocks. One that is *started* is overlapped where the group has a lane, and
+    has ended when `start_...` returns where it has none: the same bits, and the same code for who calls. Either way who
+    started it waits for it, once.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None = None,
+        patience: Patience = ENDLESS,
+        instruments: Instruments | None = None,
+        lane: Lane | None = None,
+    ):
+        """`backend` is None for a group of one. The `lane` is this group's alone."""
+        self._instruments, self._patience, self._lane = instruments or Instruments(), patience, lane
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self._backend = backend or Backend(SilentCollectives(0, 1), None, "a single rank")
+        self._collectives, self.reason = self._backend.collectives, self._backend.reason
+        self.rank, self.route_name = self._collectives.rank, self._collectives.name
+        self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
+
+    @property
+    def bytes_sent(self) -> Sequence[int]:
+        """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
+        return self._backend.transport.bytes_sent if self._backend.transport else (0,)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Say whether what is started continues while the rank computes."""
+        return self._lane is not None
+
+    def _begin(self, name: str, steps: Steps, *tensors: torch.Tensor, is_started: bool = False) -> Operation:
+        """Give an operation its place in the order of this rank. Unless it is overlapped, it has ended then."""
+        lane, launches, device = self._lane if is_started else None, None, None
+        if isinstance(self._collectives, StreamedCollectives) and OPERATIONS[name].is_launched:
+            launches = self._collectives.launches_of(tensors[0])
+            device = launches.accelerator if launches is not None and self._collectives.is_launched else None
+        num_bytes, is_overlapped = tensors[0].nbytes, lane is not None
+        operation = Operation(
+            self._instruments, name, num_bytes, steps, self._patience, is_overlapped, device, kept=tensors
+        )
+        if launches is not None:
+            launches.begin(operation, lane)
+        elif lane is not None:
+            lane.begin(operation)
+        if lane is None:
+            if self._lane is not None:  # it has the same connection, and goes first
+                self._lane.finish()
+            operation.finish()
+        return operation
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place over all ranks; `op` is sum, max or min. Return the tensor."""
+        self._begin("all_reduce", self._all_reduce(tensor, op), tensor)
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Sum in place over all ranks; leave the tensor alone until the operation was waited for."""
+        return self._begin("all_reduce", self._all_reduce(tensor, "sum"), tensor, is_started=True)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Steps:
+        self._check_reduction(op)
+        flat = self._flat(tensor)
+        return self._collectives.all_reduce(flat, op) if flat.numel() else iter(())
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
+    ) -> torch.Tensor:
+        """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
+        self._begin("reduce_scatter", self._reduce_scatter(tensor, out, cuts, op), tensor, out)
+        return tensor
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> Operation:
+        """Start a `reduce_scatter` of sums; leave both tensors alone until it was waited for."""
+        steps = self._reduce_scatter(tensor, out, cuts, "sum")
+        return self._begin("reduce_scatter", steps, tensor, out, is_started=True)
+
+    def _reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None, op: str
+    ) -> Steps:
+        self._check_reduction(op)
+        flat, into = self._flat(tensor), self._flat(out)
+        cuts = self._cuts(flat, cuts)
+        if into.numel() != cuts[self.rank].size:
+            raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
+        return self._collectives.reduce_scatter(flat, cuts, into, op)
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor:
+        """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`. Return the tensor."""
+        self._begin("all_gather", self._all_gather(tensor, cuts), tensor)
+        return tensor
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Operation:
+        """Start an `all_gather`; leave the tensor alone until it was waited for."""
+        return self._begin("all_gather", self._all_gather(tensor, cuts), tensor, is_started=True)
+
+    def _all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None) -> Steps:
+        flat = self._flat(tensor)
+        return self._collectives.all_gather(flat, self._cuts(flat, cuts)) if flat.numel() else iter(())
+
+    def barrier(self) -> None:
+        self._begin("barrier", self._collectives.barrier(), torch.empty(0))
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send to the other rank of a group of two, which receives as many bytes; ends when the tensor may be
+        changed."""
+        self._begin("send", self._message(self.transport.send, tensor), tensor)
+
+    def start_send(self, tensor: torch.Tensor) -> Operation:
+        return self._begin("send", self._message(self.transport.send, tensor), tensor, is_started=True)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor with the next message of the other rank of a group of two."""
+        self._begin("receive", self._message(self.transport.receive, tensor), tensor)
+
+    def start_receive(self, tensor: torch.Tensor) -> Operation:
+        return self._begin("receive", self._message(self.transport.receive, tensor), tensor, is_started=True)
+
+    @property
+    def transport(self) -> Transport:
+        """The messages of its ranks."""
+        assert self._backend.transport is not None, "a group of one has no peer"
+        return self._backend.transport
+
+    def _message(self, move, tensor: torch.Tensor) -> Steps:
+        """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
+        if self.size != 2:
+            raise CommError(f"a message in a group of {self.size} ranks; groups of two have messages")
+        data = as_bytes(self._flat(tensor))
+        return self._moved(move, data, self.transport.queued(data))
+
+    def _moved(self, move, data: torch.Tensor, after: "Event | None") -> Steps:
+        peer = 1 - self.rank
+        yield from until_all([move(peer, data, after)], f"rank {peer} of 2")
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            raise CommError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        return tensor.view(-1)
+
+    def _cuts(self, flat: torch.Tensor, cuts: Sequence[Interval] | None) -> Sequence[Interval]:
+        if cuts is None:
+            return self._even_cuts(flat.numel())
+        if len(cuts) != self.size or cuts[-1].stop > flat.numel():
+            raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
+        return cuts
+
+    def _check_reduction(self, op: str) -> None:
+        if op not in REDUCTIONS:
+            raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
+
+    def await_ready(self, ready: Ready, awaited: str) -> None:
+        """Wait with this group's patience for something of this rank's own, such as its device. Raises CommError."""
+        wait_until(ready, lambda: awaited, self._patience)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
+
+        All ranks must call with the same `numel`, and bring the same part of it to an operation. Blocking operations
+        work on it; started ones copy. When the group is closed it is ordinary memory.
+        """
+        memory = self._allocate(numel, dtype, device, is_common=False)
+        return torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
+
+    def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return zeros [numel] that are one memory for all ranks; None where the group has no such memory.
+
+        Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
+        """
+        return self._allocate(numel, dtype, device, is_common=True)
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device, is_common: bool) -> torch.Tensor | None:
+        collectives = self._collectives
+        if not isinstance(collectives, SharedCollectives) or device.type != "cpu" or not numel:
+            return None
+        memory = collectives.allocate(numel * dtype.itemsize, is_common)
+        return None if memory is None else memory.view(dtype)
+
+    def abandon(self) -> None:
+        """Leave without the others what is in flight, and all of it: `close` will do nothing. For error paths."""
+        if self._lane is not None:
+            self._lane.abandon()
+        self._backend.abandon()
+
+    def close(self) -> None:
+        """Free what it uses, when all has moved. All ranks must call; a second call does nothing."""
+        if self._lane is not None:
+            self._lane.finish()
+        self._backend.close()
