@@ -11,7 +11,7 @@ The way of a gradient, and who has what:
     Optimizer.start_reduce   else it is summed over its holders, into `Shard.grads`, after the last backward pass
     Optimizer.squared_norm   each element counts on one rank; all ranks sum the norm with the loss (Pipeline)
     Optimizer.update         masters and moments of the shard change, as the rule says (engine/step/updates); weights in
-                             use (`Group.weights`) are gathered
+                             use (`HeldArray.weights`) are gathered
     Saver                    copies masters and moments of the shard for a checkpoint (checkpoint/saving)
 """
 

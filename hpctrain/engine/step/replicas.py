@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.config.errors import shorten_list
-from hpctrain.model.storage.groups import Group
+from hpctrain.model.storage.groups import HeldArray
 from hpctrain.model.storage.shard import Shard
 from hpctrain.model.storage.store import Store
 
@@ -62,7 +62,7 @@ class HeldPart(NamedTuple):
 
     key: int
     """The same on all ranks that hold the same in the same dtype, and on no others."""
-    group: Group
+    group: HeldArray
     ranks: tuple[int, ...]
 
     @property
@@ -134,7 +134,7 @@ def odd_ranks(keys: Sequence[np.ndarray], digests: Sequence[np.ndarray]) -> dict
     return result
 
 
-def _key(group: Group, ranks: tuple[int, ...]) -> int:
+def _key(group: HeldArray, ranks: tuple[int, ...]) -> int:
     """Return what identifies a part: its holders, its dtype, and where it begins."""
     first = next(group.regions(group.stored))
     text = f"{ranks} {group.weights.dtype} {group.size} {first.parameter.name} {first.box} {first.elements}"

@@ -96,8 +96,8 @@ class UnitArrays(NamedTuple):
     grads: torch.Tensor
 
 
-class Group:
-    """Ranks that hold the same elements, as one flat array of `size`."""
+class HeldArray:
+    """The elements that the same ranks hold, as one flat array of `size`."""
 
     def __init__(
         self, places: Places, weights: torch.Tensor, exchanged: torch.dtype | None, stored: Interval | None = None
@@ -129,7 +129,7 @@ class Group:
             self.places.spread(self.weights, self.in_use)
 
 
-class Sharded(Group):
+class Sharded(HeldArray):
     """A group of ranks that exchange one unit while it computes: they keep gradients as shards only (ZeRO 2), or
     weights too (ZeRO 3)."""
 

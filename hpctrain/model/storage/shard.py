@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.config.training.optimizers import OptimizerRule
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
-from hpctrain.model.storage.groups import Group
+from hpctrain.model.storage.groups import HeldArray
 from hpctrain.plan.holdings import ShardGroup
 from hpctrain.sharding.intervals import Interval
 
@@ -34,7 +34,7 @@ class ShardState:
 class Shard:
     """The part of one group's flat array that this rank updates: its own cut, or all of it for zero = 0."""
 
-    group: Group
+    group: HeldArray
     holders: Axis
     zero: int
     final_after: int
@@ -85,7 +85,7 @@ class Shard:
 
 
 def make_shard(
-    group: Group,
+    group: HeldArray,
     holders: Axis,
     shard_group: ShardGroup,
     rule: OptimizerRule,
@@ -115,7 +115,7 @@ def make_shard(
     return Shard(group, holders, *when, cuts, updated, master, states, grads, host_buffer is not None)
 
 
-def _equal_moments(group: Group, updated: Interval, rule: OptimizerRule) -> list[tuple[Interval, tuple[str, ...]]]:
+def _equal_moments(group: HeldArray, updated: Interval, rule: OptimizerRule) -> list[tuple[Interval, tuple[str, ...]]]:
     """Cut the elements that a rank updates where other moments begin; return the names of these with each part."""
     parts: list[tuple[Interval, tuple[str, ...]]] = []
     for region in group.regions(updated):

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.model.parallel.axes import Axes, Axis, PendingWork
 from hpctrain.model.storage.groups import (
-    Group,
+    HeldArray,
     PlacedUnits,
     Sharded,
     UnitArrays,
@@ -44,7 +44,7 @@ class Store:
         `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
         """
         self._z = axes.storing
-        self.groups: list[Group] = []
+        self.groups: list[HeldArray] = []
         self.arrays: list[UnitArrays] = []
         cut = PlacedUnits(holding.cut_units, holding.part)
         wires = exchanged or [None] * len(communicators)
@@ -54,7 +54,7 @@ class Store:
                 self.groups.append(Sharded(shard_group, holders, units, dtype, device, wire))
                 continue
             places = PackedRegions(shard_group.regions, holding.part, cut) if shard_group.regions else units
-            group = Group(places, weight_array(holders, places.size, dtype, device, wire), wire)
+            group = HeldArray(places, weight_array(holders, places.size, dtype, device, wire), wire)
             self.groups.append(group)
             if not places.is_packed:
                 group.grads = holders.allocate(units.size, torch.float32, device)

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, SHORT_OF_MEMORY, SPACE, cluster_of, plan_of
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.groups import group as groups_of_ranks
+from hpctrain.comm.groups.group import Group
 from hpctrain.config.clusters.cluster import Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.config.training.optimizers import RULES
 from hpctrain.engine.step.host_state import buckets_of
-from hpctrain.model.storage.groups import Group, PlacedUnits
+from hpctrain.model.storage.groups import HeldArray, PlacedUnits
 from hpctrain.model.storage.shard import ShardState, make_shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
@@ -159,11 +159,9 @@ def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype(
     """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
     places = PlacedUnits([], *parts_of(ONE_RANK))
     places.size, waits = 8, []
-    group = Group(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
+    group = HeldArray(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
     group.grads = torch.zeros(8)
-    shard = make_shard(
-        group, groups_of_ranks.Group((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer
-    )
+    shard = make_shard(group, Group((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer)
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
