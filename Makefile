@@ -80,7 +80,7 @@ test-commands: install
 	$(RUN_TESTS) commands
 
 test-ranks: install
-	$(RUN_TESTS) ranks-2 ranks-4 ranks-8
+	$(RUN_TESTS) ranks-2 ranks-4 ranks-8 measured
 
 # Four hosts made of network namespaces; skipped, with the reason, without root or iproute2.
 test-hosts: install

@@ -94,6 +94,7 @@ def pytest_configure(config):
     config.stash[FAILED] = False
     config.stash[VERDICTS] = MPI.COMM_WORLD.Dup()
     config.addinivalue_line("markers", "ranks(*sizes): run on these numbers of ranks")
+    config.addinivalue_line("markers", "measured: on four ranks with the machine for itself")
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if MPI.COMM_WORLD.rank and reporter:  # verdicts are collective: one report is enough
         reporter._tw._file = open(os.devnull, "w")

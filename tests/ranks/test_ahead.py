@@ -61,6 +61,7 @@ def test_more_in_flight_are_the_same_bits(world, tokens, route, monkeypatch):
         assert curve_and_weights(world, job, further, 3) == curve_and_weights(world, job, plan, 3)
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 def test_messages_hold_up_nobody_where_more_are_in_flight(world, tokens):

@@ -131,6 +131,7 @@ TEXT = f"""
     """
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(180)
 def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_are_predicted(world, tokens):

@@ -170,6 +170,7 @@ DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flo
 TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE})
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(60)
 def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
@@ -209,6 +210,7 @@ ACROSS = {
 }
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ACROSS)

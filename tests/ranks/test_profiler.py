@@ -79,6 +79,7 @@ def check_limits(world, device, job, zero: int, rows: dict[str, int]) -> float:
     return busy
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
 def test_limits_measured_alone_hold_together(world, tokens):

@@ -62,6 +62,7 @@ def test_different_families_in_different_tiles_give_them_too(world, tokens, mode
     assert largest_relative_difference(result, expected) < 1e-5
 
 
+@pytest.mark.measured
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "tiles",
@@ -104,6 +105,7 @@ def test_parts_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, 
         assert seconds["whole"] - seconds["parts"] > 0.4 * saved
 
 
+@pytest.mark.measured
 @pytest.mark.timeout(60)
 def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(world):
     num_elements, scale = 250_000, 10.0  # slow enough for a busy machine

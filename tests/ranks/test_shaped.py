@@ -27,8 +27,9 @@ from tests.ranks.shaped_networks import (
 )
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
-# What is measured to a tenth of a millisecond runs on four ranks, whose stage of the suite has the cores for itself: a
-# rank that yields its core gets it back after a tick, even from a program of the lowest priority.
+# What is measured to a tenth of a millisecond has the cores for itself: a rank that yields its core gets it back after
+# a tick, even from a program of the lowest priority.
+pytestmark = pytest.mark.measured
 
 # Of a collective: what ranks compute and copy is no part of the fluid.
 COLLECTIVE_TOLERANCE = 0.10

@@ -184,6 +184,7 @@ def check_formulas(world, result: dict[str, tuple[float, float]], overruns: Sequ
         assert seconds == pytest.approx(formula, rel=0.05)
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, tokens, monkeypatch):

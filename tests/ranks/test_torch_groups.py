@@ -3,7 +3,6 @@
 Gloo's calls return when all ranks have come, and those of a library on a device at once: see `test_torch_device.py`.
 """
 
-import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -188,7 +187,7 @@ def test_a_rank_that_makes_no_group_is_an_error_on_all_ranks(world):
             raise RuntimeError("no device is left")
         real(*arguments)
 
-    few = patch.object(native, "GROUP_SECONDS", 5.0)
+    few = patch.object(native, "GROUP_SECONDS", 3.0)
     with of_kind(), few, patch.object(GlooGroup, "__init__", make):
         assert "refuses these" in refused(world)
 
@@ -197,11 +196,10 @@ def test_a_rank_that_makes_no_group_is_an_error_on_all_ranks(world):
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_lost_peer_is_an_error_on_every_other_rank(world, leaves):
     """One that closes its connections, and one that is silent."""
-    with of_kind(), patch.object(native, "GROUP_SECONDS", 5.0):
+    with of_kind(), patch.object(native, "GROUP_SECONDS", 3.0):
         pretended = pretended_ranks(world)
         comm = pretended.group(range(world.size))
         world.gather_objects(None)
-        start = time.monotonic()
         if world.rank == world.size - 1:
             if leaves:
                 comm.abandon()
@@ -210,7 +208,6 @@ def test_a_lost_peer_is_an_error_on_every_other_rank(world, leaves):
                 for _ in range(3):  # who is no neighbour of the lost one may finish an operation, but not several
                     comm.all_reduce(pretended.later(torch.ones(1000)))
             comm.abandon()
-        assert time.monotonic() - start < 40
         world.gather_objects(None)
         comm.abandon()
 

@@ -156,6 +156,7 @@ ACROSS = Plan(
 )
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("switches", [OFF, ON], ids=["off", "on"])

@@ -41,6 +41,7 @@ def test_ranks_are_written_in_short():
 
 @pytest.mark.parametrize("in_file", [True, False])
 def test_what_is_recorded_is_read_back(tmp_path, in_file):
+    begun = time.time()
     recorder = Recorder(tmp_path / "flight" if in_file else None, 3, 8, "node7", "cpu")
     data, pipeline = recorder.add_group("data", [1, 3, 5, 7]), recorder.add_group("pipeline 3-4", [3, 4])
     recorder.finish(recorder.start(data, "all_reduce", 4_200_000))
@@ -57,7 +58,7 @@ def test_what_is_recorded_is_read_back(tmp_path, in_file):
     ]
     assert [lane.entered for lane in read.lanes] == [(2, 0, 0), (0, 1, 1)]
     assert read.lanes[0].members == (1, 3, 5, 7)
-    assert all(abs(o.start - time.time()) < 5 for o in read.operations)
+    assert all(begun <= o.start <= time.time() for o in read.operations)
     assert read.process_is_gone() is False
     recorder.close()
     recorder.close("too late")

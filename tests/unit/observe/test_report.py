@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from html import unescape
 from statistics import fmean
 
@@ -283,13 +282,12 @@ def test_a_long_curve_keeps_its_extremes():
     assert kept[0] == points[0] and kept[-1] == points[-1]
 
 
-def test_a_report_of_1024_ranks_is_small_and_quick(tmp_path):
+def test_a_report_of_1024_ranks_is_small(tmp_path):
     job = load_job("tiny", ["model.vocab_size=32768", "model.num_layers=32", "model.num_heads=8", "train.dtype=bf16"])
     plan = even_plan(job.model.num_items, TensorGrid(1, 8, 1), 8, 16, 32, 16, family="gpu")
     path = make_run(tmp_path / "large", job, plan, LARGE, steps=3000)
-    begun = time.monotonic()
     text = render_report(read_runs([path]))
-    assert time.monotonic() - begun < 20 and len(text) < 10e6
+    assert len(text) < 10e6
     drawn = Page(text)
     assert len(drawn.shapes) < 20_000
     for source, value, _ in drawn.numbers:
