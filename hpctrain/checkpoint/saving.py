@@ -182,7 +182,7 @@ class Saver:
         values = self._buffer.view(torch.float32)
         self._accelerator.synchronize()  # what is in host memory is read at once, and may still be in transfer
         for _, tensor, at, start in self._own.slices:
-            values[start : start + at.size].copy_(tensor.of(at), non_blocking=True)
+            values[start : start + at.size].copy_(tensor.values[tensor.at.place_of(at)], non_blocking=True)
         self._accelerator.synchronize()
         return self._buffer.numpy()
 

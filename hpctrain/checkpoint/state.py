@@ -70,9 +70,6 @@ class StateTensor(NamedTuple):
     values: torch.Tensor
     """fp32 [at.size]."""
 
-    def of(self, at: Interval) -> torch.Tensor:
-        return self.values[slice(*at.shift(-self.at.start))]
-
 
 def tensors_of(shard: Shard) -> list[StateTensor]:
     """Return the tensors of a shard, the masters first."""
@@ -94,7 +91,7 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
             _load_weights(index, shard)
             for tensor in tensors_of(shard)[1:]:
                 for region in shard.group.regions(tensor.at):
-                    read_region(index, tensor.kind, region, tensor.of(region.at))
+                    read_region(index, tensor.kind, region, tensor.values[tensor.at.place_of(region.at)])
         return index.step
 
 
@@ -121,10 +118,10 @@ def _load_weights(index: Index, shard: Shard) -> None:
         weights, both = shard.group.weights_at(region.at), region.at.intersect(shard.updated)
         read_region(index, MODEL, region, weights)
         if both.size and weights.dtype == torch.float32:
-            shard.of(shard.master, both).copy_(weights[slice(*both.shift(-region.at.start))])
+            shard.master[shard.updated.place_of(both)].copy_(weights[region.at.place_of(both)])
     if shard.group.weights.dtype != torch.float32:
         for region in shard.group.regions(shard.updated):
-            read_region(index, MODEL, region, shard.of(shard.master, region.at))
+            read_region(index, MODEL, region, shard.master[shard.updated.place_of(region.at)])
 
 
 def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Tensor) -> None:

@@ -73,7 +73,7 @@ class ShardGroup:
     layouts: tuple[UnitLayout, ...] = ()
     regions: tuple[Region, ...] = ()
     items: tuple[int, ...] = ()
-    """Of which all this is, in their order; one that is tied is of two."""
+    """The items that use these weights, in their order. A tied embedding has two."""
     final_after: int = 0
     """The item of this rank's tiles after whose backward pass all gradients of this group are complete."""
     is_tied: bool = False
@@ -96,7 +96,7 @@ class Holding:
     """The units whose elements are in regions, of each item what is not tied as one."""
 
 
-def holding(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holding:
+def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holding:
     """Return what a rank holds, and with whom.
 
     What the same ranks hold is cut into shard groups of at least `bucket_bytes` of gradients each, which must be the

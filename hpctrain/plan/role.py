@@ -7,7 +7,7 @@ groups one after the other never wait in a circle.
 from dataclasses import dataclass
 
 from hpctrain.config.job import Model
-from hpctrain.plan.holdings import Holding, holding
+from hpctrain.plan.holdings import Holding, holding_of
 from hpctrain.plan.schedule import RECEIVING, SENDING, Op, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
@@ -61,14 +61,14 @@ def role_of(
 ) -> Role:
     """Return what a rank takes part in, with rows of so many positions.
 
-    `bucket_bytes` is that of `holding`, `near` that of `hpctrain.plan.transfers`.
+    `bucket_bytes` is that of `holding_of`, `near` that of `hpctrain.plan.transfers`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tiles = plan.tiles_of(rank)
     row = RowShape(positions, model.hidden_size)
     transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
     axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in AXES}
-    held = holding(model, plan, rank, bucket_bytes)
+    held = holding_of(model, plan, rank, bucket_bytes)
     return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 
 

@@ -18,13 +18,13 @@ class GridAxis(NamedTuple):
     """The switch of a job's [overlap] for its collectives."""
     stores: bool = False
     """Whether its ranks use the same weights, and each stores a part of them. Other axes cut products."""
-    part: str = "tensor"
-    """The part of a step's seconds that its collectives are counted in."""
+    cuts_positions: bool = False
+    """Whether its ranks cut hidden states by positions in a grid that is sequence parallel."""
 
 
 AXES: dict[str, GridAxis] = {
     "x": GridAxis("features", overlap="tensor"),
-    "y": GridAxis("outputs", overlap="tensor"),
+    "y": GridAxis("outputs", overlap="tensor", cuts_positions=True),
     "z": GridAxis("rows", overlap="z", stores=True),
 }
 """In the order of the fields of `TensorGrid` and `Coordinate`."""
@@ -32,6 +32,7 @@ STORING = tuple(name for name, axis in AXES.items() if axis.stores)
 CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
 CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
 CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
+CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_positions)
 RANK_ORDER = ("z", "x", "y")
 """The axes as the ranks of a tile go through them, the slowest first: y exchanges the most, and sits closest."""
 
@@ -91,7 +92,12 @@ class TensorGrid(NamedTuple):
     @property
     def position_parts(self) -> int:
         """Into how many parts the positions of hidden states are cut."""
-        return self.y if self.sequence_parallel else 1
+        return self.num_parts(CUTTING_POSITIONS) if self.sequence_parallel else 1
+
+    @property
+    def position_axes(self) -> tuple[str, ...]:
+        """The axes that cut hidden states by positions."""
+        return CUTTING_POSITIONS if self.sequence_parallel else ()
 
     def coordinate(self, index: int) -> Coordinate:
         """Return the coordinate of a place in `RANK_ORDER`."""

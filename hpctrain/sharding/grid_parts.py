@@ -26,8 +26,8 @@ class GridPart(NamedTuple):
 
     def positions(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it has hidden states, in their order in memory."""
-        index = self.coordinate.y if self.grid.sequence_parallel else 0
-        return (cut_evenly(num_positions, self.grid.position_parts)[index],)
+        index, parts = self.grid.combined(self.coordinate, self.grid.position_axes)
+        return (cut_evenly(num_positions, parts)[index],)
 
     def features(self, hidden_size: int) -> Interval:
         """Return what it has of the features of a hidden state."""
@@ -68,10 +68,10 @@ class GridPart(NamedTuple):
     def partial_axes(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the axes over which copies of a parameter have parts of its gradient, which are to be summed.
 
-        What y does not cut acts on hidden states: norms, biases of outputs, learned positions. Where y cuts these by
-        positions, each y has the gradient of its positions alone.
+        What an axis does not cut acts on hidden states: norms, biases of outputs, learned positions. Where it cuts
+        these by positions, each of its ranks has the gradient of its positions alone.
         """
-        return ("y",) if self.grid.sequence_parallel and "y" not in parameter.split else ()
+        return tuple(axis for axis in self.grid.position_axes if axis not in parameter.split)
 
     @property
     def counts_loss(self) -> bool:

@@ -28,6 +28,10 @@ class Interval(NamedTuple):
     def scale(self, factor: int) -> "Interval":
         return Interval(self.start * factor, self.stop * factor)
 
+    def place_of(self, inner: "Interval") -> slice:
+        """Return where an array of the elements of this interval has those of an interval inside of it."""
+        return slice(inner.start - self.start, inner.stop - self.start)
+
     def part(self, some: "Interval", of: int) -> "Interval":
         """Return the parts `some` of this interval, which is cut evenly into `of` parts."""
         return Interval(self.start + self.size * some.start // of, self.start + self.size * some.stop // of)

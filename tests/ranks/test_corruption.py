@@ -89,7 +89,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_their_rank_is_named(world
     def break_one(trainer):
         if world.rank == 1:
             shard = trainer.optimizer.shards[0]
-            shard.of(shard.master, shard.owned)[3] = math.nan
+            shard.master[shard.updated.place_of(shard.owned)][3] = math.nan
 
     with pytest.raises(CorruptionError) as caught:
         fit(world, small_job(tokens, {"data": world.size}, replicas_every=0), folder, break_one)

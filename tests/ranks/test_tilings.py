@@ -11,7 +11,7 @@ from hpctrain.comm.transports.transport import HostTransport
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
-from hpctrain.plan.holdings import holding
+from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.schedule import forward_only, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile
@@ -219,7 +219,7 @@ def test_different_grids_move_each_region_by_formula(world, tokens, monkeypatch)
     plan = Plan(DIFFERENT_GRIDS, 1, ROWS)
     sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)
     expected = 0
-    for shard_group in {h for rank in plan.ranks for h in holding(job.model, plan, rank).shard_groups}:
+    for shard_group in {h for rank in plan.ranks for h in holding_of(job.model, plan, rank).shard_groups}:
         size, others = sum(region.size for region in shard_group.regions), len(shard_group.ranks) - 1
         expected += others * size * 4 * 2
     assert sent == expected

@@ -9,7 +9,7 @@ from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
 from hpctrain.engine.start.facts import with_values
-from hpctrain.plan.holdings import holding
+from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
@@ -79,7 +79,7 @@ def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
 def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """Return of each switch the groups of a rank whose communication it hides. Pure."""
     groups = axis_groups(plan.tile_of(rank), rank)
-    groups["data"] = [group.ranks for group in holding(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups]
+    groups["data"] = [group.ranks for group in holding_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups]
     return groups
 
 

@@ -112,8 +112,8 @@ class HostState:
     def _update(self, bucket: Bucket, slot: torch.Tensor, update: Callable[[Updated, bool], None]) -> None:
         shard, at = bucket.shard, bucket.at
         staged = dict(zip(_moved(bucket), slot[:, : at.size], strict=False))
-        grads, new_master = shard.of(shard.grads, at), staged.pop(MASTER, None)
-        master = shard.of(shard.master, at) if new_master is None else new_master
+        grads, new_master = shard.grads[shard.updated.place_of(at)], staged.pop(MASTER, None)
+        master = shard.master[shard.updated.place_of(at)] if new_master is None else new_master
         for decays in (True, False):
             cuts = [slice(*s.at.shift(-at.start)) for s in bucket.stretches if s.decays == decays]
             moments = {name: [tensor[cut] for cut in cuts] for name, tensor in staged.items()}
@@ -129,5 +129,5 @@ MASTER = "master"
 def _moved(bucket: Bucket) -> dict[str, torch.Tensor]:
     """Return by name the parts of moments, and of a master that is not in use, which a bucket moves."""
     shard, at = bucket.shard, bucket.at
-    moved = {name: bucket.state.of(tensor, at) for name, tensor in bucket.state.moments.items()}
-    return moved if shard.has_master_in_use else moved | {MASTER: shard.of(shard.master, at)}
+    moved = {name: tensor[bucket.state.at.place_of(at)] for name, tensor in bucket.state.moments.items()}
+    return moved if shard.has_master_in_use else moved | {MASTER: shard.master[shard.updated.place_of(at)]}

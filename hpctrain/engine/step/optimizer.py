@@ -47,17 +47,19 @@ class Optimizer:
         self._updated = self._on_device()
         self._host_state = HostState(layout.accelerator, [shard for shard in self.shards if shard.is_on_host])
         self._owned_grads = [
-            shard.of(shard.grads, each.at)
+            shard.grads[shard.updated.place_of(each.at)]
             for shard in self.shards
             for each in shard.group.regions(shard.owned)
             if each.counts
         ]
         self._partial_grads: dict[str, list[torch.Tensor]] = {}
-        """By the axis over which they are still to be summed. Holders of regions sum them with the rest."""
+        """By axis, the gradients of which each rank along it has a part: summed over it after all others. Regions are
+        not among them, since their holders add up all parts at once."""
         for shard in self.shards:
             for each in () if shard.group.places.is_packed else shard.group.regions(shard.updated):
                 for axis in layout.holding.part.partial_axes(each.parameter):
-                    self._partial_grads.setdefault(axis, []).append(shard.of(shard.grads, each.at))
+                    grads = shard.grads[shard.updated.place_of(each.at)]
+                    self._partial_grads.setdefault(axis, []).append(grads)
         self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
@@ -69,10 +71,10 @@ class Optimizer:
                 for at, decays in stretches_of(shard, state):
                     empty = Updated([], [], {name: [] for name in state.moments})
                     parts, _ = result.setdefault((decays, *state.moments), (empty, decays))
-                    parts.masters.append(shard.of(shard.master, at))
-                    parts.grads.append(shard.of(shard.grads, at))
+                    parts.masters.append(shard.master[shard.updated.place_of(at)])
+                    parts.grads.append(shard.grads[shard.updated.place_of(at)])
                     for name, moments in state.moments.items():
-                        parts.moments[name].append(state.of(moments, at))
+                        parts.moments[name].append(moments[state.at.place_of(at)])
         return list(result.values())
 
     def load_masters(self) -> None:

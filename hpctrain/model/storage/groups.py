@@ -113,7 +113,7 @@ class HeldArray:
         """Those of this rank, fp32: of the model's arrays, or, of a sharded group, its shard of the sum."""
 
     def weights_at(self, at: Interval) -> torch.Tensor:
-        return self.weights[slice(*at.shift(-self.stored.start))]
+        return self.weights[self.stored.place_of(at)]
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
         """Yield what lies in an interval of the flat array, parameter by parameter, in order."""

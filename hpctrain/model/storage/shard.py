@@ -25,10 +25,6 @@ class ShardState:
     moments: dict[str, torch.Tensor]
     """By name, fp32 [at.size]."""
 
-    def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
-        """Return the given elements of the group's flat array in a tensor that holds those of this state."""
-        return tensor[slice(*at.shift(-self.at.start))]
-
 
 @dataclass
 class Shard:
@@ -78,10 +74,6 @@ class Shard:
         whole[slice(*self.updated)].copy_(self.master, non_blocking=True)  # what is in host memory is pinned there
         work = self.holders.start_all_gather(whole, self.cuts)
         return Following([work], lambda: group.weights.copy_(whole))
-
-    def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
-        """Return the given elements of the group's flat array in a tensor that holds the `updated` ones."""
-        return tensor[slice(*at.shift(-self.updated.start))]
 
 
 def make_shard(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # What a span is of, the "category" of Chrome's format.
 COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
-PART_OF_GROUP = {name: axis.part for name, axis in AXES.items()} | {"pipeline": "pipeline", "everyone": "pipeline"}
+PART_OF_GROUP = dict.fromkeys(AXES, "tensor") | {"pipeline": "pipeline", "everyone": "pipeline"}
 """Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
 PART_OF_OP = {**dict.fromkeys(COMPUTING, "compute"), Op.UPDATE: "optimizer", Op.REDUCE_GRADIENTS: "data"}
 """Other instructions are of the pipeline."""

@@ -207,7 +207,8 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
         return (
             hidden * 2 * b / grid.position_parts
             + logits * (b if setup.stack.is_hpctrain else STATISTIC_BYTES)
-            + setup.positions * (INDEX_BYTES + STATISTIC_BYTES)  # targets, and logarithms of sums
+            + setup.positions * INDEX_BYTES  # targets
+            + setup.positions * STATISTIC_BYTES * (logits > 0)  # logarithms of sums, which are of kept logits
             + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
     own = ((branch, branch_kept(setup, grid, branch, recompute, rows)) for branch in setup.branches(layer) if branch)

@@ -123,8 +123,8 @@ def memory_of(
         held.append((group, stored))
         num_updated += updated
     weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
-    others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
-    num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
+    num_holders = max((len(group.ranks) for group in shards.shard_groups), default=1)
+    num_groups = sum(size > 1 for size in (num_holders, *tile.tensor.sizes.values(), plan.path_length(tile)))
     buffers = (waiting + num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
     buffers += stack.taken_bytes(available, num_groups)
     kept = gathered = on_host = 0

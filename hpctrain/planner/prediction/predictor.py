@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
-from hpctrain.plan.holdings import Holding, ShardGroup, holding
+from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.arrivals import arrivals, crossing
@@ -115,13 +115,13 @@ class Predictor:
         self.network.check_ranks(len(plan.ranks))
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._sites: dict[Tile, Site] = {}
-        self._shards_by_tile: dict[tuple, tuple[Holding, int]] = {}
+        self._holdings: dict[tuple, tuple[Holding, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
         if like is not None and like.plan.tiles == plan.tiles:
-            self._shards_by_tile, self._sharers = like._shards_by_tile, like._sharers
+            self._holdings, self._sharers = like._holdings, like._sharers
             self._exchanges, self._messages = like._exchanges, like._messages
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ class Predictor:
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:
-            groups = self._rank_shards(tile).shard_groups
+            groups = self._holding(tile).shard_groups
             exchanging = next((group.ranks for group in groups if group.zero >= 2), ())
             zero = max((group.zero for group in groups), default=0)
             self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
@@ -298,19 +298,19 @@ class Predictor:
         ranks = (rank for tile in self.plan.tiles if tile.items in shared for rank in tile.ranks)
         return self.network.concurrent(tuple(dict.fromkeys(ranks)))
 
-    def _rank_shards(self, tile: Tile) -> Holding:
+    def _holding(self, tile: Tile) -> Holding:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
-        return self._first_rank_shards(tile)[0]
+        return self._first_holding(tile)[0]
 
-    def _first_rank_shards(self, tile: Tile) -> tuple[Holding, int]:
+    def _first_holding(self, tile: Tile) -> tuple[Holding, int]:
         items = tuple(virtual_stage.items for virtual_stage in self.plan.virtual_stages(tile))
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
-        if key not in self._shards_by_tile:
-            shards = holding(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+        if key not in self._holdings:
+            shards = holding_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.is_hpctrain:
                 shards = replace(shards, shard_groups=tuple(map(self._with_declared_zero, shards.shard_groups)))
-            self._shards_by_tile[key] = shards, tile.ranks[0]
-        return self._shards_by_tile[key]
+            self._holdings[key] = shards, tile.ranks[0]
+        return self._holdings[key]
 
     def _with_declared_zero(self, group: ShardGroup) -> ShardGroup:
         """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
@@ -322,7 +322,7 @@ class Predictor:
 
     def _updated(self, tile: Tile) -> int:
         """Return how many weights a rank updates."""
-        stored = ((group, self._stored(group, tile)) for group in self._rank_shards(tile).shard_groups)
+        stored = ((group, self._stored(group, tile)) for group in self._holding(tile).shard_groups)
         return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
 
     def _update_seconds(self, tile: Tile) -> float:
@@ -337,8 +337,8 @@ class Predictor:
         """Return the exchange of each group, but for when gradients are made and weights needed."""
         result: dict[tuple, tuple[ShardGroup, GradientExchange]] = {}
         for tile in self.plan.tiles:
-            self._rank_shards(tile)
-        for shards, rank in self._shards_by_tile.values():
+            self._holding(tile)
+        for shards, rank in self._holdings.values():
             known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
             for group in shards.shard_groups:
                 known[group.ranks, group.items] += 1
@@ -428,7 +428,7 @@ class Predictor:
             key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
             if key not in known:
                 available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
-                shards, rank = self._first_rank_shards(tile)
+                shards, rank = self._first_holding(tile)
                 memory = memory_of(self.setup, self.network, self.plan, tile, shards, rank, waiting, available)
                 if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
                     available -= memory.on_host  # of the host, as all else is

@@ -110,7 +110,7 @@ class StageShape(NamedTuple):
     """Of how many microbatches it keeps all activations at once."""
     zero: int = 1
     holders: int = 1
-    """How many ranks at least hold what one of its ranks holds."""
+    """The ranks that hold the same weights as one of its ranks, at the least."""
     meets_mixed: bool = False
     """Whether other pipelines have other grids, for which weights are packed."""
     microbatches: int = 1

@@ -38,7 +38,7 @@ def each_parameter(trainer):
 
 def masters(trainer) -> dict[str, torch.Tensor]:
     return {
-        name: shard.of(shard.master, region.at).view(region.parameter.shape).clone()
+        name: shard.master[shard.updated.place_of(region.at)].view(region.parameter.shape).clone()
         for name, (shard, region) in each_parameter(trainer).items()
     }
 
@@ -165,7 +165,7 @@ def test_fifty_updates_are_those_of_torch_with_clipping(tokens, dtype, zero, opt
         for name, (shard, region) in parameters.items():
             grad = size * torch.randn(region.parameter.shape, generator=generator)
             reference.weights[name].grad = grad
-            shard.of(shard.grads, region.at).copy_(grad.flatten())
+            shard.grads[shard.updated.place_of(region.at)].copy_(grad.flatten())
         norm = math.sqrt(trainer.optimizer.squared_norm())
         trainer.optimizer.update(step, norm)
         _, expected = reference.step()

@@ -13,7 +13,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.operators.running import add_part
 from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.storage.store import Store
-from hpctrain.plan.holdings import holding
+from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.schedule import forward_only, layers_in_order, one_f_one_b
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -74,7 +74,7 @@ class PretendedWork:
 
 
 def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0) -> Store:
-    shards = holding(MODEL, plan, 0)
+    shards = holding_of(MODEL, plan, 0)
     axes = Axes(ALONE, ALONE, z if plan.tile_of(0).tensor.z > 1 else ALONE)
     groups = [holders if len(shard_group.ranks) > 1 else ALONE for shard_group in shards.shard_groups]
     return Store(groups, shards, axes, torch.float32, torch.device("cpu"), items_of(LAYERS[:keep]))
@@ -174,7 +174,7 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_reported_when_they
         summary.append(item)
         for unit in store.units_of(item):
             if unit.scatters and len(unit.layout.unit.items) == 1:
-                shard = unit._sharded.groups[0].own_grads() if unit._sharded else unit._grad_shard
+                shard = unit._sharded.own_grads() if unit._sharded else unit._grad_shard
                 assert set(shard.tolist()) == {sum(10.0**m for m in range(microbatches))}
 
     for m in range(microbatches):

@@ -16,7 +16,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.storage.store import Store
 from hpctrain.plan.checks import check_tiling
-from hpctrain.plan.holdings import _check_tiling, _Cutter, check_zero, holding
+from hpctrain.plan.holdings import _check_tiling, _Cutter, check_zero, holding_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
@@ -91,7 +91,7 @@ def store_of(model: Model, plan, rank: int):
     places = zip(tile.part(rank).coordinate, tile.tensor.sizes.values(), strict=True)
     x, y, z = (Position(place, size) for place, size in places)
     axes = Axes(x, y, z)
-    shards = holding(model, plan, rank)
+    shards = holding_of(model, plan, rank)
     groups = [Position(shard_group.ranks.index(rank), len(shard_group.ranks)) for shard_group in shards.shard_groups]
     return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards
 
@@ -144,7 +144,7 @@ def test_ranks_at_the_same_place_of_tiles_of_one_kind_hold_the_same(drawn):
     model, plan = drawn
     for tile, first in plan.first_like.items():
         for rank, of_first in zip(tile.ranks, first.ranks, strict=True):
-            assert holding(model, plan, rank) == holding(model, plan, of_first)
+            assert holding_of(model, plan, rank) == holding_of(model, plan, of_first)
 
 
 def gradient(name: str, shape, salt: int) -> np.ndarray:
@@ -204,7 +204,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
 
 def test_equal_grids_exchange_whole_units():
     for model in MODELS:
-        shards = holding(model, even_plan(model.num_items, TensorGrid(2, 2, 2), 2, 2, 1, 8), 3)
+        shards = holding_of(model, even_plan(model.num_items, TensorGrid(2, 2, 2), 2, 2, 1, 8), 3)
         assert not shards.cut_units
         assert all(shard_group.layouts and not shard_group.regions for shard_group in shards.shard_groups)
 
@@ -212,10 +212,10 @@ def test_equal_grids_exchange_whole_units():
 def test_shared_heads_and_tied_embeddings_have_more_holders():
     gpt2, llama, *_ = MODELS
     plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
-    shared = [h for h in holding(llama, plan, 1).shard_groups if any(u.unit.shared_heads for u in h.layouts)]
+    shared = [h for h in holding_of(llama, plan, 1).shard_groups if any(u.unit.shared_heads for u in h.layouts)]
     assert {p.name.split(".")[-2] for h in shared for u in h.layouts for p in u.unit.parameters} == {"k", "v"}
     assert [h.ranks for h in shared] == [(0, 1)]
-    tied = next(h for h in holding(gpt2, plan, 1).shard_groups if len(h.layouts[0].unit.items) == 2)
+    tied = next(h for h in holding_of(gpt2, plan, 1).shard_groups if len(h.layouts[0].unit.items) == 2)
     assert tied.ranks == (1, 5)
 
 
@@ -227,10 +227,10 @@ def different_pair(**options) -> Plan:
 
 
 def test_different_grids_hold_regions_together():
-    sets = [shard_group.ranks for shard_group in holding(MODELS[0], different_pair(), 0).shard_groups]
+    sets = [shard_group.ranks for shard_group in holding_of(MODELS[0], different_pair(), 0).shard_groups]
     assert sets == [(0, 1), (0, 2), (0, 1, 2)], "a half with each of the two, norms and such with both"
     for rank in (1, 2):
-        shards = holding(MODELS[0], different_pair(), rank)
+        shards = holding_of(MODELS[0], different_pair(), rank)
         assert [shard_group.ranks for shard_group in shards.shard_groups] == [(0, rank), (0, 1, 2)]
 
 
@@ -241,7 +241,7 @@ def test_regions_of_blocks_of_two_widths_have_every_element():
     plan = Plan(tuple(tiles), 1, 4)
     stored = {}
     for rank in (0, 1):
-        shards = holding(model, plan, rank)
+        shards = holding_of(model, plan, rank)
         stored = dict.fromkeys(all_parameters(model), 0)
         for region in (region for group in shards.shard_groups for region in group.regions):
             stored[region.parameter.name] += region.size
@@ -256,7 +256,7 @@ def test_elements_in_no_region_are_refused(monkeypatch):
     cut = _Cutter._cut
     monkeypatch.setattr(_Cutter, "_cut", lambda self, *given: list(cut(self, *given))[1:])
     with pytest.raises(PlanError, match="rank 0 stores 208 elements of embedding.weight, and the regions .* have 96"):
-        holding(MODELS[0], different_pair(), 0)
+        holding_of(MODELS[0], different_pair(), 0)
 
 
 def test_rectangles_that_do_not_cover_a_parameter_once_are_refused():
@@ -279,7 +279,7 @@ def test_everybody_updates_everything_only_where_all_are_equal(zero):
         (different_pair(zero=zero), 1),
     ]
     for plan, expected in stages:
-        assert {h.zero for h in holding(MODELS[0], plan, 0).shard_groups} == {expected}
+        assert {h.zero for h in holding_of(MODELS[0], plan, 0).shard_groups} == {expected}
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -305,13 +305,13 @@ def test_zero_2_and_3_go_through_items_together():
         plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
         with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have different {summary}; make them equal"):
             check_zero(plan, "p.toml")
-    stages = {h.layouts[0].unit.items: h.zero for h in holding(MODELS[0], Plan(tuple(tiles), 1, 4), 0).shard_groups}
+    stages = {h.layouts[0].unit.items: h.zero for h in holding_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).shard_groups}
     assert stages == {(0, 9): 1, **{(item,): 3 for item in range(10)}}, "tied: no more than 1"
 
 
 def test_a_share_is_that_of_the_tile_which_has_it():
     items = Interval(0, MODELS[0].num_items)
     tiles = (Tile(items, Interval(0, 2), (1,), state_share=3), Tile(items, Interval(2, 4), (0,)))
-    (shard_group,) = holding(MODELS[0], Plan(tiles, 1, 4), 0).shard_groups
+    (shard_group,) = holding_of(MODELS[0], Plan(tiles, 1, 4), 0).shard_groups
     sizes = dict(zip(shard_group.ranks, (cut.size for cut in shard_group.cuts(400)), strict=True))
     assert sizes == {1: 300, 0: 100}

@@ -27,7 +27,7 @@ from hpctrain.engine.start.resolve_overlap import (
     resolve_on,
     resolve_overlap,
 )
-from hpctrain.plan.holdings import holding
+from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile, even_plan
@@ -92,7 +92,7 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
 def test_one_rank_of_a_kind_is_asked_for_its_holders(monkeypatch):
     """A search asks this of each plan that it simulates, which may have thousands of ranks."""
     plan, asked = even_plan(MODEL.num_items, TensorGrid(1, 2, 1), 2, 64, 1, 64), []
-    monkeypatch.setattr(f"{placements.__module__}.holding", lambda *of: asked.append(of) or holding(*of))
+    monkeypatch.setattr(f"{placements.__module__}.holding_of", lambda *of: asked.append(of) or holding_of(*of))
     topology = Topology(tuple(Place(f"host{rank // 2}", "cpu") for rank in range(256)))
     summary = placements(topology, SimpleNamespace(model=MODEL, overlap=Overlap()), plan)
     assert len(asked) == 4, "the first and the last rank of each stage"
@@ -211,11 +211,11 @@ def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expe
 
 def test_buckets_are_whole_blocks_of_enough_bytes_and_the_first_has_what_is_left_over():
     plan = even_plan(MODEL.num_items, TensorGrid(), 1, 2, 1, 2)
-    whole = holding(MODEL, plan, 0).shard_groups
+    whole = holding_of(MODEL, plan, 0).shard_groups
     assert len(whole) == 1 and whole[0].final_after == 0
     sizes = {layout.unit.items[0]: layout.size for layout in whole[0].layouts}
     least = sizes[1] + sizes[2] + 1
-    cut = holding(MODEL, plan, 0, bucket_bytes=4 * least).shard_groups
+    cut = holding_of(MODEL, plan, 0, bucket_bytes=4 * least).shard_groups
     buckets = [[unit.unit.items[0] for unit in h.layouts] for h in cut]
     assert list(itertools.chain(*buckets)) == list(range(MODEL.num_items)) and len(buckets) > 2
     for bucket in buckets[1:]:
@@ -232,7 +232,7 @@ def test_a_tied_embedding_is_final_after_the_first_of_its_items_that_a_tile_has(
     two = even_plan(TIED.num_items, TensorGrid(), 2, 1, 1, 1)
 
     def final(plan, rank):
-        shards = holding(TIED, plan, rank, bucket_bytes=1).shard_groups
+        shards = holding_of(TIED, plan, rank, bucket_bytes=1).shard_groups
         return next(h.final_after for h in shards if len(h.layouts[0].unit.items) == 2)
 
     assert (final(whole, 0), final(two, 0), final(two, 1)) == (0, 0, TIED.num_items - 1)
@@ -245,7 +245,7 @@ def test_holders_of_regions_compute_the_same_buckets():
     )
     summary: dict = {}
     for rank in range(4):
-        for shard_group in holding(TIED, Plan(tiles, 1, 4), rank, bucket_bytes=2000).shard_groups:
+        for shard_group in holding_of(TIED, Plan(tiles, 1, 4), rank, bucket_bytes=2000).shard_groups:
             key = tuple((region.parameter.name, region.rows, region.columns) for region in shard_group.regions)
             summary.setdefault((shard_group.ranks, key), []).append(rank)
             items = {item_of(n) for n, *_ in key if n.startswith("blocks")}
