@@ -31,7 +31,9 @@ def test_what_shared_memory_has_no_room_for_is_elsewhere(folder):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("mount", "remedy"), [("size=1m", "--shm-size"), ("ro", "mount it read-write")])
+@pytest.mark.parametrize(
+    ("mount", "remedy"), [("size=1m", "--shm-size"), ("size=16m", "--shm-size"), ("ro", "mount it read-write")]
+)
 def test_less_than_mpi_needs_is_refused_before_it_starts(folder, mount, remedy):
     done = train(folder, mount, 2, "--run", "none")
     assert done.returncode == 82

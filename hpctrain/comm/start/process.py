@@ -151,9 +151,10 @@ def this_machine() -> str:
 SHARED_MEMORY = Path("/dev/shm")
 """Where POSIX shared memory lives on Linux."""
 MORE_MEMORY = "start the container with more (docker run --shm-size=8g), or mount a larger tmpfs there"
-MPI_BYTES, LONE_MPI_BYTES = 6 << 20, 2 << 20
-"""What MPI takes of it a rank, and for the only rank of a host. MPICH with UCX takes 5.4 MB, and 1.1 MB, and ends in
-a bus error where there is less."""
+MPI_BYTES, LONE_MPI_BYTES, SPARE_MPI_BYTES = 6 << 20, 2 << 20, 10 << 20
+"""What MPI takes of it a rank, for the only rank of a host, and what several need on top. MPICH with UCX takes 5.4 MB,
+and 1.1 MB, and ends in a bus error where there is less. With less than 10 MB on top it ends in a segmentation fault:
+2 ranks at 16 and 20 MB, 4 at 28 MB, 8 at 48 MB."""
 PREFIX = "hpctrain-"
 """Of the names of our own memory (`hpctrain.comm.transports.window`), which has one only until all ranks have opened
 it."""
@@ -164,6 +165,7 @@ PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posi
 def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
     """Check that this host's ranks, of which there are `num_ranks`, can start MPI. Raises HostError."""
     where, need = f"{os.uname().nodename}:{path}", MPI_BYTES if num_ranks > 1 else LONE_MPI_BYTES
+    least = num_ranks * need + (SPARE_MPI_BYTES if num_ranks > 1 else 0)
     try:
         facts = os.statvfs(path)
     except OSError as error:
@@ -173,10 +175,10 @@ def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     if not os.access(path, os.W_OK):
         raise HostError(f"{where}: cannot be written, and MPI shares memory there; mount it read-write")
-    if facts.f_blocks and (total < num_ranks * need or free < need):  # a tmpfs without a limit has no blocks
+    if facts.f_blocks and (total < least or free < need):  # a tmpfs without a limit has no blocks
         raise HostError(
             f"{where}: has {total / 1e6:,.1f} MB, of which {free / 1e6:,.1f} MB are free, and MPI needs"
-            f" {need / 1e6:,.1f} MB for each of {num_ranks} ranks of this host; {MORE_MEMORY}"
+            f" {least / 1e6:,.1f} MB for the {num_ranks} ranks of this host; {MORE_MEMORY}"
         )
 
 
