@@ -18,7 +18,7 @@ from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.start.resolve_overlap import format_value, hidden_groups
 from hpctrain.jobs.arguments import override_option, rehearse_option
 from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
-from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
+from hpctrain.rehearsal.clock import Clock, GroupTiming, TimedOperation
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -136,7 +136,7 @@ class Mark(NamedTuple):
     """That the device had been asked to compute."""
 
 
-class LoggedOperation(Paced):
+class LoggedOperation(TimedOperation):
     """An operation that notes where the device was when it was asked for, and when it was waited for."""
 
     log: ClassVar[list["LoggedOperation"]] = []
@@ -164,7 +164,7 @@ def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int
     job = with_values(prepared.job, "overlap", **switches)
     device = world.accelerator
     clock, scale = device.clock, device.time_scale
-    RehearsedPace.steps = lambda self, *asked: LoggedOperation(self, *asked)
+    GroupTiming.steps = lambda self, *asked: LoggedOperation(self, *asked)
     trainer = Trainer(world, device, job, prepared.plan)
     trainer.initialise()
     world.enter(phases_of(job.observe).first_step)

@@ -100,7 +100,7 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     `likeness` is the least share of equal letters, as difflib counts them.
     """
     known = sorted(known)
-    longer = [each for each in known if word and each.lower().startswith(f"{word}-".lower())]
+    longer = [name for name in known if word and name.lower().startswith(f"{word}-".lower())]
     close = longer or difflib.get_close_matches(word, known, n=1, cutoff=likeness)
     if len(close) > 1:
         return f"; did you mean {' or '.join(map(repr, close))}?"

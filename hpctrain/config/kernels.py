@@ -61,8 +61,9 @@ class KernelChoice(Table):
         """Return the choice with a value for `logits_mib`, where ranks are of these families."""
         if self.logits_mib is not None:
             return self
-        share = min((0 if of.kind == "cpu" else of.memory_bytes // LOGITS_SHARE for of in families), default=0)
-        return self.model_copy(update={"logits_mib": min(max(share, LOGITS_BYTES), MOST_LOGITS_BYTES) >> 20})
+        shares = [0 if family.kind == "cpu" else family.memory_bytes // LOGITS_SHARE for family in families]
+        num_bytes = max(min(shares, default=0), LOGITS_BYTES)
+        return self.model_copy(update={"logits_mib": min(num_bytes, MOST_LOGITS_BYTES) >> 20})
 
     @property
     def logits_bytes(self) -> int:

@@ -128,17 +128,13 @@ def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[d
                 lines[number - 1] = ""
                 repeated.append(f"line {number}: {shorten(key)}: the key is there twice in its table; keep one")
             else:
-                raise kind("\n".join([f"{where}: not valid TOML: {_shown(error, lines)}", *repeated])) from None
+                place = re.search(r"\(at line (\d+), ", str(error))
+                text = f": {shorten(lines[int(place[1]) - 1].strip())}" if place else ""
+                raise kind("\n".join([f"{where}: not valid TOML: {shorten(error)}{text}", *repeated])) from None
             if len(repeated) == MOST_MISTAKES or len(text) * len(repeated) > MOST_READ_AGAIN_BYTES:
                 raise kind("\n".join(f"{where}: {line}" for line in [*repeated, "and maybe more"])) from None
         except ValueError as error:
             raise kind("\n".join([f"{where}: {error}", *repeated])) from None
-
-
-def _shown(error: tomllib.TOMLDecodeError, lines: list[str]) -> str:
-    """Return what the parser says, with the line that it means."""
-    place = re.search(r"\(at line (\d+), ", str(error))
-    return shorten(error) + (f": {shorten(lines[int(place[1]) - 1].strip())}" if place else "")
 
 
 def with_lines(text: str, mistakes: Iterable[str]) -> list[str]:
@@ -265,7 +261,8 @@ def _check_values(tree: dict[str, Any]) -> None:
         if depth > MOST_NESTED:
             raise ValueError(f"{shorten(key)}: has tables or lists within each other, more than {MOST_NESTED} deep")
         if isinstance(value, dict | list):
-            waiting += ((f"{key}.{name}" if key else name, depth + 1, inner) for name, inner in _entries(value))
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += ((f"{key}.{name}" if key else str(name), depth + 1, inner) for name, inner in entries)
         elif isinstance(value, str) and "\0" in value:
             raise ValueError(f"{shorten(key)} = {shorten(repr(value))}: has a zero byte; remove it")
         elif type(value) is int and not -(2**63) <= value < 2**63:
@@ -274,18 +271,14 @@ def _check_values(tree: dict[str, Any]) -> None:
             raise ValueError(f"the key {shorten(repr(key))} has a zero byte; remove it")
 
 
-def _entries(value: dict | list) -> Iterator[tuple[str, Any]]:
-    yield from value.items() if isinstance(value, dict) else ((str(i), each) for i, each in enumerate(value))
-
-
-def one_line(what: object) -> str:
+def one_line(value: object) -> str:
     """Return a text for a comment or a name: whatever cannot be printed, ends of lines too, becomes a blank."""
-    return "".join(character if character.isprintable() else " " for character in str(what))
+    return "".join(character if character.isprintable() else " " for character in str(value))
 
 
-def shorten(what: object) -> str:
-    """Return what a message shows of something: its text, the middle left out where it is long."""
-    text = str(what)
+def shorten(value: object) -> str:
+    """Return a value as a message shows it: its text, the middle left out where it is long."""
+    text = str(value)
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}…{text[-half:]}"
 

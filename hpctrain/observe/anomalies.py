@@ -113,8 +113,9 @@ class StragglerWatch:
         changed = np.flatnonzero(self._count >= CONSECUTIVE_STEPS)
         self._is_slow[changed] ^= True
         self._count[changed] = 0
-        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
-
-    def _reference(self, rank: int) -> str:
-        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
-        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"
+        stragglers = []
+        for rank in changed.tolist():
+            peers = next((ranks for ranks in self._peers if rank in ranks), ())
+            reference = f"the median of {len(peers)} ranks with equal work" if len(peers) else "its first steps"
+            stragglers.append(Straggler(rank, float(factor[rank]), bool(self._is_slow[rank]), reference))
+        return stragglers

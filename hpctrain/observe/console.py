@@ -105,19 +105,17 @@ class Console:
         if self._rich.is_terminal:
             if "validation_loss" in metrics:
                 self.say(GAP.join([f"step {metrics['step']}", *parts[1:3]]))
-            self._show("\n".join(wrap(parts, self._rich.width - 1)))
+            if self._live is None:
+                self._live = Live(console=self._rich, auto_refresh=False)
+                self._live.start()
+            lines = "\n".join(wrap(parts, self._rich.width - 1))
+            self._live.update(Text(lines, no_wrap=True, overflow="crop"), refresh=True)
         elif is_logged or metrics["step"] == until:
             self.say(GAP.join(parts))
 
     def forget_speed(self) -> None:
         """Let the means of seconds and speeds begin anew."""
         self._smooth_speed = self._smooth_seconds = 0.0
-
-    def _show(self, lines: str) -> None:
-        if self._live is None:
-            self._live = Live(console=self._rich, auto_refresh=False)
-            self._live.start()
-        self._live.update(Text(lines, no_wrap=True, overflow="crop"), refresh=True)
 
     def close_line(self) -> None:
         """End the line that is kept up to date, so that others can be printed after it."""

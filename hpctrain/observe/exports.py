@@ -58,8 +58,9 @@ class WandbWriter(MetricsWriter):
         self.path = folder / "wandb"
         config = job.model_dump(mode="json", exclude_none=True)
         # The name is the run folder's: a start that continues continues the same run.
-        what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
-        self._run = package.init(dir=str(folder), config=config, **what)
+        self._run = package.init(
+            dir=str(folder), config=config, project=project, name=folder.name, id=folder.name, resume="allow"
+        )
 
     def write(self, metrics: Mapping) -> None:
         self._run.log(dict(flat(metrics)), step=metrics["step"])

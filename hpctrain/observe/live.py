@@ -45,9 +45,9 @@ class LiveMetrics:
             value = metrics["validation_loss"]
             self._files.note(VALIDATE, self._step, f"validation loss {value:.4f}", validation_loss=value)
         compute = figures[:, FIGURES.index("compute_seconds")]
-        for each in self._watch.look(compute.tolist()):
-            kind = STRAGGLER if each.is_slow else RECOVERY
-            self._files.note(kind, self._step, str(each), rank=each.rank, factor=each.factor)
+        for change in self._watch.look(compute.tolist()):
+            kind = STRAGGLER if change.is_slow else RECOVERY
+            self._files.note(kind, self._step, str(change), rank=change.rank, factor=change.factor)
 
     def note_start(
         self,

@@ -42,10 +42,10 @@ def spread(values: np.ndarray, ranks: Sequence[int]) -> SavedSpread:
 
 def summarise_ranks(figures: np.ndarray, used: Sequence[int]) -> SavedFigures:
     """Return the figures of all ranks [ranks, figures] as metrics; `used` are the ranks that have work."""
-    every = range(len(figures))
-    peak = spread(figures[:, 0].astype(int), every)
+    all_ranks = range(len(figures))
+    peak = spread(figures[:, 0].astype(int), all_ranks)
     peak["median"] = int(peak["median"])  # bytes are whole
-    summary: SavedFigures = {"memory_peak_bytes": peak, "memory_share": spread(figures[:, 1], every)}
+    summary: SavedFigures = {"memory_peak_bytes": peak, "memory_share": spread(figures[:, 1], all_ranks)}
     parts = figures[list(used), 2:]
     if not len(parts) or np.isnan(parts).any():
         return summary
@@ -86,7 +86,7 @@ class RunMetrics:
         self._sharers = world.topology.ranks_on_host(world.rank) if observed.accelerator.shares_memory else 1
         self._pending: deque[tuple[SavedMetrics, Operation]] = deque()
         self.latest: SavedFigures = {}
-        """Of the last step whose figures have come, on rank 0."""
+        """The metrics of the last step whose figures have come, on rank 0."""
 
     def record(self, metrics: SavedMetrics) -> None:
         """Send this rank's figures of the step that has just ended; write those that have come meanwhile."""

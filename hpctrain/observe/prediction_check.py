@@ -32,7 +32,7 @@ def compare(
     `where` is what the prediction is from. `knows_parts` says whether ranks know where their time goes.
     """
     ranks = [measured[rank] for tile in plan.first_tiles for rank in tile.ranks]
-    step = fmean(each.step_seconds for each in ranks)
+    step = fmean(own.step_seconds for own in ranks)
     drift = step / prediction.step_seconds - 1
     within = max(LARGE_SHARE, prediction.interval_seconds[1] / prediction.step_seconds - 1)
     comparison: SavedComparison = {
@@ -48,12 +48,12 @@ def compare(
         comparison["parts"] = {
             part: {
                 "predicted_seconds": prediction.exposed_seconds[part],
-                "measured_seconds": fmean(each.parts[part] for each in ranks),
+                "measured_seconds": fmean(own.parts[part] for own in ranks),
             }
             for part in EXPOSED
         }
         comparison["drifted"] = max(EXPOSED, key=lambda part: _difference(comparison, part))
-    if all(each.peak_bytes for each in measured):
+    if all(own.peak_bytes for own in measured):
         comparison["memory"] = [
             {
                 "items": list(stage.tile.items),
@@ -77,7 +77,7 @@ class PredictionTracker(Observer):
         self._steps: list[tuple[float, dict[str, float]]] = []
         """Seconds of each step, and those of its parts."""
         self._num_left_out = 1
-        """Of the first steps: the first one creates what later ones reuse."""
+        """The number of first steps that do not count: they create what later ones reuse."""
 
     def start(self, steps_done: int) -> str | None:
         """Return what is to be said of the prediction, on rank 0."""
@@ -128,16 +128,16 @@ def format_comparison(comparison: SavedComparison) -> str:
         f"predicted from {comparison['cluster']}, seconds of a step (mean of {comparison['steps']}, and over ranks)",
         f"  {'':10}{'predicted':>11}{'measured':>11}",
     ]
-    for name, each in {"step": comparison, **comparison.get("parts", {})}.items():
-        predicted, measured = each["predicted_seconds"], each["measured_seconds"]
+    for name, seconds in {"step": comparison, **comparison.get("parts", {})}.items():
+        predicted, measured = seconds["predicted_seconds"], seconds["measured_seconds"]
         of_step = (measured - predicted) / comparison["predicted_seconds"]
         lines.append(f"  {name:10}{predicted:11.4g}{measured:11.4g}{of_step:+9.1%} of the step")
-    for each in comparison.get("memory", ()):
-        predicted, measured = each["predicted_bytes"], each["measured_bytes"]
+    for stage in comparison.get("memory", ()):
+        predicted, measured = stage["predicted_bytes"], stage["measured_bytes"]
         off = measured / predicted - 1
-        rows = f", {counted(each['rows'], 'row')}" if "rows" in each else ""
+        rows = f", {counted(stage['rows'], 'row')}" if "rows" in stage else ""
         lines.append(
-            f"  memory of items {each['items']}, {each['family']}{rows}:"
+            f"  memory of items {stage['items']}, {stage['family']}{rows}:"
             f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
     if comparison["is_large"]:
@@ -147,12 +147,12 @@ def format_comparison(comparison: SavedComparison) -> str:
 
 def describe_drift(comparison: SavedComparison) -> str:
     """Return in a sentence how large the drift is, and in which part of a step."""
-    how = "longer" if comparison["drift"] > 0 else "shorter"
-    result = f"steps took {abs(comparison['drift']):.0%} {how} than predicted"
+    direction = "longer" if comparison["drift"] > 0 else "shorter"
+    result = f"steps took {abs(comparison['drift']):.0%} {direction} than predicted"
     if drifted := comparison.get("drifted"):
         by = _difference(comparison, drifted) / comparison["predicted_seconds"]
         result += f", most of it in '{drifted}' ({by:.0%} of a step)"
     if cause := comparison.get("cause"):
         return f"{result}: {cause}"
-    again = "measure the machine again (train --fresh-probe, or hpctrain probe); in a rehearsal, look at its overrun"
-    return f"{result}; {again}; see docs/planner.md"
+    remedy = "measure the machine again (train --fresh-probe, or hpctrain probe); in a rehearsal, look at its overrun"
+    return f"{result}; {remedy}; see docs/planner.md"

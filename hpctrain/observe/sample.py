@@ -17,7 +17,7 @@ from hpctrain.plan.schedule import Instruction
 from hpctrain.plan.tiling import Plan, Tile
 
 SAMPLED_STEP = 3
-"""Of a start, counted from 1."""
+"""The step of a start that is kept, counted from 1."""
 MAX_GRIDS = 64
 """Tensor grids whose instructions are kept; a picture of more has no space for a line each."""
 
@@ -49,7 +49,7 @@ class StepSample(Observer):
         traffic = world.gather_objects(_own_traffic(world.rank, kept))
         sums = world.gather_objects(sums_by_axis(kept, accelerator.time_scale))
         if grids:
-            groups = [group for of_rank in traffic for group in of_rank]
+            groups = [group for groups in traffic for group in groups]
             files.write(TRAFFIC, {"step": step, "groups": groups, "axes": mean_by_axis(sums)})
             if shown := [grid for grid in grids if grid]:
                 files.write(TIMELINE, {"step": step, "grids": shown})
@@ -68,7 +68,7 @@ class StepSample(Observer):
 def shown_tiles(plan: Plan) -> Sequence[Tile]:
     """Return the first tiles of the tensor grids whose instructions are kept and drawn.
 
-    Of more than `MAX_GRIDS` these are of equal ones the first.
+    Of more than `MAX_GRIDS` only the first of equal ones are drawn.
     """
     if len(plan.first_tiles) <= MAX_GRIDS:
         return plan.first_tiles

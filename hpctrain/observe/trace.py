@@ -38,7 +38,7 @@ class RunTrace(Observer):
         self._is_done = False
 
     def step_is_done(self, seconds: float) -> str | None:
-        """Count a step; after the last that is traced write the files, and return on rank 0 what is to be said.
+        """Count a step; after the last that is traced write the files, and return on rank 0 the text for people.
 
         Fewer steps are traced than were asked for where they have too many spans for a file.
         """
@@ -53,7 +53,7 @@ class RunTrace(Observer):
         return self.finish() if self._steps_left <= 0 else None
 
     def finish(self) -> str | None:
-        """Write what was not written; return on rank 0 what is to be said."""
+        """Write what was not written; return on rank 0 the text for people."""
         if self._is_done or not self._num_steps:
             return None
         self._is_done, files = True, self._observed.files
@@ -123,7 +123,7 @@ def summarise(traces: Sequence[RankTrace], num_steps: int) -> SavedTraceSummary:
     """Return what each axis took in one step: means over the ranks that have the axis, and all of them by rank."""
     ranks = [sums_by_axis(trace.spans, num_steps) for trace in traces]
     axes = mean_by_axis(ranks)
-    by_rank = {axis: {rank: each[axis] for rank, each in enumerate(ranks) if axis in each} for axis in axes}
+    by_rank = {axis: {rank: sums[axis] for rank, sums in enumerate(ranks) if axis in sums} for axis in axes}
     return {"steps": num_steps, "axes": axes, "ranks": by_rank}
 
 
@@ -134,8 +134,8 @@ def format_summary(summary: SavedTraceSummary) -> str:
     keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
     names = [key.removesuffix("_seconds") for key in keys]
     rows = table("axis", *names, numbers=names)
-    for axis, each in summary["axes"].items():
-        rows.add_row(axis, *(f"{each[key] * 1e3:.2f}" for key in keys))
+    for axis, seconds in summary["axes"].items():
+        rows.add_row(axis, *(f"{seconds[key] * 1e3:.2f}" for key in keys))
     return (
         f"ms of a rank in one step, mean of {summary['steps']}\n{text_of(rows)}\n"
         "exposed includes waiting: for slower ranks, and in a pipeline for neighbours' results"

@@ -64,7 +64,7 @@ class RehearsedAccelerator(CpuAccelerator):
         self._live: dict[int, weakref.ref] = {}
         self._used = self._peak = 0
         self.host_bytes = self.host_peak_bytes = 0
-        """Of buffers in host memory, now and at most: they do not count as memory of the device."""
+        """The bytes of buffers in host memory, now and at most: they are no memory of the device."""
         self._host: dict[int, weakref.ref] = {}
         """Storages of host buffers."""
         self._makes_host_buffer = False
@@ -271,7 +271,7 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
 def _tensors(values) -> list[torch.Tensor]:
     """Return the tensors among values and in lists among them."""
     lists = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
-    return [value for each in lists for value in each if isinstance(value, torch.Tensor)]
+    return [value for values in lists for value in values if isinstance(value, torch.Tensor)]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -39,14 +39,14 @@ class Clock:
 
     def __init__(self):
         self.compute = DeviceQueue()
-        self.in_flight: set[Paced] = set()
+        self.in_flight: set[TimedOperation] = set()
         """Operations that have begun and not ended. Of several threads."""
         self.busy_seconds = 0.0
-        """That the device computed."""
+        """The seconds that the device computed."""
         self.late_seconds = 0.0
-        """By which steps ended after they should have."""
+        """The seconds by which steps ended after they should have."""
         self.measured_seconds = 0.0
-        """Of all steps together."""
+        """The seconds of all steps together."""
         self._taken = 0.0, 0.0
         """Late and measured seconds when `take_overrun` was called last."""
         self._is_running = False
@@ -129,7 +129,7 @@ class Clock:
         return self.late_seconds / self.measured_seconds if self.measured_seconds else 0.0
 
 
-class RehearsedPace:
+class GroupTiming:
     """Lets the operations of one group begin and end when they would on pretended devices."""
 
     def __init__(self, clock: Clock, group: str = ""):
@@ -137,18 +137,18 @@ class RehearsedPace:
         self.stream = DeviceQueue()
         """The group's; its transports start messages at its time, and advance it to their arrival."""
 
-    def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> "Paced":
+    def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> "TimedOperation":
         """Return steps that begin when all is done that the device was asked to compute before this call."""
-        return Paced(self, steps, operation, num_bytes)
+        return TimedOperation(self, steps, operation, num_bytes)
 
 
-class Paced:
+class TimedOperation:
     """One operation of a group, as its steps: when it began, and when it had ended.
 
     Any thread may take the steps; it is made and met on the thread that computes.
     """
 
-    def __init__(self, pace: RehearsedPace, steps: Steps, operation: str, num_bytes: int):
+    def __init__(self, pace: GroupTiming, steps: Steps, operation: str, num_bytes: int):
         self.pace, self.operation, self.num_bytes = pace, operation, num_bytes
         clock = pace.clock
         self.begun = self.ended = clock.now

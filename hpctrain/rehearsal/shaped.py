@@ -25,7 +25,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
-from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
+from hpctrain.rehearsal.clock import Clock, DeviceQueue, GroupTiming
 from hpctrain.rehearsal.fabric import FlowNetwork, PretendedNetwork
 
 # How many messages of one rank may be in flight or not yet taken by their receivers.
@@ -268,10 +268,10 @@ class RehearsedNetwork:
         """`network` is shared by all ranks, and owned from now on; `clock` is this rank's."""
         self._network, self._clock = network, clock
 
-    def pace(self, group: str = "") -> RehearsedPace:
-        return RehearsedPace(self._clock, group)
+    def pace(self, group: str = "") -> GroupTiming:
+        return GroupTiming(self._clock, group)
 
-    def transport(self, messages: GroupMessages, pace: RehearsedPace | None) -> ShapedTransport:
+    def transport(self, messages: GroupMessages, pace: GroupTiming | None) -> ShapedTransport:
         return ShapedTransport(self._network, messages, pace and pace.stream)
 
     def close(self) -> None:

@@ -108,35 +108,35 @@ class Family(Figures):
 
     kind: Kind
     model: str | None = None
-    """What its maker calls it."""
+    """Its maker's name for it."""
     like: str | None = None
     """A model of the catalogue whose figures count where none are typed, and whose shares of them are assumed."""
     memory_bytes: MemoryBytes
-    """What one device, or a CPU rank, may fill, what is reserved included."""
+    """The memory of one device, or of a CPU rank, with what is reserved."""
     reserved_bytes: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=MOST_MEMORY_BYTES)] | None = None
     """The part that no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
     memory_bytes_per_second: Bandwidth
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
     host_copy_bytes_per_second: Rate | None = None
-    """From pinned memory of the host or to it, per direction; left out for CPUs, whose memory is the host's."""
+    """The bandwidth of copies from or to pinned host memory, per direction; CPUs leave it out."""
     peak_flops_per_second: dict[DType, Speed] = Field(default_factory=dict)
-    """Of dense products, as the maker says."""
+    """The maker's figure for dense products."""
     sustained_flops_per_second: dict[DType, Speed] = Field(default_factory=dict)
-    """Of the best of the `products`."""
+    """The speed of the best of the `products`."""
     products: Several[ProductSpeed] = ()
     half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
     overlap_slowdown: Slowdown | None = None
-    """How many times as long it computes while it communicates; left out: no slow-down."""
+    """The factor by which it computes longer while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
-    """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+    """The number of devices of a node that were measured at the same time: CPU ranks share memory, and maybe cores."""
 
     overflows: Several[MemoryOverflow] = ()
     """Plans that did not fit, though predicted to; what a plan may fill is less by as much."""
 
     launch: Launch | None = None
-    """How its ranks are started. Only `hpctrain slurm` and `hpctrain mpirun` read it."""
+    """The start of its ranks. Only `hpctrain slurm` and `hpctrain mpirun` read it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -186,7 +186,7 @@ class Fabric(Figures):
     network: str | None = None
     """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
     latency_seconds: LinkLatency
-    """From the first byte's departure to its arrival, the software's share included."""
+    """The time from a byte's departure to its arrival, the software's share included."""
     bytes_per_second: Rate | None = None
     """The most that goes through it between two nodes; left out: what their NICs let through."""
 
@@ -197,7 +197,7 @@ class Nic(Figures):
     fabric: Name
     count: Annotated[int, Field(ge=1, le=MOST_NICS)] = 1
     send_bytes_per_second: Bandwidth
-    """Of each of them."""
+    """The bandwidth of one of them."""
     receive_bytes_per_second: Bandwidth
 
 
@@ -206,15 +206,15 @@ class Nodes(Figures):
 
     count: RankCount = 1
     devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
-    """How many of which family, in their order."""
+    """The number of devices of each family, in their order."""
     link_latency_seconds: LinkLatency | None = None
-    """Between two devices of a node."""
+    """The latency between two devices of a node."""
     link_bytes_per_second: Bandwidth | None = None
     nics: Several[Nic] = ()
     host_memory_bytes: Bytes | None = None
-    """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
+    """The memory of one host that ranks may fill with what they offload; left out: not known."""
     ranks: Several[Rank] | None = None
-    """Of the devices, node by node; left out: consecutive."""
+    """The ranks of the devices, node by node; left out: consecutive."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -247,7 +247,7 @@ class MessageTiming(Table):
 
     message_bytes: Bytes
     flows: Count = 1
-    """From as many devices of one node (to as many of another one), this one's included."""
+    """The number of such messages from one node, each from a device of its own, this one included."""
     seconds: Seconds
 
 
@@ -256,10 +256,10 @@ class LinkClass(Figures):
 
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
-    """By which they reach each other; left out: they are on one node."""
+    """The network between them; left out: they are on one node."""
     latency_seconds: LinkLatency
     bytes_per_second: Bandwidth
-    """Of a single message."""
+    """The bandwidth of a single message."""
     times: Several[MessageTiming] = ()
 
     @property
@@ -285,19 +285,19 @@ class Profile(Figures):
 
     family: Name
     work: str
-    """Which model, sequences and dtype, in words that the profiler chooses: it is valid for the same ones alone."""
+    """The model, sequences and dtype, in the profiler's words: a profile is valid for equal words alone."""
     zero: Annotated[int, Field(ge=1, le=3)]
     """The ZeRO stage; 1 covers 0 too."""
     replicas: Count
-    """Among how many the state is cut where the stage cuts it."""
+    """The number of replicas among which the ZeRO stage cuts the state."""
     largest_rows: Annotated[int, Field(ge=0)] | None = None
     """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
     limited_by: Literal["job", "time", "memory"] | None = None
     """Why no more rows were tried, or fit."""
     update_seconds: Seconds | None = None
-    """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
+    """The seconds of the replica's part of the optimizer's work; left out where the whole model does not fit."""
     times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
-    """By ascending rows. Without communication."""
+    """The times for each number of rows, ascending, without communication."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -316,12 +316,12 @@ class Device(NamedTuple):
 
     rank: int
     table: int
-    """Which of `Cluster.nodes` its node is one of."""
+    """The index of its node's table in `Cluster.nodes`."""
     node: int
     """Counted over the whole cluster."""
     family: str
     index: int
-    """Among the devices of its node."""
+    """Its number among the devices of its node."""
 
 
 class Cluster(Table):
@@ -335,7 +335,12 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        return refused_for(self, _inconsistencies(self))
+        mistakes = [*_unknown_names(self), *_repeated(self), *_wrong_ranks(self), *_unconnected(self)]
+        if self.num_devices > MOST_RANKS:
+            mistakes.append(
+                f"nodes: have {self.num_devices:,} devices; lower count or devices to {MOST_RANKS:,} in all"
+            )
+        return refused_for(self, mistakes)
 
     @property
     def num_devices(self) -> int:
@@ -420,16 +425,6 @@ def assumed_figures(cluster: Cluster) -> list[str]:
         for figure in table.given
         if table.origin_of(figure) == "assumed"
     ]
-
-
-def _inconsistencies(cluster: Cluster) -> Iterator[str]:
-    """Yield what tables contradict each other in, each with the key that is to blame."""
-    yield from _unknown_names(cluster)
-    yield from _repeated(cluster)
-    yield from _wrong_ranks(cluster)
-    yield from _unconnected(cluster)
-    if cluster.num_devices > MOST_RANKS:
-        yield f"nodes: have {cluster.num_devices:,} devices; lower count or devices to {MOST_RANKS:,} in all"
 
 
 def _unknown_names(cluster: Cluster) -> Iterator[str]:

@@ -66,9 +66,9 @@ class Filled:
     compares: bool
     """Whether typed figures should be those of the catalogue: not in miniatures, and where pretend devices differ."""
     sources: dict[str, str] = field(default_factory=dict)
-    """By dotted key, which data sheet a figure is from."""
+    """The data sheet of each figure, by dotted key."""
     mistakes: dict[str, str] = field(default_factory=dict)
-    """By dotted key, what could not be looked up, and which figures are far from the catalogue's."""
+    """The names that could not be looked up and the figures far from the catalogue's, by dotted key."""
 
     def put(self, key: str, table: dict, figures: Mapping[str, Any], source: str, origin: str = "datasheet") -> None:
         """Set those of some figures that a table lacks."""

@@ -41,7 +41,7 @@ class ClusterFile(NamedTuple):
     truth: Truth | None
     """The table `[truth]`: for pretend devices alone."""
     sources: dict[str, str]
-    """By dotted key, where each figure that the file leaves out is from."""
+    """The source of each figure that the file leaves out, by dotted key."""
 
 
 def ready_clusters() -> dict[str, Path]:
@@ -130,10 +130,10 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
     before = parse_cluster_file(text, where)
     wanted = before.cluster.model_copy(update={"profiles": tuple(profiles)})
     lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
-    made = "\n".join(lines).rstrip("\n") + "\n"
+    result = "\n".join(lines).rstrip("\n") + "\n"
     with suppress(TopologyError):
-        if parse_cluster_file(made, where)[:2] == (wanted, before.truth):
-            return made
+        if parse_cluster_file(result, where)[:2] == (wanted, before.truth):
+            return result
     raise TopologyError(f"{where}: its profiles cannot be distinguished from the rest; remove them, and profile again")
 
 

@@ -15,16 +15,18 @@ def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> 
         return None
     places = zip(hosts, families, strict=True)
     given = [tuple(family for _, family in group) for _, group in itertools.groupby(places, lambda place: place[0])]
-    counts = [0] * len(cluster.nodes)
+    kinds = [tuple(name for name, n in nodes.devices.items() for _ in range(n)) for nodes in cluster.nodes]
+    counts = [0] * len(kinds)
     table = 0
     for node in given:
-        while table < len(cluster.nodes) and not _has_such_node(cluster, table, counts[table], node):
+        while table < len(kinds) and (counts[table] == cluster.nodes[table].count or kinds[table] != node):
             table += 1
-        if table == len(cluster.nodes):
+        if table == len(kinds):
             return None
         counts[table] += 1
-    nodes = [each.model_copy(update={"count": n}) for each, n in zip(cluster.nodes, counts, strict=True) if n]
-    kept = {name for each in nodes for name in each.devices}
+    tables = zip(cluster.nodes, counts, strict=True)
+    nodes = [nodes.model_copy(update={"count": count}) for nodes, count in tables if count]
+    kept = {name for table in nodes for name in table.devices}
     return Cluster(
         families={name: family for name, family in cluster.families.items() if name in kept},
         fabrics=cluster.fabrics,
@@ -32,8 +34,3 @@ def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> 
         links=tuple(link for link in cluster.links if kept.issuperset(link.families)),
         profiles=tuple(profile for profile in cluster.profiles if profile.family in kept),
     )
-
-
-def _has_such_node(cluster: Cluster, table: int, taken: int, node: tuple[str, ...]) -> bool:
-    nodes = cluster.nodes[table]
-    return taken < nodes.count and tuple(name for name, n in nodes.devices.items() for _ in range(n)) == node

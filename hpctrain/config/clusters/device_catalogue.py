@@ -22,13 +22,13 @@ class CatalogueEntry:
 
     kind: str
     memory_bytes: float
-    """What a program can use: sheets round, and mean GiB where they say GB."""
+    """The bytes that a program can use: sheets round, and mean GiB where they say GB."""
     memory_bytes_per_second: float
     peak_flops_per_second: dict[str, float]
     link_bytes_per_second: float
-    """Between two of a node, per direction: NVLink, Infinity Fabric, or PCIe."""
+    """The bandwidth between two of a node, per direction: NVLink, Infinity Fabric, or PCIe."""
     family_name: str
-    """Of its parameter set in `EFFICIENCIES`."""
+    """The name of its entry in `EFFICIENCIES`."""
     source: str
 
     def family(self, name: str, reserved_bytes: int | None = None) -> Family:
@@ -48,9 +48,9 @@ class NetworkEntry(NamedTuple):
     """A network as its maker describes it."""
 
     bytes_per_second: float
-    """Of one NIC, per direction."""
+    """The bandwidth of one NIC, per direction."""
     latency_seconds: float
-    """Of a message: assumed, the maker's figure and what MPI adds to a short message."""
+    """The latency of a message. Assumed: the maker's figure, and what MPI adds to a short message."""
     source: str
 
 
@@ -255,14 +255,11 @@ def _lookup(called: str, names: Collection[str]) -> str | None:
     said = {*words, *("".join(words[i:j]) for i in range(len(words)) for j in range(i + 2, len(words) + 1))}
     for name in sorted(names, key=len, reverse=True):
         wanted = _words(name)
-        if "".join(wanted) in said or all(_spellings(word) & said for word in wanted):
+        # A number may be one of bytes: an A10G is no A10.
+        spellings = ({word, f"{word}GB", f"{word}G"} if word.isdigit() else {word} for word in wanted)
+        if "".join(wanted) in said or all(said & spelt for spelt in spellings):
             return name
     return next((name for alias, name in ALIASES.items() if alias in words and name in names), None)
-
-
-def _spellings(word: str) -> set[str]:
-    """Return a word of a name, and as bytes where it is a number: an A10G is no A10."""
-    return {word, f"{word}GB", f"{word}G"} if word.isdigit() else {word}
 
 
 def _words(name: str) -> list[str]:

@@ -45,7 +45,7 @@ class Figures(Table):
     UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
 
     origin: Origin | None = None
-    """Of all figures of the table, but for those in `origins`; left out: typed, as from a data sheet."""
+    """The origin of all figures of the table that are not in `origins`; left out: typed, as from a data sheet."""
     origins: dict[str, Origin] = Field(default_factory=dict)
 
     @classmethod

@@ -53,11 +53,11 @@ class Launch(Table):
     constraint: BatchWord | None = None
     reservation: BatchWord | None = None
     gres: BatchWord | None = None
-    """What Slurm calls one device, such as `gpu:a100`; left out: `gpu` for accelerators, nothing for CPUs."""
+    """Slurm's name for one device, such as `gpu:a100`; left out: `gpu` for accelerators, nothing for CPUs."""
     cores_per_rank: RankCount | None = None
-    """Left out: a share of the node's."""
+    """The cores of one rank; left out: a share of the node's."""
     min_nodes: RankCount | None = None
-    """With how many nodes of these the job may start where not all can be had; left out: all of them."""
+    """The nodes of these with which the job may start where not all are free; left out: all of them."""
     sbatch: Several[Option] = ()
     """More options of a batch script, such as `--mail-type=END` and `--switches=1`, a line each."""
     srun: Several[Option] = ()

@@ -27,7 +27,7 @@ class PairLink(NamedTuple):
     fabric: str | None
     latency_seconds: float
     bytes_per_second: float
-    """Of a single message."""
+    """The bandwidth of a single message."""
     shared_bytes_per_second: float
     """The bandwidth that all messages of the sender's NIC share; infinite where there is no NIC."""
     times: tuple[MessageTiming, ...] = ()
@@ -35,7 +35,7 @@ class PairLink(NamedTuple):
     is_measured: bool = False
     """Whether the cluster says that its bandwidth was measured."""
     overhead_seconds: float = 0.0
-    """What each further message that is in flight at the same time costs its sender: part of its latency."""
+    """The sender's cost of each further message in flight: part of its latency."""
 
     @property
     def message_bytes_per_second(self) -> float:

@@ -22,7 +22,7 @@ class PretendDevice(Table):
     memory_bytes_per_second: Rate
     """Read and written, by everything that is no product."""
     flops_per_second: Annotated[dict[DType, Rate], Field(min_length=1)]
-    """Of products large enough to keep it busy; a dtype that is not listed is not computed in."""
+    """The speed of products large enough to keep it busy; it does not compute in a dtype that is not listed."""
     launch_seconds: Latency = 0.0
     """The least that an operation takes."""
     tile: Annotated[tuple[Count, Count], Field(strict=False)] = (1, 1)
@@ -30,9 +30,9 @@ class PretendDevice(Table):
     half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] = 0.0
     """Rows of the result at which a product reaches half of its speed."""
     overlap_slowdown: Slowdown = 1.0
-    """How many times as long a computation takes while the device communicates."""
+    """The factor by which a computation takes longer while the device communicates."""
     host_copy_bytes_per_second: Rate | None = None
-    """Between the device and pinned host memory, one direction; left out: a share of its memory's, see
+    """The bandwidth to or from pinned host memory; left out: a share of its memory's, see
     `hpctrain.config.clusters.cluster.HOST_COPY_SHARE`."""
     jitter_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Standard deviation of an operation's time, of its time."""
@@ -71,6 +71,6 @@ class Truth(Table):
     bandwidth_to_compute_scale: Scale = 1.0
     """Bytes per FLOP of the rehearsal for one of the cluster."""
     width_scale: Count = 1
-    """Of a finished miniature: by how much the widths and positions of its job were divided."""
+    """The number by which widths and positions of the job were divided, in a finished miniature."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)
-    """By family."""
+    """The device of each family."""

@@ -52,7 +52,7 @@ class RunFolder:
     def __init__(self, path: Path, say: Callable[[str], None] = lambda text: None):
         self.path = path
         self.step = 0
-        """Of the last event, or the last step that is done."""
+        """The step of the last event, or the last that is done."""
         self._say = say
         self._refused: set[Path] = set()
 
@@ -80,10 +80,12 @@ class RunFolder:
             partial.unlink(missing_ok=True)
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
             partial.replace(file)
-        again = [line["step"] for line in lines if line["step"] > step]
+        repeated = [line["step"] for line in lines if line["step"] > step]
         said = [f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}"] if mistakes else []
-        if again:
-            said.append(f"{file}: steps {again[0]} to {again[-1]}, of which there is no checkpoint, are computed again")
+        if repeated:
+            said.append(
+                f"{file}: steps {repeated[0]} to {repeated[-1]}, of which there is no checkpoint, are computed again"
+            )
         return "; ".join(said) or None
 
     def append(self, file: SavedFile[T], line: T) -> None:

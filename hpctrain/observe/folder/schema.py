@@ -105,7 +105,7 @@ class SavedMetrics(SavedFigures, SavedLosses):
     mfu: NotRequired[Positive]
     fraction_of_sum: NotRequired[Positive]
     overrun: NotRequired[float]
-    """Of a rehearsal: shown, and not written."""
+    """The overrun of a rehearsal: shown, and not written."""
 
 
 class SavedYardstick(SavedTable):
@@ -114,7 +114,7 @@ class SavedYardstick(SavedTable):
     predicted_alone: NotRequired[dict[str, float | None]]
     """Tokens/s by family; None where it cannot hold the model."""
     worth: NotRequired[dict[str, str]]
-    """How far each may be from that, by family."""
+    """The possible error of each, by family."""
     fraction_of_sum: NotRequired[float]
     speedup_over_best_family: NotRequired[float]
     speedup_over_even: NotRequired[float]
@@ -236,7 +236,7 @@ class SavedComparison(SavedTable):
     """Steps compared with their prediction: means over ranks, and over all steps of a start but the first."""
 
     cluster: str
-    """What the prediction is from."""
+    """The source of the prediction."""
     steps: int
     predicted_seconds: Positive
     interval_seconds: list[NonNegative]

@@ -57,7 +57,7 @@ class StepRecorder(Tracer):
         """Forget what happened so far."""
         self.spans: list[Span] = []
         self.step_spans: list[Span] = []
-        """Of the step itself, once it is over: what follows, a validation, is no part of it."""
+        """The spans of the step itself, once it is over: what follows, a validation, is no part of it."""
         self._parts: dict[str, float] | None = None
 
     def computed(self, name: object, since: float) -> None:

@@ -81,7 +81,7 @@ def step_panel(run: RunRecord) -> Panel:
     mean = {part: sum(bar.parts[part] * len(tiles.ranks) for tiles, bar in shown) / num_ranks for part in EXPOSED}
     total, compute = sum(mean.values()), mean.pop("compute")
     other = max(mean, key=mean.__getitem__)
-    how = "compute" if shown[0][1].name == "measured" else "are predicted to compute"
+    verb = "compute" if shown[0][1].name == "measured" else "are predicted to compute"
     keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
     rows = [
         ["all ranks" if axis == "everyone" else axis]
@@ -89,7 +89,7 @@ def step_panel(run: RunRecord) -> Panel:
         for axis in run.value(TRAFFIC.name, "axes") or ()
     ]
     return Panel(
-        f"Ranks {how} {compute / total:.0%} of a step; next is '{other}' with {mean[other] / total:.1%}",
+        f"Ranks {verb} {compute / total:.0%} of a step; next is '{other}' with {mean[other] / total:.1%}",
         lambda width: _draw(groups, width, PARTS, show_seconds, "seconds of a rank in one step"),
         "Measured are the means of one logged step. Waiting belongs to what is waited for.",
         rows,

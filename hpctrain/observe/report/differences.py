@@ -13,8 +13,10 @@ SKIPPED = ("name", "plan.file")
 def difference_rows(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return a row for each result and for each setting in which runs differ: its name, then its value in each run."""
     rows: list[tuple[str, ...]] = []
-    speeds = [_median_speed(run) for run in runs]
-    if all(speeds):
+    # The first step of a run allocates memory: it counts where it is the only one.
+    logged = [sorted(line["tokens_per_second"] for line in run.metrics[1:] or run.metrics) for run in runs]
+    if all(logged):
+        speeds = [ordered[len(ordered) // 2] for ordered in logged]
         others = [f"{speed:,.0f} ({speed / speeds[0]:.2f} times)" for speed in speeds[1:]]
         rows.append(("tokens/s, median step", f"{speeds[0]:,.0f}", *others))
     for name, key in FIGURES:
@@ -22,17 +24,11 @@ def difference_rows(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
         if any(value is not None for value in values):
             rows.append((name, *("-" if value is None else f"{value:.4f}" for value in values)))
     settings = [_settings(run) for run in runs]
-    for key in dict.fromkeys(key for each in settings for key in each):
-        values = [each.get(key) for each in settings]
+    for key in dict.fromkeys(key for table in settings for key in table):
+        values = [table.get(key) for table in settings]
         if any(value != values[0] for value in values):
             rows.append((key, *("-" if value is None else str(value) for value in values)))
     return rows
-
-
-def _median_speed(run: RunRecord) -> float:
-    """Return the tokens per second of the median step, the first one left out; 0 where no step was logged."""
-    speeds = sorted(line["tokens_per_second"] for line in run.metrics[1:] or run.metrics)
-    return speeds[len(speeds) // 2] if speeds else 0.0
 
 
 def _last(run: RunRecord, key: str) -> float | None:

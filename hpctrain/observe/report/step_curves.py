@@ -84,7 +84,8 @@ def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, single_na
         return None
     marks = [_points(run, "validation_loss") if is_loss else [] for run in runs]
     predicted = [_predictions(run) if key == "tokens_per_second" else [] for run in runs]
-    values += [value for of_run in marks for _, value in of_run] + [v for each in predicted for _, _, v in each]
+    values += [value for points in marks for _, value in points]
+    values += [value for spans in predicted for _, _, value in spans]
     steps = [step for curve in curves for step, _ in curve]
     names = [run.name for run in runs] if len(runs) > 1 else [single_name]
     entries = [(f"f{number % 8}", clip(name, width - 40)) for number, name in enumerate(names)]
@@ -121,8 +122,10 @@ def _mark_events(svg: Svg, run: RunRecord, x: PixelScale, y: PixelScale) -> None
         if kind not in (START, STRAGGLER) or not x.low < event["step"] <= x.high:
             continue
         svg.line(at, y.stop - 4, at, y.start, "restart" if kind == START else "straggler")
-        again = f"planned again, {event.get('ranks', 0):,} ranks" if event.get("planned_again") else "started again"
-        text = again if kind == START else f"rank {event.get('rank', '?')} slow"
+        text = f"rank {event.get('rank', '?')} slow"
+        if kind == START:
+            is_new_plan = event.get("planned_again")
+            text = f"planned again, {event.get('ranks', 0):,} ranks" if is_new_plan else "started again"
         left = min(at, x.stop - text_width(text))
         if left >= free:
             svg.text(left, y.stop - 8, text, "tick" if kind == START else "bad")

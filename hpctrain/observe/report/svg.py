@@ -175,7 +175,7 @@ class Panel:
     note: Markup | str = ""
     """Below the picture; or, where there is none, why."""
     rows: Sequence[Sequence[Markup | str]] = ()
-    """Of the table of axes."""
+    """The rows of the table of axes, its header not included."""
 
 
 def text_width(text: str, size: float = FONT) -> float:

@@ -86,7 +86,7 @@ def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
 def _lines(box: Box) -> list[str]:
     """Return what is written into a box, the most important first."""
     tile, count = box.tiles[0], len(box.tiles)
-    ranks = ranges(tuple(sorted(rank for each in box.tiles for rank in each.ranks)))
-    each = f"{count} tiles of {counted(tile.rows.size, 'row')}" if count > 1 else counted(tile.rows.size, "row")
-    lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", each, str(tile.tensor)]
+    ranks = ranges(tuple(sorted(rank for equal in box.tiles for rank in equal.ranks)))
+    rows = f"{count} tiles of {counted(tile.rows.size, 'row')}" if count > 1 else counted(tile.rows.size, "row")
+    lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", rows, str(tile.tensor)]
     return [*lines, *(["ZeRO 1"] if tile.zero == 1 else []), *options_of(tile)]

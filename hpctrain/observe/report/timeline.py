@@ -53,11 +53,6 @@ def timeline_panel(run: RunRecord) -> Panel:
     return Panel(title, lambda width: _draw(run, width), note)
 
 
-def _predicted(run: RunRecord, tile: Tile) -> list[Bar]:
-    spans = run.forecast.spans[tile] if run.forecast else []
-    return [Bar(KINDS[s.instruction.op.value], s.begin, s.end, s.instruction.microbatch) for s in spans]
-
-
 def _measured(run: RunRecord, tile: Tile) -> list[Bar]:
     grids = run.timeline["grids"] if run.timeline else []
     spans = next((grid["spans"] for grid in grids if grid["rank"] == tile.ranks[0]), [])
@@ -70,7 +65,12 @@ def _draw(run: RunRecord, width: int) -> Svg | None:
         grids = [(group.tile, group.describe()) for group in run.groups[:MAX_GROUPS]]
     else:
         grids = [(tile, group.describe(tile.ranks)) for group in run.groups for tile in group.tiles]
-    lanes = {"predicted": [_predicted(run, tile) for tile, _ in grids]}
+    forecast = run.forecast.spans if run.forecast else {}
+    predicted = [
+        [Bar(KINDS[s.instruction.op.value], s.begin, s.end, s.instruction.microbatch) for s in forecast.get(tile, ())]
+        for tile, _ in grids
+    ]
+    lanes = {"predicted": predicted}
     if any(measured := [_measured(run, tile) for tile, _ in grids]):
         lanes["measured"] = measured
     bars = [bar for lines in lanes.values() for line in lines for bar in line]

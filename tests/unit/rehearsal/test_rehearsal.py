@@ -10,7 +10,7 @@ from hpctrain.comm.waiting import Condition, Patience, Phase, complete
 from hpctrain.config.clusters.links import link_between
 from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
-from hpctrain.rehearsal.clock import Clock, RehearsedPace
+from hpctrain.rehearsal.clock import Clock, GroupTiming
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from tests.pretended import CLUSTER
 
@@ -120,7 +120,7 @@ def test_computing_is_slower_while_collectives_move_bytes_and_what_communicates_
 ):
     made = device(overlap_slowdown=1.5)
     a = torch.ones(100, 100)
-    pace = RehearsedPace(made.clock)
+    pace = GroupTiming(made.clock)
     here = []
 
     def communicate():
