@@ -1,7 +1,7 @@
 """The numbers that files and command lines may hold.
 
 The largest are far beyond any machine or model that there is, and small enough for what is enumerated: ranks, items,
-microbatches. A number beyond them is a slip of the finger, which would otherwise take the memory of the host.
+microbatches. A larger number is a typing mistake, and would otherwise fill the memory of the host.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The section by which a job says which kernels compute, where there are several that compute the same."""
+"""The section `[kernels]` of a job: which kernels compute, where several compute the same."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
@@ -36,7 +36,7 @@ class KernelChoice(Table):
     where any rank is a CPU, else a ninth of the smallest device's memory, at most 8192."""
 
     def fused_of(self, family: str) -> bool | None:
-        """Return what ranks of a family do; None where that is not resolved yet."""
+        """Return whether the kernels of a family are fused; None where that is not resolved yet."""
         return self.fused_by_family.get(family, self.fused)
 
     def attention_of(self, family: str) -> str:
@@ -79,6 +79,6 @@ TOKEN_MULTIPLE = 256
 
 
 def tokens_at_once(num_tokens: int, columns: int, logits_bytes: int) -> int:
-    """Return for how many tokens the logits of so many columns are there at once, the same on all ranks of a grid."""
+    """Return how many tokens have logits of so many columns at once: as many on all ranks of a grid."""
     count = max(1, logits_bytes // (4 * columns))
     return min(num_tokens, count - count % TOKEN_MULTIPLE if count > TOKEN_MULTIPLE else count)

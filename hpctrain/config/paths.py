@@ -1,7 +1,7 @@
-"""Questions about paths that people type, also where the operating system refuses the path itself; files of others.
+"""Answers about paths that people type, and reads files that others made.
 
-A name of 300 letters, a link to itself, a zero byte: such a path is nothing, and who reads it says why. What is under a
-path is looked at before it is opened: a pipe would be waited for, and a device has no end.
+A path that the operating system refuses, such as a name of 300 letters or a link to itself, counts as missing; the
+reader reports why. A file is checked before it is opened: opening a pipe waits, and a device has no end.
 """
 
 import errno
@@ -18,7 +18,7 @@ from hpctrain.config.errors import HpctrainError, describe_os_error
 
 @contextmanager
 def refused_as(kind: type[HpctrainError], what: str, remedy: str = "") -> Iterator[None]:
-    """Enclose what the operating system may refuse. Raises `kind` then: `what`, why, and what to do."""
+    """Turn an OSError of the block into a `kind` that says what failed, why, and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Number formats of a job, also where it leaves them open, and how losses are scaled for fp16."""
+"""The number formats of a job, also those that it leaves open, and the scale of losses in fp16."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal

@@ -198,7 +198,7 @@ def tables_of(tree: Mapping[str, Any], section: str) -> list[tuple[str, dict[str
 
 
 def given_values(table: Table) -> dict[str, Any]:
-    """Return what is set of a table, by key."""
+    """Return the values of a table that are set, by key."""
     values = {name: getattr(table, name) for name in type(table).model_fields}
     return {name: value for name, value in values.items() if value not in (None, {}, ())}
 

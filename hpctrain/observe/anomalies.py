@@ -34,10 +34,10 @@ class Jump(NamedTuple):
 
 
 class JumpWatch:
-    """Looks at each step of a run; for one rank."""
+    """Watches the loss and the norm of each step, on one rank."""
 
     def __init__(self, factor: float):
-        """`factor` is how many times the median a jump is; 0: nothing is one."""
+        """A figure of `factor` times the median of the last steps is a jump; 0 turns the watch off."""
         self._factor = factor
         self._last = {figure: deque[float](maxlen=WINDOW_STEPS) for figure in WATCHED}
         self._is_high = dict.fromkeys(WATCHED, False)
@@ -81,7 +81,7 @@ class Straggler(NamedTuple):
 
 
 class StragglerWatch:
-    """Looks at the seconds that ranks compute in logged steps; for one rank."""
+    """Watches how long all ranks compute in logged steps, on one rank."""
 
     def __init__(self, plan: Plan):
         groups = [list(group.ranks) for group in tile_groups(plan)]

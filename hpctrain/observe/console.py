@@ -56,7 +56,8 @@ class Console:
     """Prints on one rank; on all others every method does nothing."""
 
     def __init__(self, speaks: bool, on_stderr: bool = False, bar: bool | None = None):
-        """`bar`: whether one line is kept up to date; None: if this process has a terminal. mpirun hides it."""
+        """`bar` says whether one line is kept up to date; None: where this process has a terminal, which mpirun
+        hides."""
         self._speaks = speaks
         file = drawing(sys.stderr if on_stderr else sys.stdout)
         self._rich = RichConsole(file=file, highlight=False, markup=False, force_terminal=bar)
@@ -114,7 +115,7 @@ class Console:
             self.say(GAP.join(parts))
 
     def forget_speed(self) -> None:
-        """Let the means of seconds and speeds begin anew."""
+        """Start the moving averages of seconds and speeds anew."""
         self._smooth_speed = self._smooth_seconds = 0.0
 
     def close_line(self) -> None:
@@ -187,7 +188,7 @@ def describe_loss(metrics: Mapping) -> str:
 
 
 def describe_slowest(slowest: SavedSlowest) -> str:
-    """Say in two words what the slowest rank of a step did most of it."""
+    """Return what the slowest rank did for most of a step, such as `computing 80%`."""
     own, waiting = slowest["computing_seconds"], slowest["waiting_seconds"]
     total = own + waiting
     if own >= waiting:

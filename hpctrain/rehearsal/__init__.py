@@ -1,1 +1,1 @@
-"""Turn a cluster and a job of real size into a miniature that local CPU ranks rehearse."""
+"""Rehearsals: local CPU ranks that behave, in time and memory, like devices of a described cluster."""

@@ -55,7 +55,7 @@ class RehearsedAccelerator(CpuAccelerator):
     shares_memory = False
 
     def __init__(self, family: str, device: PretendDevice, clock: Clock, time_scale: float, seed: int):
-        """`seed` is of the jitter, and different on every rank."""
+        """`seed` seeds the jitter, and differs between ranks."""
         super().__init__(family)
         self.model = f"{family}, pretended by {self.model}"
         self.clock = clock
@@ -174,7 +174,7 @@ class RehearsedAccelerator(CpuAccelerator):
         return Ability(False, "a pretended device sees operations one by one")
 
     def charge(self, func, args: tuple, outputs: list[torch.Tensor]) -> None:
-        """Take the time of an operation. For what watches them."""
+        """Charge the clock for an operation, which the watch has seen."""
         clock, truth = self.clock, self._truth
         if clock.is_communicating:
             return
@@ -229,8 +229,8 @@ class _Watch(TorchDispatchMode):
 def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDevice) -> float:
     """Return the seconds of one operation, given what it was called with and what it returned.
 
-    Products by shape, attention by its products, everything else by the bytes that it reads and writes, of a table by
-    those of its rows; what makes a view of memory that was there costs nothing, nor does memory that nobody fills.
+    A product is priced by its shape, attention by its products, a lookup by the rows that it reads, everything else
+    by the bytes that it reads and writes. Views cost nothing, nor does memory that nobody fills.
     """
     packet = func.overloadpacket
     if str(packet) == WIDE_PRODUCT:

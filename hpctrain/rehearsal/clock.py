@@ -59,9 +59,10 @@ class Clock:
         self._wait(LONGEST_LEAD_SECONDS)
 
     def slowed(self, seconds: float, times: float) -> float:
-        """Return what takes so long alone, queued now, where it takes `times` as long while a collective moves bytes.
+        """Return the seconds of an operation queued now, which takes `seconds` alone and `times` as long next to a
+        collective.
 
-        One that waits for a rank which has not come to it moves nothing. Messages between two ranks slow nothing: NICs
+        A collective that waits for a rank moves nothing. Messages between two ranks slow nothing: NICs
         and copy engines move them, and what a cluster file says was measured with a collective.
         """
         collectives = (operation for operation in tuple(self.in_flight) if operation.operation not in MESSAGES)
@@ -89,13 +90,13 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """When all is done that the device was asked to compute; outside of what is measured it is never behind."""
+        """The time at which all is done that the device was asked to compute; between measurements it is not past."""
         if not self._is_running:
             self.compute.reach(time.monotonic())
         return self.compute.done_at
 
     def forget(self) -> None:
-        """Start to sum up anew."""
+        """Reset the sums of seconds."""
         self.busy_seconds = self.late_seconds = self.measured_seconds = 0.0
         self._taken = 0.0, 0.0
 

@@ -1,4 +1,4 @@
-"""The network of a described cluster as its rehearsal sees it: ports, by which of them a message goes, flows. Pure.
+"""The network of a described cluster as its rehearsal sees it: ports, paths of messages, flows. Pure.
 
 Messages are a fluid: flows share ports max-min fairly (Bertsekas and Gallager 1992, section 6.5.2). A port is one
 direction of a NIC or of a device's link. A flow's rate is what its narrowest port leaves to it, and what it cannot use
@@ -142,7 +142,7 @@ class FlowNetwork:
         return NUM_SCALARS + NUM_FIELDS * num_slots
 
     def reset(self) -> None:
-        """Empty it; once, before anybody uses it."""
+        """Empty it. One process calls, before any other uses it."""
         self._scalars[CLOCK], self._scalars[NEXT_END], self._scalars[NUM_ACTIVE] = 0.0, math.inf, 0.0
         self._scalars[SLOWDOWN] = 1.0
 
@@ -158,7 +158,7 @@ class FlowNetwork:
 
     @property
     def slowdown(self) -> float:
-        """Return how many times as long everything takes as by the bandwidths."""
+        """Return the factor by which everything takes longer than by the bandwidths."""
         return self._scalars[SLOWDOWN]
 
     def slow_down(self, times: float, now: float) -> None:
@@ -195,7 +195,7 @@ class FlowNetwork:
         return True
 
     def advance(self, now: float) -> None:
-        """Let everything happen that does until `now`."""
+        """Process all starts and ends of flows until `now`."""
         while (end := self.next_end) <= now:
             flows = self._flows()
             clock = self.clock
@@ -210,7 +210,7 @@ class FlowNetwork:
         return [int(slot) for slot in self._active[: int(self._scalars[NUM_ACTIVE])]]
 
     def _drain(self, flows: Iterable[int], now: float) -> None:
-        """Move on to `now`; no flow may end before."""
+        """Advance the given flows to `now`, before which none of them ends."""
         elapsed = now - self.clock
         for slot in flows:
             self._remaining[slot] -= self._rate[slot] * elapsed

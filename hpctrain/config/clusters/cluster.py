@@ -97,8 +97,8 @@ class MemoryOverflow(Table):
     def usable_bytes(self, whole: int) -> int:
         """Return how many bytes plans may fill after this overflow, where they might fill `whole` without it.
 
-        A device that lacked what was predicted has what it had. Else the prediction was too low, and plans may fill
-        less by the same factor.
+        `bytes` did not fit, so plans may fill less than that. Where the prediction was too low, they may also fill
+        less by the factor by which it was.
         """
         return int(min(self.bytes, whole * self.predicted_bytes / self.bytes) * (1 - OVERFLOW_MARGIN))
 
@@ -235,7 +235,7 @@ class Nodes(Figures):
 
     @cached_property
     def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
-        """Return each NIC, those that are equal one by one."""
+        """Return the NICs on each fabric, with an entry for each single one."""
         result: dict[str, tuple[Nic, ...]] = {}
         for nic in self.nics:
             result[nic.fabric] = result.get(nic.fabric, ()) + (nic,) * nic.count
@@ -243,7 +243,7 @@ class Nodes(Figures):
 
 
 class MessageTiming(Table):
-    """The seconds of a message until it has arrived, with others like it in flight at once."""
+    """The measured seconds of a message until it has arrived, while `flows` equal ones are in flight."""
 
     message_bytes: Bytes
     flows: Count = 1
@@ -252,7 +252,7 @@ class MessageTiming(Table):
 
 
 class LinkClass(Figures):
-    """The link of pairs of devices that are equally far; replaces what follows from nodes, NICs and fabrics."""
+    """The link of all pairs of devices at one distance. It replaces what follows from nodes, NICs and fabrics."""
 
     families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
@@ -272,7 +272,7 @@ Pass = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
 
 
 class RowTimes(Table):
-    """The seconds of the items of a model for so many rows at once: each its forward and its backward pass."""
+    """The seconds of each item of a model for a number of rows: a forward and a backward pass."""
 
     rows: SequenceCount
     embedding_seconds: Pass
@@ -369,7 +369,7 @@ class Cluster(Table):
         return {link.key: link for link in self.links}
 
     def without_environment(self) -> Self:
-        """Return it without the variables with which its ranks are started: keys and passwords may be among them."""
+        """Return the cluster without its ranks' environment variables, which may hold keys and passwords."""
         changed = {
             name: family.model_copy(update={"launch": family.launch.model_copy(update={"environment": {}})})
             for name, family in self.families.items()

@@ -114,7 +114,7 @@ def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, tr
 
 
 def merge_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
-    """Return a cluster file's text with new profiles in place of those with their keys, and after the others."""
+    """Return a cluster file's text with new profiles: each replaces the one with its key, or follows the others."""
     new = {profile.key for profile in profiles}
     kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
     keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}

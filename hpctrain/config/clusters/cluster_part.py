@@ -7,9 +7,9 @@ from hpctrain.config.clusters.cluster import Cluster
 
 
 def part_of(cluster: Cluster, families: Sequence[str], hosts: Sequence[str]) -> Cluster | None:
-    """Return the part of a cluster whose devices are those of these ranks, rank by rank; None where there is none.
+    """Return the part of a cluster that has exactly the devices of these ranks, in their order; None without one.
 
-    `families` and `hosts` are of the ranks, those of a host one after the other.
+    `families` and `hosts` have an entry for each rank. The ranks of a host follow each other.
     """
     if any(nodes.ranks is not None for nodes in cluster.nodes):
         return None

@@ -107,11 +107,11 @@ def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
 
 
 def message_seconds(link: PairLink, num_bytes: int, flows: float = 1, link_share: float = 1.0) -> float:
-    """Return how long a message takes with `flows` like it in flight at once: as measured, else by its bandwidth.
+    """Return the seconds of a message while `flows` equal ones are in flight: as measured, else by its bandwidth.
 
     `link_share` is what the software reaches of a data sheet's bandwidth, which is discounted here and nowhere else.
-    Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
-    got together.
+    Between measurements it interpolates linearly, in bytes and in flows. More flows than were measured share the
+    bandwidth of the most that were.
     """
     if not link.times:
         bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second / flows)
@@ -127,7 +127,7 @@ def message_seconds(link: PairLink, num_bytes: int, flows: float = 1, link_share
 
 
 def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
-    """Return the seconds of a message by those measured with one number of flows."""
+    """Return the seconds of a message by the times that were measured with one number of flows."""
     points = sorted((time.message_bytes, time.seconds) for time in link.times if time.flows == flows)
     points.insert(0, (0, min(link.latency_seconds, points[0][1])))
     right = min(max(bisect_left([size for size, _ in points], num_bytes), 1), len(points) - 1)

@@ -1,7 +1,8 @@
 """The behaviour of a rehearsal's pretend devices: the table `[truth]` of a cluster file, that only they read.
 
-Whoever plans knows what was measured, as with real devices: so this is no part of a `Cluster`. Figures are those of the
-cluster; `hpctrain.rehearsal.miniature` scales them together with a job. Those of a finished miniature are scaled.
+A planner knows only what was measured, as with real devices: so the truth is no part of a `Cluster`.
+Figures are those of the cluster; `hpctrain.rehearsal.miniature` scales them together with a job. Those of a finished
+miniature are scaled.
 """
 
 import math
@@ -38,7 +39,8 @@ class PretendDevice(Table):
     """Standard deviation of an operation's time, of its time."""
 
     def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1) -> float:
-        """Return what `batch` products [m, k] @ [k, n] take. Raises ValueError for a dtype that it does not have."""
+        """Return the seconds of `batch` products [m, k] @ [k, n]. Raises ValueError for a dtype that it does not
+        have."""
         if dtype not in self.flops_per_second:
             raise ValueError(f"a device that computes in {', '.join(self.flops_per_second)} was given {dtype}")
         rows, columns = (math.ceil(size / tile) * tile for size, tile in zip((m, n), self.tile, strict=True))
@@ -48,19 +50,19 @@ class PretendDevice(Table):
         return max(self.launch_seconds, seconds, num_bytes / self.memory_bytes_per_second)
 
     def host_copy_seconds(self, num_bytes: int) -> float:
-        """Return what a copy of so many bytes between the device and host memory takes."""
+        """Return the seconds of a copy of so many bytes between the device and host memory."""
         speed = self.host_copy_bytes_per_second or HOST_COPY_SHARE * self.memory_bytes_per_second
         return max(self.launch_seconds, num_bytes / speed)
 
     def pass_seconds(self, num_bytes: int) -> float:
-        """Return what an operation takes that does little but read and write so many bytes."""
+        """Return the seconds of an operation that does little but read and write so many bytes."""
         return max(self.launch_seconds, num_bytes / self.memory_bytes_per_second)
 
 
 class Truth(Table):
     """The pretend devices, and how the rehearsal is scaled.
 
-    With all three scales kept, the real work and the pretended one have like proportions.
+    Where all three scales are kept, real and pretended work have the same proportions.
     """
 
     time_scale: Scale = 1.0

@@ -96,7 +96,7 @@ class RunLock:
             return {}
 
     def _is_alive(self, holder: dict) -> bool:
-        """Say whether who wrote the file is still at work, although the system's lock was free."""
+        """Say whether the process that the file names still works, although the system's lock was free."""
         if not holder:
             return False
         pid = holder.get("pid")

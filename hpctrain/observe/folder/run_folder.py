@@ -43,7 +43,7 @@ def default_run_folder(name: str) -> Path:
 
 
 class RunFolder:
-    """The folder of one run, which is there; for one rank to write.
+    """The folder of one run, which exists; one rank writes it.
 
     A file that a start needs raises an error where it cannot be written. Training continues without the files that only
     people and reports read: each is reported once, and noted as an event.
@@ -105,7 +105,7 @@ class RunFolder:
         self.attempt(path, lambda: append_event(self.path, event, step, text, more))
 
     def attempt(self, path: Path, write: Callable[[], object]) -> bool:
-        """Do what writes a file, and return whether it was written; say it once where the disk refuses."""
+        """Write a file by `write`, and return whether that succeeded; report the first failure of each file."""
         try:
             write()
         except OSError as error:
@@ -134,7 +134,7 @@ def append_event(folder: Path, event: str, step: int, text: str, more: Mapping[s
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Enclose what writes files of a run folder. Raises TrainingError where the disk refuses."""
+    """Turn an OSError of the block, which writes files of a run folder, into a TrainingError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The files of JSON in a run folder: their names, and what is in each, for who writes it and for who reads it.
+"""The JSON files of a run folder: the name and the content of each, for writers and readers.
 
 A key that is `NotRequired` is not written by every run, or was not by earlier versions. Readers leave out keys that are
 new to them.
@@ -153,7 +153,7 @@ class SavedGrid(SavedTable):
 
 
 class SavedTimeline(SavedTable):
-    """When the instructions of one step ran."""
+    """The times at which the instructions of one step ran."""
 
     step: int
     grids: Annotated[list[SavedGrid], Field(min_length=1)]

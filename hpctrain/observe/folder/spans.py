@@ -1,5 +1,5 @@
-"""Records what one rank does in a step as spans of time: all figures of where time goes, and what moves, are made of
-them. Observers of a run look at them after each step.
+"""Records what one rank does in a step as spans of time. All figures of times and traffic are sums over spans.
+Observers of a run read them after each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ PART_OF_OP = {**dict.fromkeys(COMPUTING, "compute"), Op.UPDATE: "optimizer", Op.
 
 
 class Span(NamedTuple):
-    """Something happened from one time to another, in seconds of `time.monotonic`."""
+    """An event with its begin and its end, in seconds of `time.monotonic`."""
 
     kind: str
     name: object
@@ -75,7 +75,7 @@ class StepRecorder(Tracer):
         self.spans.append(Span(OVERLAPPED, operation, begin, end, group, lane, num_bytes))
 
     def parts(self) -> dict[str, float]:
-        """Return where the time of the step went, by part, in seconds of the device; zeros where nobody knows."""
+        """Return the seconds of the step by part, in time of the device; zeros where nobody knows them."""
         if self._parts is None:
             parts: dict[str, float] = {part: 0.0 for part in PARTS}
             alone = 0.0  # of the instruction, in which the rank communicated
@@ -100,8 +100,8 @@ class Observed(NamedTuple):
     files: RunFolder
 
     def clock(self, first: float) -> Callable[[float], float]:
-        """Return what turns times of this rank into seconds of its device since the `first` of any rank. All ranks must
-        call."""
+        """Return a function from times of this rank to seconds of its device since the `first` of any rank. All ranks
+        must call."""
         offset, scale = clock_offset(self.world), self.accelerator.time_scale
         origin = self.world.smallest(first + offset)
         return lambda time: (time + offset - origin) / scale
@@ -123,9 +123,9 @@ class Observer:
 def sums_by_axis(spans: Sequence[Span], scale: float = 1.0) -> dict[str, SavedAxis]:
     """Return for each axis the seconds that a rank communicated, those of them that were exposed, and the rest: hidden.
 
-    Exposed is what a rank did nothing else in: blocking operations, in which it waits for slower ranks too, and waits
-    for lanes. Of the pipeline it is also the wait for neighbours' results, which is no communication: it may be more
-    than there is to hide. Seconds and bytes are divided by `scale`.
+    Exposed is the time in which a rank did nothing else: blocking operations, in which it waits for slower ranks too,
+    and waits for lanes. The pipeline's includes the wait for neighbours' results. That is no communication, so it may
+    be more than there is to hide. Seconds and bytes are divided by `scale`.
     """
     sums: dict[str, list[float]] = {}
     for span in spans:
@@ -146,7 +146,7 @@ def sums_by_axis(spans: Sequence[Span], scale: float = 1.0) -> dict[str, SavedAx
 
 
 def mean_by_axis(ranks: Sequence[Mapping[str, SavedAxis]]) -> dict[str, SavedAxis]:
-    """Return the means of what `sums_by_axis` says of some ranks: over those that have the axis."""
+    """Return the means of `sums_by_axis` over the ranks that have the axis."""
     having = {axis: [rank[axis] for rank in ranks if axis in rank] for axis in sorted(set().union(*ranks))}
     keys = SavedAxis.__annotations__
     return {axis: SavedAxis(**{key: fmean(rank[key] for rank in of) for key in keys}) for axis, of in having.items()}
