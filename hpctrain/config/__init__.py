@@ -4,14 +4,14 @@ Read it in this order; a file imports only from its own line and those above it.
 
     bounds       the numbers that files may hold
     errors       every error that a user meets
-    terminal     lines that fit a terminal
-    paths        questions about paths, and files of others
+    terminal     text for people, without control characters
+    paths        paths that people type, and files that others made
     tables       what all TOML files have in common
     parallelism  the section `[plan]` of a job
     precision    number formats
     training/    how weights are updated
     watch        faults that a run looks for in its numbers
-    other_names  what other trainers call them
+    other_names  keys of other trainers, and what to set instead
     saved        jobs and plans of older schemas
     clusters/    the cluster file
     kernels      which kernels compute

@@ -5,7 +5,7 @@ Read it in this order; a file imports only from its own line and those above it.
     folder/           the run folder: the schema of its files, its lock, its spans
     overrun           how late a rehearsal was
     metrics           a line for each step
-    sample            which ranks write spans
+    sample            one step for the report: its instructions and traffic
     text_tables       tables for people
     trace             spans as a trace of Chrome's format
     torch_profile     torch.profiler for some steps of some ranks
