@@ -189,6 +189,16 @@ def test_nor_does_one_that_goes_through_its_rows_in_chunks(world, tokens):
     check_memory(world, job, even_plan(job.model.num_items, TensorGrid(y=2), 1, 2, 1, 16, row_chunks=4))
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_nor_does_one_whose_masks_are_of_documents(world, tokens):
+    """Of many positions, so that masks of all pairs are an eighth of what a rank needs."""
+    shape = SHAPE | {"max_positions": 256}
+    job = make_job(tokens, "llama", {"pipeline": 2, "data": 2, "microbatch": 1}, shape=shape, steps=2, global_batch=4)
+    data = job.data.model_copy(update={"sequence_length": 256, "mask_documents": True})
+    check_memory(world, job.model_copy(update={"data": data}))
+
+
 def check_memory(world, job, plan=None, least=-0.04):
     """Rehearse two steps and compare the peaks with the prediction, below which they are by no more than `least`."""
     _, training, _ = open_datasets(job.data, job.train.seed)
