@@ -201,6 +201,22 @@ def test_a_channel_without_room_in_shared_memory_sends_messages(world, monkeypat
     channel.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_shared_memory_that_fails_otherwise_than_for_lack_of_room_is_an_error(world, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "broken")
+
+    comm = world.group([0, 1])
+    if world.rank:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CommError, match="cannot share memory in .*broken"):
+        world.channel(1 - world.rank, num_bytes=4000, depth=2)
+    with pytest.raises(CommError, match="cannot share memory in .*broken"):
+        comm.allocate(1000, torch.float32, torch.device("cpu"))
+    comm.close()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["auto", "messages"])
 def test_half_precision_is_summed_in_fp32(world, name):

@@ -14,9 +14,8 @@ import torch
 from hpctrain.comm.collectives.flat import reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
-from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.transports.window import NoRoomError, SharedWindow
 from hpctrain.comm.waiting import Condition, Steps
-from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # Of each of a rank's two slots (`_next_slot`), at most. Small enough for the slots of a few ranks to stay in the cache.
@@ -68,7 +67,7 @@ class SharedCollectives:
             return None
         try:
             region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
-        except CommError:  # other groups took it meanwhile
+        except NoRoomError:  # other groups took it meanwhile
             return None
         self._regions.append(region)
         if not is_common:

@@ -12,7 +12,7 @@ from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.transport import as_bytes
-from hpctrain.comm.transports.window import SharedWindow
+from hpctrain.comm.transports.window import NoRoomError, SharedWindow
 from hpctrain.comm.waiting import Patience, Steps, until_all
 from hpctrain.config.errors import CommError
 
@@ -155,7 +155,7 @@ def make_channel(
     if routes.shares_memory(ranks):
         try:
             return SharedChannel(routes.space.members(ranks), num_bytes, depth, patience, instruments)
-        except CommError as error:  # on both ends: shared memory has no room for the slots
+        except NoRoomError as error:  # on both ends
             refusal = str(error)
     backend = routes.message_backend(ranks, instruments.pace)
     # The channel records messages; the trace also shows those that go out while the rank computes.

@@ -196,8 +196,8 @@ class GroupMessages:
 
 
 def on_all(members, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError with the first reason,
-    and from its own failure those that had one.
+    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError, or the kind that
+    the first one raised, with its reason; from its own failure those that had one.
 
     All ranks must call. Whatever a library raises is a failure: CuPy raises KeyError for errors that are new to it.
     """
@@ -205,8 +205,10 @@ def on_all(members, attempt: Callable[[], T]) -> T:
     try:
         result = attempt()
     except Exception as error:
-        failure, cause = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}", error
-    failures = [text for text in members.allgather(failure) if text is not None]
+        is_ours, cause = isinstance(error, CommError), error
+        failure = (type(error), str(error)) if is_ours else (CommError, f"{type(error).__name__}: {error}")
+    failures = [each for each in members.allgather(failure) if each is not None]
     if failures:
-        raise CommError(failures[0]) from cause
+        kind, text = failures[0]
+        raise kind(text) from cause
     return result  # pyright: ignore[reportReturnType] - the attempt succeeded

@@ -21,6 +21,10 @@ HEADER_BYTES = 4096
 NUM_COUNTERS = 8
 
 
+class NoRoomError(CommError):
+    """Shared memory has no room for what is asked of it; other ways may do without."""
+
+
 def free_bytes(path: str | os.PathLike = SHARED_MEMORY) -> int:
     """Return what is free of shared memory."""
     result = os.statvfs(path)
@@ -33,7 +37,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
     All members must call, each with the size of its own file. Files lose their names as soon as all have opened
     them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.process`). Their bytes are
     reserved, since a write beyond what is free is a bus error. Where one rank cannot make or open a file, all raise
-    CommError.
+    CommError; where that is for lack of room, NoRoomError.
     """
     with ExitStack() as names:
 
@@ -46,7 +50,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                raise CommError(
+                raise NoRoomError(
                     f"{num_bytes / 1e6:,.1f} MB are needed, and {free_bytes() / 1e6:,.1f} MB are free; {MORE_MEMORY}"
                 ) from None
             finally:
@@ -57,7 +61,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
             files = members.allgather((on_all(members, make_own), num_bytes))
             return on_all(members, lambda: [open_file(path, size) for path, size in files])
         except CommError as error:
-            raise CommError(f"ranks of one host cannot share memory in {SHARED_MEMORY}: {error}") from error.__cause__
+            raise type(error)(f"ranks of one host cannot share memory in {SHARED_MEMORY}: {error}") from error.__cause__
 
 
 class SharedWindow:
