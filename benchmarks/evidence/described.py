@@ -250,7 +250,7 @@ class TiedByPairs(Predictor):
         for tile in exchange.tiles:
             stages.setdefault(tile.items, []).append(tile)
         ends = list(stages.values())
-        (tied,) = (group for group in self._rank_shards(ends[0][0]).shard_groups if group.is_tied)
+        (tied,) = (group for group in self._holding(ends[0][0]).shard_groups if group.is_tied)
         num_bytes = self._stored(tied, ends[0][0]) * self.setup.gradient_bytes
         pair = tuple(tiles[0].ranks[0] for tiles in ends)
         every = self.network.concurrent(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))

@@ -163,5 +163,5 @@ class LayeredPredictor(Predictor):
     def _update_seconds(self, tile: Tile) -> float:
         own = [layer for t in self.plan.tiles if t.ranks == tile.ranks for layer in layers(t.items)]
         whole = sum(max(each.update_seconds for each in self._measured(tile, layer)) for layer in own)
-        stored = sum(self._stored(group, tile) for group in self._rank_shards(tile).shard_groups)
+        stored = sum(self._stored(group, tile) for group in self._holding(tile).shard_groups)
         return whole * self._updated(tile) / max(1, stored)
