@@ -9,6 +9,7 @@ from hpctrain.planner.search.cut import CutStage
 from hpctrain.planner.search.search import SearchResult
 from hpctrain.planner.search.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import is_attention
 
 MIB = 2**20
 EQUAL_SHARE = 1e-3
@@ -88,15 +89,14 @@ def _alternative(result: SearchResult, choice: Callable[[Shape], Any], estimates
 
 def _schedule(best: SimulatedPlan) -> str:
     if best.plain_seconds is None:
-        return ""
+        is_cut_inside = any(tile.items.start and not is_attention(tile.items.start) for tile in best.plan.tiles)
+        return "cuts are inside of blocks, so that stages take equally long" if is_cut_inside else ""
     longer = f"a step would take {_compare(best.plain_seconds, best.seconds)}"
     if best.virtual_stages > 1:
         return f"ranks have {best.virtual_stages} virtual stages, so that bubbles are shorter: with one {longer}"
     if best.plan.schedule != "1f1b":
         return f"the schedule is {best.plan.schedule}; by 1F1B bubbles are longer, and {longer}"
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
-    if not first.extra_warmup:
-        return f"cuts are inside of blocks, so that stages take equally long: with whole blocks {longer}"
     return (
         f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are in flight (items {list(first.items)},"
         f" {first.family}), since messages would delay them: {longer}"

@@ -7,11 +7,11 @@ Read it in this order; a file imports only from its own line and those above it.
     stages        seconds and bytes of a stage
     cut           the blocks and rows of a shape
     extra_warmup  more microbatches in flight, where messages delay stages
+    item_cuts     cuts between any two items
     pipeline_run  when the stages of a pipeline are done
     score         about how long a step of a shape takes
     shortlist     the choices for a pool that are worth scoring
     bound         what no plan takes less than
-    item_cuts     cuts between any two items
-    changes       changes of a plan, which the predictor times
-    search        all of it
+    changes       simulates plans, and changes of them
+    search        the queue of candidates
 """

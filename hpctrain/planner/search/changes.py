@@ -7,14 +7,21 @@ change to much of it. Whether they fit in memory, and are faster, the predictor 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hpctrain.config.bounds import MOST_PASSES
-from hpctrain.plan.checks import num_passes
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.checks import check_passes, num_passes
 from hpctrain.plan.tiling import Plan, Tile, joined
+from hpctrain.planner.prediction.cut_products import predict_in_parts
+from hpctrain.planner.prediction.offload import format_shortage
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
+from hpctrain.planner.search.score import Scorer
+from hpctrain.planner.search.space import BEST
 from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
 from hpctrain.sharding.items import BLOCK, EMBEDDING, block_of
 
@@ -25,7 +32,7 @@ LEAST_GAIN = 0.002
 """Of the slowest stage: a plan of whole blocks is easier to read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SimulatedPlan:
     """A plan that fits, and how long it takes."""
 
@@ -34,18 +41,23 @@ class SimulatedPlan:
     prediction: Prediction
     plain_seconds: float | None = None
     """Of a step by the plan that it was changed from, if it was."""
+    left: tuple[Change, ...] = ()
+    """The changes that were not tried on it."""
 
     @property
     def plan(self) -> Plan:
         return self.predictor.plan
 
     @property
-    def bubble_seconds(self) -> float:
-        return self.prediction.breakdown_seconds["bubble"]
-
-    @property
     def seconds(self) -> float:
         return self.prediction.step_seconds
+
+    def optimistic_seconds(self, change: Change) -> float:
+        """Return about the least that a change may make of the step: the estimate knows extra warm-up, and what other
+        schedules may save."""
+        if change is more_in_flight:
+            return min(self.seconds, self.layout.seconds)
+        return self.seconds - self.layout.saved_seconds
 
     @property
     def virtual_stages(self) -> int:
@@ -196,3 +208,60 @@ def dealt_cuts(blocks: Sequence[int], ends: tuple[float, float], virtual_stages:
     sizes = itertools.chain(*zip(*parts, strict=True))
     *inner, stop = itertools.accumulate(2 * size for size in sizes)
     return [0, *(end + 1 for end in inner), stop + 2]
+
+
+class Simulator:
+    """Simulates the layouts of a search, and their changes."""
+
+    def __init__(self, scorer: Scorer, setup_of: Callable[[Plan], Setup], tries_all: bool):
+        """`setup_of` says by which setup a plan is simulated. `tries_all`: every degree of a change is simulated."""
+        self._scorer, self._costs, self._setup_of, self._tries_all = scorer, scorer.costs, setup_of, tries_all
+        self._changes = more_in_flight, zero_bubble, partial(virtual_stages, most=scorer.space.most_virtual_stages)
+        self.shortage = ""
+        """What the first plan lacked that did not fit, or why it is none."""
+
+    def simulated(self, layout: CutShape) -> Iterator[SimulatedPlan]:
+        """Yield the plan of a layout by 1F1B, with cuts inside of blocks where that is faster; none where it does not
+        fit, or has more passes than a plan may have."""
+        plan = self._scorer.plan(layout)
+        try:
+            check_passes(plan)
+        except PlanError as error:
+            self.shortage = self.shortage or str(error)
+            return
+        # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
+        counts = {self._costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
+        setup, plans = self._setup_of(plan), [plan]
+        if self._scorer.space.cut == BEST:
+            plans = [*cuts_inside_blocks(self._predictor(plan, setup, None)), plan]
+        for tried in plans:
+            predictor, prediction = predict_in_parts(setup, tried, partial(self._predictor, tried), counts)
+            if prediction.fits:
+                yield SimulatedPlan(layout, predictor, prediction, left=self._changes)
+                if not self._tries_all:
+                    return
+        if not prediction.fits:
+            shortage = format_shortage(prediction.memory, prediction.host_shortage)
+            self.shortage = self.shortage or (
+                f"no plan of {self._costs.cluster.describe()} fits in memory; the nearest ({plan.describe()}) does not:"
+                f" {shortage}; use more devices, or shorter sequences (data.sequence_length is {setup.positions})"
+            )
+
+    def changed(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
+        """Yield what the most promising change makes of a plan, where that fits, as much of it as makes the plan faster
+        still; and the plan with its other changes."""
+        change = min(base.left, key=base.optimistic_seconds)
+        if others := tuple(other for other in base.left if other is not change):
+            yield replace(base, left=others)
+        least = base.seconds
+        for plan in change(base.predictor):
+            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
+            if not all(stage.fits for stage in predictor.memory) or not (prediction := predictor.predict()).fits:
+                continue
+            yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
+            if prediction.step_seconds >= least and not self._tries_all:
+                break
+            least = prediction.step_seconds
+
+    def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
+        return Predictor(setup, plan, self._costs.cluster, prices=self._costs.prices, like=like)

@@ -21,17 +21,15 @@ ROUNDS = 12
 """Of halving the time by which many are given at once."""
 
 
-def cut_blocks(num_blocks: int, stages: Sequence[StageVariants], parts: int = 1) -> list[int] | None:
+def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
     """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be.
 
-    Counts are of blocks in so many `parts`. None where there are fewer of them than stages, or the memory of all is too
-    small.
+    None where there are fewer blocks than stages, or the memory of all is too small.
     """
-    seconds = [lambda n, stage=stage: stage.seconds(n / parts) for stage in stages]
     # The deepest of equal stages is given more first: it keeps the fewest activations.
-    deepest_first = deal_out(num_blocks * parts, [1] * len(stages), seconds[::-1])
+    deepest_first = deal_out(num_blocks, [1] * len(stages), [stage.seconds for stage in stages[::-1]])
     cuts = deepest_first and deepest_first[::-1]
-    return cuts if cuts and all(stage.variant(n / parts) for stage, n in zip(stages, cuts, strict=True)) else None
+    return cuts if cuts and all(stage.variant(n) for stage, n in zip(stages, cuts, strict=True)) else None
 
 
 def deal_out(number: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
@@ -118,7 +116,8 @@ class CutShape:
     """Of each pipeline."""
     seconds: float
     """Of a step by 1F1B, by the estimate that ranks layouts."""
-    bubble_seconds: float
+    saved_seconds: float
+    """What other schedules may save of that, about and at best."""
 
     def items(self, pipeline: int) -> list[Interval]:
         """Return the items of each stage of a pipeline."""

@@ -2,8 +2,9 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
@@ -11,6 +12,7 @@ from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.prices import exchange_of
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
+from hpctrain.planner.search.item_cuts import PricedItems, best_cuts
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
@@ -30,6 +32,8 @@ ROWS_OF_FULL_SPEED = 8
 """So many rows at once show a device's speed."""
 ZB_H1_SHORTENS = 3
 """How many times shorter bubbles are by ZB-H1, where all passes take as long (Qi et al. 2023, arXiv 2401.10241)."""
+ZB_H1_SAVES = 0.3
+"""Of bubbles by ZB-H1 in simulated steps, whose passes do not take as long, and whose messages are waited for."""
 
 
 class Scorer:
@@ -76,7 +80,7 @@ class Scorer:
 
     def _cut_shape(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> CutShape | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
-        pipelines, done, busy = [], [], []
+        pipelines, done, busy, idle = [], [], [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self.variants(stage) for stage in stages]
@@ -90,19 +94,29 @@ class Scorer:
             ]
             messages = list(itertools.starmap(self._messages, itertools.pairwise(cut_stages)))
             pipelines.append(tuple(cut_stages))
-            # Halves are roughly what cuts inside of blocks bring.
-            halves = cut_blocks(self._model.num_layers, variants, 2) if self.space.cut == BEST else None
-            counts = [count / 2 for count in halves] if halves else blocks
-            passes = [every.passes(count) for every, count in zip(variants, counts, strict=True)]
+            counts = self._cut_items(cut_stages) if self.space.cut == BEST else blocks
+            passes = [stage.variant.passes(count) for stage, count in zip(cut_stages, counts, strict=True)]
             done.append(done_after(passes, messages, shape.microbatches, partial(self._has_headroom, cut_stages)))
             busy.append([shape.microbatches * each.both for each in passes])
-        after = self._seconds_after(shape, pipelines)
+            first = (each.forward + message.activation for each, message in zip(passes, messages, strict=False))
+            idle.append(list(itertools.accumulate(first, initial=0.0)))
+        after = self._seconds_after(shape, pipelines, idle)
         seconds, without_bubbles = (
             max(sum(pair) for of in zip(until, after, strict=True) for pair in zip(*of, strict=True))
             + self.costs.agree_seconds
             for until in (done, busy)
         )
-        return CutShape(shape, tuple(rows), tuple(pipelines), seconds, seconds - without_bubbles)
+        saved = (seconds - without_bubbles) * self._saved_share(shape, pipelines)
+        return CutShape(shape, tuple(rows), tuple(pipelines), seconds, saved)
+
+    def _saved_share(self, shape: Shape, pipelines: Sequence[Sequence[CutStage]]) -> float:
+        """Return about which share of bubbles other schedules may save: see `changes.py`."""
+        depths, stages = [len(stages) for stages in pipelines], list(itertools.chain(*pipelines))
+        splits = shape.zero < 2 and all(each.variant.row_chunks == 1 for each in stages)
+        interleaves = min(depths) > 1 and not any(shape.microbatches % depth for depth in depths)
+        most = min(self._model.num_layers // max(depths), *(each.blocks for each in stages))
+        virtual_stages = min(most, self.space.most_virtual_stages) if interleaves else 1
+        return max(ZB_H1_SAVES * splits, 1 - 1 / max(1, virtual_stages))
 
     def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""
@@ -187,6 +201,31 @@ class Scorer:
             blocks = deal_out(num_blocks, [1] * num_stages, seconds)
         return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
 
+    @cached_property
+    def _block_sums(self) -> list[float]:
+        """Return for each item how many blocks those before it are worth; the ends of the model are worth none."""
+        seconds = (
+            self.costs.both_seconds(0, TensorGrid(), layer, ROWS_OF_FULL_SPEED, self.space.recompute[0])
+            for layer in (Interval(BLOCK.start, BLOCK.start + 1), BLOCK)
+        )
+        attention = operator.truediv(*seconds)
+        items = [attention, 1 - attention] * self._model.num_layers
+        return list(itertools.accumulate([0.0, *items, 0.0], initial=0.0))
+
+    def _cut_items(self, stages: Sequence[CutStage]) -> list[float]:
+        """Return about how many blocks stages have whose cuts may be inside of blocks, as `changes.py` makes them."""
+        sums, last = self._block_sums, len(self._block_sums) - 1
+        priced = []
+        for stage in stages:
+            ends, each = stage.shape.ends, stage.variant.line
+            first, head = each.fixed * ends[0], each.fixed * (ends[1] and not ends[0])
+            seconds = [each.per_block * count + first for count in sums]
+            seconds[0], seconds[last] = 0.0, seconds[last] + head
+            priced.append(PricedItems(seconds, 2 * stage.variant.most + sum(ends)))
+        bounds = [2 * count for count in itertools.accumulate((stage.blocks for stage in stages), initial=0)]
+        old = [0, *(bound + 1 for bound in bounds[1:-1]), last]
+        return [sums[stop] - sums[start] for start, stop in itertools.pairwise(best_cuts(priced, old))]
+
     def speed(self, pool: int, layer: Interval = BLOCK) -> float:
         """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
         rows = ROWS_OF_FULL_SPEED
@@ -209,14 +248,17 @@ class Scorer:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds_after(self, shape: Shape, pipelines: Sequence[Sequence[CutStage]]) -> list[list[float]]:
+    def _seconds_after(
+        self, shape: Shape, pipelines: Sequence[Sequence[CutStage]], idle: Sequence[Sequence[float]]
+    ) -> list[list[float]]:
         """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
-        other, and to update its own."""
+        other, and to update its own. Before the first pass it is `idle` for so many seconds."""
         costs, setup = self.costs, self.costs.setup
         seconds = [[0.0] * len(stages) for stages in pipelines]
         for shared in self._shared_blocks(pipelines):
             holders = sum(each.choice.replicas for each in shared.stages)
-            exchange = self._exchange_seconds(shape.zero, shared) if holders > 1 else 0.0
+            before = min(idle[p][i] for p, i in shared.members)
+            exchange = self._exchange_seconds(shape.zero, shared, before) if holders > 1 else 0.0
             for (p, i), each, elements in zip(shared.members, shared.stages, shared.elements, strict=True):
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
                 update = offloaded_update_seconds if each.variant.offload == "optimizer" else update_seconds
@@ -234,9 +276,9 @@ class Scorer:
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> float:
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks, idle: float) -> float:
         """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
-        where they are overlapped in the next step's first forward pass.
+        where they are overlapped in the next step's first forward pass and the `idle` seconds before it.
 
         Ranks of different grids meet in parts of what the finest has, one after the other. Where exchanges are
         overlapped, that of an item at least is waited for: its gradients are made last, its weights needed first.
@@ -258,7 +300,7 @@ class Scorer:
 
         reduce, gather = exchange_of(setup, zero, part, seconds_of)
         is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.z == 1
-        return exposed(reduce, "backward") + exposed(gather, "forward" if is_early else "")
+        return exposed(reduce, "backward") + max(0.0, exposed(gather, "forward" if is_early else "") - idle * is_early)
 
     def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
         """Say whether one of some stages has memory for so many more microbatches in flight."""

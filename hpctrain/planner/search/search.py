@@ -1,15 +1,19 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. It needs no device.
 
-1. *Shapes* (`space.py`) say everything of a plan but its cuts. They are in groups that have the arrangement of pools
-   and the number of microbatches in common; of each group the best choices come first (`shortlist.py`).
-2. Shapes are cut and *scored* (`cut.py`, `score.py`): one of each group, then those of the most promising groups, until
-   a budget is spent. Shapes that cannot be near the best are skipped.
-3. The layouts with the best scores are *simulated*, instruction by instruction (`prediction/simulate.py`), which alone
-   decides, and must fit by `prediction/memory.py`. Of each the *changes* of `changes.py` by 1F1B are tried, and other
-   schedules of those that would be the fastest with short bubbles.
+One queue, the most promising candidate first. A candidate has one of four levels, each with seconds and their error:
 
-The answer depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and
-`planner/explain.py` say why a plan was chosen.
+1. a *group* of shapes (`space.py`) that have the arrangement of pools and the number of microbatches in common; the
+   best choices come first (`shortlist.py`). Its seconds are the least of the shapes that were scored last;
+2. a shape that is cut (`cut.py`) and *scored* (`score.py`);
+3. a plan that is *simulated* (`changes.py`), instruction by instruction, with cuts inside of blocks where these pay. It
+   must fit by `prediction/memory.py`. That alone decides;
+4. a *changed* plan (`changes.py`): extra warm-up, other schedules.
+
+A candidate is `optimistic` about its seconds by the error of its level. Of shapes that were not scored nothing is
+known: groups come first, in the order of their seconds. Refining a candidate makes candidates of the next level. The
+search ends where no candidate may be faster than the best plan, or the budget is spent. The answer depends on the
+budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and `planner/explain.py` say why a
+plan was chosen.
 """
 
 import gc
@@ -18,29 +22,17 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
-from hpctrain.plan.checks import check_passes
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.prediction.cut_products import predict_in_parts
-from hpctrain.planner.prediction.offload import format_shortage
-from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.bound import lower_bound
-from hpctrain.planner.search.changes import (
-    Change,
-    SimulatedPlan,
-    cuts_inside_blocks,
-    more_in_flight,
-    virtual_stages,
-    zero_bubble,
-)
+from hpctrain.planner.search.changes import SimulatedPlan, Simulator
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.score import Scorer
@@ -52,29 +44,23 @@ SCORED, SIMULATED = 2000, 13
 """How many plans are scored, and simulated, unless a user limits it."""
 PER_GROUP = 100
 """About how many shapes of a group are scored: the choices for a pool are limited, see `Shortlists`."""
-
-FIRST_OF_GROUP = 3
-"""How many plans of a group are scored at first, until one fits in memory."""
 AT_ONCE = 8
-"""How many plans of the most promising group are scored before it is compared with the others again."""
+"""How many shapes of a group are scored before it is compared with the other candidates again."""
+FIRST_OF_GROUP = 3
+"""How many shapes of a group are scored at first, until one fits in memory."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
 BOUNDED = 500
 """The promise of how many arrangements is found, of those that leave the fewest pools unused: six pools have 8,463."""
 SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
 """Of a limit in seconds, until when plans are scored and simulated by 1F1B."""
-FIRST_SIMULATED = 3
-"""How many of the first layouts are simulated at once, until one fits, so that there is a plan."""
-LEAST_SIMULATED = 5
-"""How many layouts that fit are simulated even if the next ones are expected to be slower than the best. So many are
-tried, too, if time is over while none fits."""
-RESCHEDULED, CHECKED = 3, 40
-"""How many plans are simulated by other schedules, and of how many the memory is looked at for that. These shorten
-bubbles, and most need more memory: of the layouts those come first that would be the fastest with short ones."""
-BUBBLES_SHORTEN = 4
-"""How many times shorter bubbles are by other schedules, about and at best. Virtual stages may shorten them more."""
+MOST_EQUIVALENT = 4
+"""How many layouts are simulated that differ by tensor grids and replicas alone, which the estimate ranks well."""
+TRIED = 5
+"""How many layouts are simulated at any rate while none fits: the first ones at once, so that there is a plan."""
+
 ESTIMATE_ERROR = 0.03
-"""By more than this the estimate is rarely wrong: plans that are worse by it are not simulated."""
+"""By more than this the estimate is rarely wrong."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class Limits:
 
     scored: int | None = SCORED
     simulated: int | None = SIMULATED
-    """How many plans that fit are simulated."""
+    """How many layouts that fit are simulated. None: all are, whatever the estimate says of them, with all changes."""
     per_group: int | None = PER_GROUP
     seconds: float | None = None
 
@@ -92,22 +78,17 @@ SCORE_ALL = Limits(scored=None, simulated=40, per_group=None)
 """All shapes are scored, and up to 40 layouts simulated whose estimates are within `ESTIMATE_ERROR` of the best."""
 
 
-class PlanGroup(NamedTuple):
-    """The plans with an arrangement of pools and a number of microbatches in common."""
+@dataclass(eq=False)
+class ShapeGroup:
+    """The plans with an arrangement of pools and a number of microbatches in common, of which some were scored."""
 
-    pipelines: Pipelines
-    microbatches: int
-
-
-class StartedGroup(NamedTuple):
-    """A group of which some shapes were scored. Sorted, the most promising are first."""
-
-    seconds: float
+    shapes: Iterator[Shape]
+    """Those that were not scored yet."""
+    seconds: float = math.inf
     """The least score of the last shapes that were scored; infinite where none of these fits."""
-    number: int
-    """Makes no two groups equal."""
-    others: Iterator[Shape]
-    """The shapes that were not scored yet."""
+
+
+Candidate = Iterator[ShapeGroup] | ShapeGroup | CutShape | SimulatedPlan
 
 
 @dataclass(frozen=True)
@@ -115,13 +96,14 @@ class SearchResult:
     """The result of a search."""
 
     plans: tuple[SimulatedPlan, ...]
-    """The fastest first."""
+    """The fastest first; of each layout the fastest of its changes."""
     pools: tuple[Pool, ...]
     lower_bound_seconds: float
     """No plan is predicted to take less, whether it was looked at or not; see `planner/search/bound.py`."""
     searched: dict[str, int]
     is_complete: bool
-    """Whether all plans of the space were scored and simulated, so that none is faster."""
+    """Whether every plan of the space was simulated, so that none is faster. An estimate has an error and no bound: it
+    proves nothing of the plans that it left out."""
     wall_seconds: float
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
@@ -173,11 +155,6 @@ def _without_garbage_collector() -> Iterator[None]:
 _by_seconds = operator.attrgetter("seconds")
 
 
-def _if_rescheduled(plan: CutShape | SimulatedPlan) -> float:
-    """Return about what a step by 1F1B takes at best by another schedule."""
-    return plan.seconds - plan.bubble_seconds * (1 - 1 / BUBBLES_SHORTEN)
-
-
 class Search:
     """A search in flight; see `search`."""
 
@@ -190,49 +167,50 @@ class Search:
         counts = space.microbatch_counts(global_batch)
         self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
         self._arrangements = space.arrangements(len(self._pools))
+        self._global_batch = global_batch
         self.costs = StageCosts(setup, cluster, self._pools)
         self.scorer = Scorer(self.costs, global_batch, space)
-        self._global_batch = global_batch
-        self._shortlists = Shortlists(self.scorer, limits.per_group)
-        self._setup_of = setup_of or (lambda _: setup)
-        self._schedules = zero_bubble, partial(virtual_stages, most=space.most_virtual_stages)
-        self._shortage = ""
-        """What the first plan lacked that did not fit after all, or why it is none."""
-        self._first: SimulatedPlan | None = None
-        self._first_after = math.inf
+        # Those that use all devices are the choices of the restricted spaces: candidates of the larger one, too.
+        is_part = space.cut == BEST and limits.per_group is not None
+        self._shortlists = [Shortlists(self.scorer, limits.per_group, uses_all) for uses_all in range(1 + is_part)]
+        self._simulator = Simulator(self.scorer, setup_of or (lambda _: setup), tries_all=limits.simulated is None)
+        self._queue: list[tuple[tuple[float, float], int, Candidate]] = []
         self.layouts: list[CutShape] = []
-        self._best_score = math.inf
-        """The least seconds of all layouts, by the estimate."""
-        self._num_scored = self._num_groups = self._num_skipped = 0
+        self._num_equivalent: Counter[tuple] = Counter()
+        """How many layouts were simulated of each arrangement, number of microbatches and depth of each pool."""
+        self._plans: dict[CutShape, SimulatedPlan] = {}
+        """The fastest plan of each layout that was simulated and fits."""
+        self._best_score = self._best_seconds = math.inf
+        """The least of all layouts by the estimate, and of all plans."""
+        self._first_after: float | None = None
+        self.num_simulated = 0
+        self._num_pushed = self._num_scored = self._num_groups = 0
+        self._is_complete = True
 
-    def _is_over(self, share: float) -> bool:
-        seconds = self._limits.seconds
-        return seconds is not None and self._clock() - self._started > seconds * share
-
-    @_without_garbage_collector()
     def run(self) -> SearchResult:
         """Search, and return the plans that were simulated with what was learnt. Raises PlanError where none fits."""
-        all_scored = self._score_groups() and not self._shortlists.left_out and not self._num_skipped
-        self.layouts.sort(key=_by_seconds)
-        plans, all_simulated = self._simulate_layouts()
-        if not plans and not self._shortage:
+        with _without_garbage_collector():
+            self._push([self._groups()])
+            self._refine_most_promising()
+        if not self._plans and not self._simulator.shortage:
             # By the estimate nothing fits. Simulating what comes nearest says what it lacks, if it does not fit either.
-            plans = list(filter(None, [self._simulate(self._nearest())]))
-        if not plans:
-            raise PlanError(self._shortage)
+            self._push(self._refined(self._nearest()))
+        if not self._plans:
+            raise PlanError(self._simulator.shortage)
+        seconds = self._clock() - self._started
         return SearchResult(
-            plans=tuple(plans),
+            plans=tuple(sorted(self._plans.values(), key=_by_seconds)),
             pools=self._pools,
             lower_bound_seconds=lower_bound(self.costs, self._global_batch, self._space),
             searched={
                 "groups": self._num_groups,
                 "scored": self._num_scored,
                 "fitting": len(self.layouts),
-                "timed": len(plans),
+                "timed": len(self._plans),
             },
-            is_complete=all_scored and all_simulated,
-            wall_seconds=self._clock() - self._started,
-            first_plan_seconds=min(self._first_after, self._clock() - self._started),
+            is_complete=self._is_complete and not any(lists.left_out for lists in self._shortlists),
+            wall_seconds=seconds,
+            first_plan_seconds=seconds if self._first_after is None else self._first_after,
             least_by_arrangement=self._least(lambda shape: shape.pipelines),
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
@@ -244,55 +222,112 @@ class Search:
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
-    def _simulate_first(self, layout: CutShape) -> None:
-        """Simulate the first plan at once, so that there is one; or the next one, where that does not fit after all."""
-        if self._first is None and len(self.layouts) <= FIRST_SIMULATED:
-            self._first = self._simulate(layout)
-            self._first_after = self._clock() - self._started if self._first else math.inf
+    # ---- the queue ---------------------------------------------------------------------------------------------------
 
-    # ---- scoring -----------------------------------------------------------------------------------------------------
+    def _refine_most_promising(self) -> None:
+        """Refine candidates until none left may be faster than the best plan, or the budget is spent."""
+        while self._queue:
+            (optimistic, _), _, candidate = heapq.heappop(self._queue)
+            if optimistic >= self._best_seconds or not self._is_affordable(candidate):
+                self._is_complete = False
+            else:
+                self._push(self._refined(candidate))
 
-    def _score_groups(self) -> bool:
-        """Score a plan that fits of each group, then others, a few at a time of the group that is the most promising
-        by its last ones; return whether all were."""
-        started: list[StartedGroup] = []
-        for group in self._groups():
-            if self.layouts and self._is_spent(LOOKING_SHARE):
+    def _push(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if isinstance(candidate, SimulatedPlan):
+                self._note(candidate)
+                if not candidate.left:
+                    continue
+            self._num_pushed += 1  # of equals the first comes first
+            heapq.heappush(self._queue, (self._optimistic(candidate), self._num_pushed, candidate))
+
+    def _note(self, plan: SimulatedPlan) -> None:
+        self._plans[plan.layout] = min(self._plans.get(plan.layout, plan), plan, key=_by_seconds)
+        self._best_seconds = min(self._best_seconds, plan.seconds)
+        if self._first_after is None:
+            self._first_after = self._clock() - self._started
+
+    def _optimistic(self, candidate: Candidate) -> tuple[float, float]:
+        """Return about the least seconds that may come of a candidate, and by what those are compared that are equal in
+        that."""
+        if isinstance(candidate, ShapeGroup):
+            return 0.0, candidate.seconds
+        is_first = not self._plans and len(self.layouts) <= TRIED  # so that there is a plan
+        if not isinstance(candidate, (CutShape, SimulatedPlan)) or is_first:
+            return 0.0, 0.0
+        if self._limits.simulated is None:
+            return 0.0, candidate.seconds
+        if isinstance(candidate, CutShape):
+            return candidate.seconds * (1 - ESTIMATE_ERROR) - candidate.saved_seconds, candidate.seconds
+        return min(map(candidate.optimistic_seconds, candidate.left)), candidate.seconds
+
+    def _is_affordable(self, candidate: Candidate) -> bool:
+        """Say whether the budget suffices to refine a candidate; it always does for a first plan."""
+        if isinstance(candidate, SimulatedPlan):
+            return not self._is_over(1.0)
+        if isinstance(candidate, CutShape):
+            most, is_over = self._limits.simulated, self._is_over(SIMULATING_SHARE)
+            if not self._plans:
+                return not is_over or self.num_simulated < TRIED
+            num_equivalent = self._num_equivalent[candidate.shape.depths]
+            return most is None or not (is_over or len(self._plans) >= most or num_equivalent >= MOST_EQUIVALENT)
+        share = 1.0 if isinstance(candidate, ShapeGroup) else LOOKING_SHARE
+        most, is_over = self._limits.scored, self._is_over(SCORING_SHARE * share)
+        return not self.layouts or not (is_over or (most is not None and self._num_scored >= most * share))
+
+    def _is_over(self, share: float) -> bool:
+        seconds = self._limits.seconds
+        return seconds is not None and self._clock() - self._started > seconds * share
+
+    def _refined(self, candidate: Candidate) -> Iterable[Candidate]:
+        if isinstance(candidate, SimulatedPlan):
+            return self._simulator.changed(candidate)
+        if isinstance(candidate, CutShape):
+            self.num_simulated += 1
+            self._num_equivalent[candidate.shape.depths] += 1
+            return self._simulator.simulated(candidate)
+        if isinstance(candidate, ShapeGroup):
+            return self._scored(candidate, AT_ONCE)
+        return self._looked_at(candidate)
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+
+    def _looked_at(self, groups: Iterator[ShapeGroup]) -> Iterator[Candidate]:
+        """Yield the next group with what was scored of it, and the others."""
+        if group := next(groups, None):
+            self._num_groups += 1
+            yield from self._scored(group, FIRST_OF_GROUP, until_one_fits=True)
+            yield groups
+
+    def _scored(self, group: ShapeGroup, count: int, until_one_fits: bool = False) -> Iterator[Candidate]:
+        """Yield the layouts of the next shapes of a group, and the group as long as there are more."""
+        group.seconds, num_taken = math.inf, 0
+        for shape in itertools.islice(group.shapes, count):
+            num_taken += 1
+            for layout in self._layouts_of(shape):
+                yield layout
+                group.seconds = min(group.seconds, layout.seconds)
+            if group.seconds < math.inf and until_one_fits:
                 break
-            seconds, shapes = math.inf, self._shapes(group)
-            for shape in itertools.islice(shapes, FIRST_OF_GROUP):
-                seconds = self._score(shape)
-                if seconds < math.inf:
-                    break
-            started.append(StartedGroup(seconds, len(started), shapes))
-        self._num_groups = len(started)
-        heapq.heapify(started)
-        while started:
-            promising, least = heapq.heappop(started), math.inf
-            shapes = list(itertools.islice(promising.others, AT_ONCE))
-            for shape in shapes:
-                if self.layouts and self._is_spent(1.0):
-                    return False
-                least = min(least, self._score(shape))
-            if shapes:
-                heapq.heappush(started, promising._replace(seconds=least))
-        return self._num_groups == len(self._arrangements) * len(self._counts)
+        if num_taken:
+            yield group
 
-    def _groups(self) -> Iterator[PlanGroup]:
+    def _groups(self) -> Iterator[ShapeGroup]:
         """Yield all groups. First all pools side by side, and as one pipeline in the order of their numbers.
 
         Then the others: those first whose arrangement and number of microbatches promise the shortest steps. The
-        former is bounded by one shape of each; the latter is known when the caller has scored the first groups.
+        former is bounded by one shape of each; the latter is known when the first groups were looked at.
         """
         pools = range(len(self._pools))
         simplest = tuple((pool,) for pool in pools), (tuple(pools),)
         first = [pipelines for pipelines in dict.fromkeys(simplest) if pipelines in self._arrangements]
-        yield from itertools.starmap(PlanGroup, itertools.product(first, self._counts))
+        yield from itertools.starmap(self._group, itertools.product(first, self._counts))
         by_count = self._least(lambda shape: shape.microbatches)
         usual = min(by_count, key=by_count.__getitem__, default=self._counts[0])
 
         def optimistic(pipelines: Pipelines) -> float:
-            shapes = itertools.islice(self._shapes(PlanGroup(pipelines, usual)), 1)
+            shapes = itertools.islice(self._shapes(pipelines, usual), 1)
             return min(map(self.scorer.optimistic_seconds, shapes), default=math.inf)
 
         others = [pipelines for pipelines in self._arrangements if pipelines not in first]
@@ -300,16 +335,72 @@ class Search:
         bounded = [(pipelines, optimistic(pipelines)) for pipelines in others[:BOUNDED]]
         promising = itertools.product(bounded, self._counts)
         promising = sorted(promising, key=lambda each: each[0][1] * by_count.get(each[1], math.inf))
-        yield from (PlanGroup(pipelines, count) for (pipelines, _), count in promising)
-        yield from itertools.starmap(PlanGroup, itertools.product(others[BOUNDED:], self._counts))
+        yield from (self._group(pipelines, count) for (pipelines, _), count in promising)
+        yield from itertools.starmap(self._group, itertools.product(others[BOUNDED:], self._counts))
+
+    def _group(self, pipelines: Pipelines, microbatches: int) -> ShapeGroup:
+        return ShapeGroup(self._shapes(pipelines, microbatches))
+
+    def _shapes(self, pipelines: Pipelines, microbatches: int) -> Iterator[Shape]:
+        """Yield the shapes of a group, those of the best choices first."""
+        if self._space.cut == EVEN:
+            slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
+            rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
+            for choices in even_choices(pipelines, slots, num_blocks, rows):
+                yield Shape(pipelines, choices, microbatches, 1)
+            return
+        combined = (self._combined(lists, pipelines, microbatches) for lists in self._shortlists)
+        for choices in dict.fromkeys(itertools.chain.from_iterable(itertools.zip_longest(*combined))):
+            if choices is not None:
+                yield Shape(pipelines, choices, microbatches, 1)
+
+    @staticmethod
+    def _combined(
+        shortlists: Shortlists, pipelines: Pipelines, microbatches: int
+    ) -> Iterator[tuple[tuple[PoolUse, ...], ...]]:
+        """Yield all combinations of the choices for the pools of pipelines, those of the best choices first."""
+        lists = [shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
+        for numbers in sorted(itertools.product(*(range(len(choices)) for choices in lists)), key=sum):
+            chosen = iter(choices[number] for choices, number in zip(lists, numbers, strict=True))
+            yield tuple(tuple(next(chosen) for _ in row) for row in pipelines)
+
+    def _layouts_of(self, shape: Shape) -> Iterator[CutShape]:
+        """Yield a shape cut and scored in each ZeRO stage that may pay and fits.
+
+        One that cannot be near the best so far counts as scored, and as one that does not fit.
+        """
+        may_skip = self._limits.scored is not None and self._space.cut == BEST
+        if may_skip and self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
+            self._num_scored += 1
+            self._is_complete = False
+            return
+        is_short = False
+        for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
+            if not self._may_pay(zero, is_short):
+                continue
+            self._num_scored += 1
+            layout = self.scorer.score(replace(shape, zero=zero))
+            if zero == 1:
+                is_short = layout is None or layout.is_short_of_memory
+            if layout is not None:
+                self.layouts.append(layout)
+                self._best_score = min(self._best_score, layout.seconds)
+                yield layout
+
+    def _may_pay(self, zero: int, is_short: bool) -> bool:
+        """Say whether a ZeRO stage may be faster than 1, where that is allowed and was short of memory or not: 0 needs
+        more memory; 2 and 3 exchange more, and pay where memory is short alone."""
+        if 1 not in self._space.zero or zero == 1:
+            return True
+        return is_short if zero >= 2 else not is_short
 
     def _nearest(self) -> CutShape:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
         none."""
         space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
         roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
-        groups = itertools.starmap(PlanGroup, itertools.product(self._arrangements, self._counts))
-        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(group), self._limits.per_group))
+        groups = itertools.starmap(self._shapes, itertools.product(self._arrangements, self._counts))
+        shapes = (shape for group in groups for shape in itertools.islice(group, self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
@@ -329,172 +420,3 @@ class Search:
             f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
             " their number, or train on fewer"
         )
-
-    def _is_spent(self, share: float) -> bool:
-        """Say whether a share of the budget, or of the time for scoring, is over."""
-        budget = self._limits.scored
-        return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
-
-    def _shapes(self, group: PlanGroup) -> Iterator[Shape]:
-        """Yield the shapes of a group, those of the best choices first."""
-        pipelines, microbatches = group
-        if self._space.cut == EVEN:
-            slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
-            rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
-            for choices in even_choices(pipelines, slots, num_blocks, rows):
-                yield Shape(pipelines, choices, microbatches, 1)
-            return
-        lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
-        for numbers in sorted(itertools.product(*(range(len(result)) for result in lists)), key=sum):
-            resolved = iter(result[number] for result, number in zip(lists, numbers, strict=True))
-            choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
-            yield Shape(pipelines, choices, microbatches, 1)
-
-    def _score(self, shape: Shape) -> float:
-        """Score a shape with each ZeRO stage that may pay; return the least seconds.
-
-        One that cannot be near the best so far counts as scored, and as one that does not fit.
-        """
-        may_skip = self._limits.scored is not None and self._space.cut == BEST
-        if may_skip and self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
-            self._num_scored += 1
-            self._num_skipped += 1
-            return math.inf
-        least, is_short = math.inf, False
-        for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
-            if not self._may_pay(zero, is_short):
-                continue
-            self._num_scored += 1
-            layout = self.scorer.score(replace(shape, zero=zero))
-            if zero == 1:
-                is_short = layout is None or layout.is_short_of_memory
-            if layout is not None:
-                self.layouts.append(layout)
-                self._simulate_first(layout)
-                least = min(least, layout.seconds)
-        self._best_score = min(self._best_score, least)
-        return least
-
-    def _may_pay(self, zero: int, is_short: bool) -> bool:
-        """Say whether a ZeRO stage may be faster than 1, where that is allowed and was short of memory or not: 0 needs
-        more memory; 2 and 3 exchange more, and pay where memory is short alone."""
-        if 1 not in self._space.zero or zero == 1:
-            return True
-        return is_short if zero >= 2 else not is_short
-
-    # ---- simulating --------------------------------------------------------------------------------------------------
-
-    def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
-        return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
-
-    def _simulate(self, layout: CutShape) -> SimulatedPlan | None:
-        """Return the fastest of a layout by 1F1B, that with cuts inside of blocks, and each of both with extra warm-up;
-        None where it does not fit, or has more passes than a plan may have.
-
-        Where the number of simulations is not limited, other schedules too.
-        """
-        plan = self.scorer.plan(layout)
-        try:
-            check_passes(plan)
-        except PlanError as error:
-            self._shortage = self._shortage or str(error)
-            return None
-        # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
-        counts = {self.costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
-        predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
-        if not prediction.fits:
-            shortage = format_shortage(prediction.memory, prediction.host_shortage)
-            self._shortage = self._shortage or (
-                f"no plan of {self._cluster.describe()} fits in memory; the nearest ({plan.describe()}) does not:"
-                f" {shortage}; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
-            )
-            return None
-        plain = SimulatedPlan(layout, predictor, prediction)
-        cuts = [plain, *(self._changed(plain, cuts_inside_blocks) if self._space.cut == BEST else ())]
-        plans = [*cuts, *(each for cut in cuts for each in self._changed(cut, more_in_flight))]
-        if self._limits.simulated is None:
-            plans += [each for cut in cuts for each in self._rescheduled(cut)]
-        return min(plans, key=_by_seconds)
-
-    def _rescheduled(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
-        """Yield a plan by other schedules: of each as much as makes it faster still, or all where the number of
-        simulations is not limited."""
-        for change in self._schedules:
-            last = base.seconds
-            for each in self._changed(base, change):
-                yield each
-                if each.seconds >= last and self._limits.simulated is not None:
-                    break
-                last = each.seconds
-
-    def _changed(self, base: SimulatedPlan, change: Change) -> Iterator[SimulatedPlan]:
-        """Yield what a change makes of a plan without extra warm-up, where that fits."""
-        plan, predictor = base.plan, base.predictor
-        if any(tile.extra_warmup for tile in plan.tiles):
-            plan = replace(plan, tiles=tuple(replace(tile, extra_warmup=0) for tile in plan.tiles))
-            predictor = self._predictor(plan, predictor.setup, predictor)
-        for plan in change(predictor):
-            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
-            if all(stage.fits for stage in predictor.memory) and (prediction := predictor.predict()).fits:
-                yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
-
-    def _simulate_layouts(self) -> tuple[list[SimulatedPlan], bool]:
-        """Return the plans that fit of the sorted layouts, the fastest first, and whether all layouts were simulated.
-
-        At least a few are, and at most as many as the limits say: in between those that are expected to be about as
-        fast as the best. Of the most promising other schedules are simulated.
-        """
-        most, result, all_done = self._limits.simulated, [self._first] if self._first else [], True
-        for number, layout in enumerate(self.layouts):
-            if self._first and layout is self._first.layout:
-                continue
-            best = min((max(each.seconds, each.layout.seconds) for each in result), default=math.inf)
-            is_slower = layout.seconds > best * (1 + ESTIMATE_ERROR)
-            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= LEAST_SIMULATED))
-            if (result and is_enough) or ((result or number >= LEAST_SIMULATED) and self._is_over(SIMULATING_SHARE)):
-                all_done = False
-                break
-            result += filter(None, [self._simulate(layout)])
-        if most is not None:
-            result, is_cut = self._reschedule(result)
-            all_done = all_done and not is_cut
-        return sorted(result, key=_by_seconds), all_done
-
-    def _reschedule(self, plans: Sequence[SimulatedPlan]) -> tuple[list[SimulatedPlan], bool]:
-        """Return simulated plans, and those of other layouts that may be the fastest by another schedule, each by its
-        best schedule; and whether more layouts were left to look at."""
-        every: dict[int, CutShape | SimulatedPlan] = {id(layout): layout for layout in self.layouts}
-        simulated = {id(plan.layout): plan for plan in plans}
-        promising = sorted((every | simulated).values(), key=_if_rescheduled)
-        best, num_checked, num_rescheduled, is_cut = min(map(_by_seconds, plans), default=math.inf), 0, 0, False
-        short: set[tuple[int, PoolUse, int]] = set()  # uses of pools that lack memory, for some microbatches
-        for base in promising:
-            if _if_rescheduled(base) >= best:
-                break
-            if num_checked == CHECKED or num_rescheduled == RESCHEDULED or self._is_over(1.0):
-                is_cut = True
-                break
-            layout = base if isinstance(base, CutShape) else base.layout
-            uses = {(stage.pool, stage.choice, layout.shape.microbatches) for stage in layout.all_stages}
-            if not uses.isdisjoint(short):
-                is_cut = True
-                continue
-            num_checked += 1
-            lacking = self._lacking_memory(layout)
-            short |= {use for use in uses if not lacking.isdisjoint(self._pools[use[0]].families)}
-            plan = None if lacking else self._simulate(layout) if isinstance(base, CutShape) else base
-            if plan is not None:
-                simulated[id(layout)] = min((plan, *self._rescheduled(plan)), key=_by_seconds)
-                best, num_rescheduled = min(best, simulated[id(layout)].seconds), num_rescheduled + 1
-        return list(simulated.values()), is_cut
-
-    def _lacking_memory(self, layout: CutShape) -> set[str]:
-        """Return the families that lack memory by the last of the other schedules of a layout; none if one fits."""
-        plan, lacking = self.scorer.plan(layout), {""}
-        predictor = self._predictor(plan, self._setup_of(plan), None)
-        for changed in itertools.chain.from_iterable(change(predictor) for change in self._schedules):
-            stages = self._predictor(changed, predictor.setup, predictor).memory
-            lacking = {str(stage.tile.family) for stage in stages if not stage.fits}
-            if not lacking:
-                break
-        return lacking

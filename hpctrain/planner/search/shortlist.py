@@ -18,9 +18,11 @@ MOST_CHOICES = 48
 class Shortlists:
     """The best choices for each pool, by number of microbatches and by what the others do."""
 
-    def __init__(self, scorer: Scorer, per_group: int | None):
-        """`per_group` is how many combinations of choices are wanted; None: all."""
+    def __init__(self, scorer: Scorer, per_group: int | None, uses_all: bool = False):
+        """`per_group` is how many combinations of choices are wanted; None: all. `uses_all`: only choices that use all
+        slots of their pool, as the restricted spaces have."""
         self._scorer, self._costs, self._per_group = scorer, scorer.costs, per_group
+        self._every = choices_of_all if uses_all or scorer.space.cut != BEST else choices_of
         self._power = [pool.num_devices * scorer.speed(number) for number, pool in enumerate(self._costs.pools)]
         self._rates = lru_cache(None)(self._rates_of)
         self._choose = lru_cache(None)(self._best_choices)
@@ -36,11 +38,10 @@ class Shortlists:
         """Return each choice with the blocks that it does in a second, and the most."""
         costs, space = self._costs, self._scorer.space
         seconds = costs.both_seconds
-        every = choices_of if space.cut == BEST else choices_of_all
         slots = space.num_slots(costs.pools[pool], costs.grids[pool])
         result = [
             (choice.stages / seconds(pool, choice.grid, BLOCK, choice.rank_rows(rows), space.recompute[0]), choice)
-            for choice in every(slots, costs.setup.model.num_layers, rows)
+            for choice in self._every(slots, costs.setup.model.num_layers, rows)
         ]
         return result, max((rate for rate, _ in result), default=0.0)
 

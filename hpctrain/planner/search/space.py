@@ -107,6 +107,11 @@ class Shape:
     microbatches: int
     zero: int
 
+    @property
+    def depths(self) -> tuple:
+        """Return the arrangement, the number of microbatches, and how many stages each pool has."""
+        return self.pipelines, self.microbatches, tuple(choice.stages for row in self.choices for choice in row)
+
     def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the wanted ZeRO stages that this can have; 1 stands for all where they make no difference."""
         choices = [choice for row in self.choices for choice in row]

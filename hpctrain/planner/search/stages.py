@@ -147,9 +147,18 @@ class StageVariant(NamedTuple):
     weight: BlockLine = NOTHING
     """Of `backward`, the gradients of weights, where these may come later."""
 
-    def seconds(self, blocks: float) -> float:
+    @property
+    def line(self) -> BlockLine:
         """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
+        return self.forward.plus(self.backward).plus(self.update)
+
+    def seconds(self, blocks: float) -> float:
+        """Return the time of one microbatch, as `line`."""
         return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
+
+    def passes(self, blocks: float) -> Passes:
+        """Return the seconds of one microbatch's passes."""
+        return Passes(self.forward.at(blocks), self.backward.at(blocks), self.weight.at(blocks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +183,6 @@ class StageVariants:
             return self.variants[0]
         fitting = [variant for variant in self._all if blocks <= variant.most]
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
-
-    def passes(self, blocks: float) -> Passes:
-        """Return the seconds of one microbatch, of a number of blocks that fits."""
-        variant = self.variant(blocks)
-        assert variant is not None
-        return Passes(variant.forward.at(blocks), variant.backward.at(blocks), variant.weight.at(blocks))
 
     def seconds(self, blocks: float) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hpctrain.planner.search.search as search_module
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import PlanError, TopologyError
@@ -53,7 +54,7 @@ def test_as_good_as_looking_at_every_plan(case):
     if not any(tile.items.start and not is_attention(tile.items.start) for timed in plans for tile in timed.plan.tiles):
         assert best.seconds == pytest.approx(min(seconds), rel=1e-9)
     assert result.is_complete
-    assert len(searching.layouts) <= len(seconds)
+    assert searching.num_simulated == len(searching.layouts) <= len(seconds)
     check_tiling(best.plan, setup.model.num_items)
 
 
@@ -191,6 +192,23 @@ def test_the_answer_depends_on_the_budget_alone():
     assert not result[0].is_complete
     more = search(setup, 16, cluster)
     assert more.best.seconds <= result[0].best.seconds
+
+
+def test_no_candidate_that_may_be_faster_is_left(monkeypatch):
+    """Where the budget suffices, each layout is simulated whose estimate, less its error, is below the best plan."""
+    monkeypatch.setattr(search_module, "MOST_EQUIVALENT", 1000)
+    cluster, limits = cluster_of([("a", 2, 1), ("c", 2, 1)]), Limits(scored=300, simulated=1000)
+    searching = Search(setup_of(6), 8, cluster, None, Space(), limits, lambda: 0.0)
+    result = searching.run()
+    simulated = {id(plan.layout) for plan in result.plans}
+    promising = [
+        layout
+        for layout in searching.layouts
+        if layout.seconds * (1 - search_module.ESTIMATE_ERROR) - layout.saved_seconds < result.best.seconds
+    ]
+    assert len(promising) > 3
+    assert all(id(layout) in simulated for layout in promising)
+    assert len(simulated) < len(searching.layouts), "others are not"
 
 
 def test_a_limit_in_seconds_still_gives_a_plan():
