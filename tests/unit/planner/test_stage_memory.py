@@ -20,7 +20,9 @@ ALL = Limits(None, None, None)
 def compared(setup: Setup, batch: int, cluster, space: Space, most: int = 6):
     """Yield of the stages of some layouts what they need by the search, and the first of their ranks in the plan."""
     searching = Search(setup, batch, cluster, None, space, ALL, lambda: 0.0)
-    searching._score_groups()
+    for group in searching._groups():
+        for shape in group.shapes:
+            list(searching._layouts_of(shape))
     for layout in searching.layouts[:most]:
         predictor = Predictor(setup, searching.scorer.plan(layout), cluster)
         memory = {
@@ -65,7 +67,7 @@ def test_blocks_of_two_kinds_count_each_as_often_as_there_are():
     assert list(setup.block_kinds.values()) == [0.75, 0.25] and next(iter(setup.block_kinds)) == BLOCK
     cluster = cluster_of([("a", 1, 1)])
     searching = Search(setup, 2, cluster, None, Space((2,), 1, (1,), ("none",)), ALL, lambda: 0.0)
-    (layout,) = [*filter(None, (searching.scorer.score(s) for g in searching._groups() for s in searching._shapes(g)))]
+    (layout,) = [*filter(None, (searching.scorer.score(s) for g in searching._groups() for s in g.shapes))]
     predictor = Predictor(setup, searching.scorer.plan(layout), cluster)
     (tile,) = predictor.plan.tiles
     assert searching.costs.needs(layout.all_stages[0].shape, "none", 1).device_bytes(4) == pytest.approx(
