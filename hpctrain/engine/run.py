@@ -24,7 +24,6 @@ from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import Saves
 from hpctrain.engine.start.facts import Described, Prepared
 from hpctrain.engine.start.resolve import prepare_run
-from hpctrain.engine.start.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 from hpctrain.engine.trainer import Trainer
 from hpctrain.observe.anomalies import Jump, JumpWatch
 from hpctrain.observe.console import Console
@@ -50,6 +49,7 @@ from hpctrain.observe.torch_profile import TorchProfile
 from hpctrain.observe.trace import RunTrace
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
 from hpctrain.sharding.parameters import count_parameters
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
@@ -224,7 +224,7 @@ class Leg:
                 cluster, predicted = self._described.cluster, prepared.prediction
                 run.folder.describe(self.job, prepared.plan, reasons, cluster)
                 damage = run.folder.rewind_metrics(done)
-                self._families = keep_families(run.path, self.job, self._described)
+                self._families = keep_families(run.path, self.job, cluster)
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._full_speed = mfu_seconds, sum_of_families(self._families)
                 is_rehearsed = self._described.is_rehearsed

@@ -4,7 +4,7 @@ resolved.toml    the job with every `auto` replaced by its value; the reasons ar
 plan.toml        the plan
 cluster.toml     the description of the machine that the plan and its prediction are for
 *.json, *.jsonl  metrics, events and what was measured: hpctrain.observe.folder.schema says what is in each
-yardstick.json   what families are predicted to do alone (hpctrain.engine.start.yardstick)
+yardstick.json   what families are predicted to do alone (hpctrain.planner.yardstick)
 checkpoints/     see hpctrain.checkpoint
 """
 

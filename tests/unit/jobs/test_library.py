@@ -11,12 +11,11 @@ import hpctrain
 from hpctrain import find_plan
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import JobError, TopologyError
-from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.yardstick import format_yardstick, predict_families, yardstick
 from hpctrain.jobs.catalogue import command as catalogue_command
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import format_search
 from hpctrain.plan.file import load_plan
+from hpctrain.planner.yardstick import format_yardstick, predict_families, yardstick
 
 TWO_KINDS = """
 [families.a100]
@@ -79,7 +78,7 @@ def test_what_a_speed_is_worth_is_said_alike(model):
     said = [line for line in found.summary["assumed_inputs"] if line.startswith("families.other.model: ")]
     assert [line.endswith(f"steps are {worth}") for line in said] == [True] * (not is_known)
     job = found.job.model_copy(update={"search": found.job.search.model_copy(update={"plans": 40})})
-    summary = yardstick(predict_families(job, Described(cluster, "a file")), 1000.0)
+    summary = yardstick(predict_families(job, cluster), 1000.0)
     assert ("(within 15%)" if is_known else f"(a100 within 15%, other {worth})") in format_yardstick(summary)
 
 

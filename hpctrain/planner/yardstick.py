@@ -10,11 +10,11 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, read_json, write_text
-from hpctrain.engine.start.facts import Described
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, search
@@ -25,34 +25,34 @@ TIMED = 5
 """Plans of each family that are simulated: the estimate is within 3 % of the simulation."""
 
 
-def keep_families(folder: Path, job: Job, described: Described) -> dict | None:
+def keep_families(folder: Path, job: Job, cluster: Cluster) -> dict | None:
     """Return what `predict_families` does: as the run folder has it, if it is of this job and machine, else anew.
 
     A file that cannot be read or written is none.
     """
     setup = Setup.of_job(job)
-    worth = _worth_by_family(described, setup)
-    known = f"{setup} {job.train.global_batch} {job.search} {dump_cluster(described.cluster)} {worth}"
+    worth = _worth_by_family(cluster, setup)
+    known = f"{setup} {job.train.global_batch} {job.search} {dump_cluster(cluster)} {worth}"
     path, digest = folder / YARDSTICK, sha256(known.encode()).hexdigest()
     with suppress(JobError):
         kept = read_json(path, JobError, "a yardstick") if exists(path) else None
         if isinstance(kept, dict) and kept.pop("of", None) == digest:
             return kept
-    predicted = predict_families(job, described)
+    predicted = predict_families(job, cluster)
     if predicted:
         with suppress(JobError):
             write_text(path, json.dumps({"of": digest} | predicted) + "\n", JobError, "free space")
     return predicted
 
 
-def predict_families(job: Job, described: Described, clock: Callable[[], float] = time.monotonic) -> dict | None:
+def predict_families(job: Job, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> dict | None:
     """Return the tokens/s that families are predicted to do alone (None: cannot hold the model), and those of the job
     cut evenly; None where there is one family. `job` is resolved.
 
     All searches together score no more plans, and take no more seconds, than `[search]` allows for the plan.
     """
-    cluster, setup = described.cluster, Setup.of_job(job)
-    worth = _worth_by_family(described, setup)
+    setup = Setup.of_job(job)
+    worth = _worth_by_family(cluster, setup)
     families = list(worth)
     if len(families) < 2:
         return None
@@ -76,10 +76,10 @@ def predict_families(job: Job, described: Described, clock: Callable[[], float] 
     return summary
 
 
-def _worth_by_family(described: Described, setup: Setup) -> dict[str, str]:
+def _worth_by_family(cluster: Cluster, setup: Setup) -> dict[str, str]:
     """Return by family, in the order of ranks, what a prediction of it is worth."""
-    models = device_models(described.cluster, setup)
-    return {device.family: models[device.family].worth for device in described.cluster.devices}
+    models = device_models(cluster, setup)
+    return {device.family: models[device.family].worth for device in cluster.devices}
 
 
 def sum_of_families(predicted: dict | None) -> float | None:
