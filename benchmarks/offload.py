@@ -46,6 +46,7 @@ def cluster_of(device: PretendDevice) -> Cluster:
         link_latency_seconds=20e-6,
         link_bytes_per_second=1e9,
         nics=(nic,),
+        host_memory_bytes=10**10,
     )
     return Cluster(
         families={"gpu": probed("cuda", device, SHAPES)},

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.plan.tiling import counted
+from hpctrain.planner.prediction.offload import unknown_hosts
 from hpctrain.planner.search.changes import SimulatedPlan
 from hpctrain.planner.search.cut import CutStage
 from hpctrain.planner.search.search import SearchResult
@@ -126,6 +127,8 @@ def _memory(best: SimulatedPlan) -> list[str]:
             f"{words} would not fit, or be slower, without host memory: offload {offloading[0].variant.offload} keeps"
             f" {memory.on_host / MIB:,.1f} MiB of a rank there"
         )
+    elif best.layout.is_short_of_memory and (unknown := unknown_hosts(best.predictor.cluster)):
+        summary.append(f"memory is short, and {unknown}")
     if row_chunks := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
         summary.append(
             f"at the loss rows go in {' or '.join(map(str, sorted(row_chunks)))} chunks, one of which is kept at a time"

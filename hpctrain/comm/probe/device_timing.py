@@ -58,6 +58,8 @@ class DeviceFigures(NamedTuple):
     """How many times as long it computes while it communicates; None where it does not do both at once."""
     reserved_bytes: int = 0
     """Of the memory, what no plan may fill."""
+    free_host_bytes: int | None = None
+    """What the job may still fill of the host's memory; None where the device is its host."""
 
 
 class TimeBudget:

@@ -10,6 +10,7 @@ from hpctrain.comm.accelerators.kinds import FAMILY_VARIABLE
 from hpctrain.comm.probe.device_timing import DeviceFigures, measure_device, measure_overlap
 from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks, measure_messages, pair_classes
 from hpctrain.comm.probe.load import MOST_SPREAD, LoadWatch, looks_at_load
+from hpctrain.comm.start.launcher import free_host_bytes
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import (
@@ -71,6 +72,8 @@ def probe_cluster(
     if with_overlap:
         times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
         figures = figures._replace(overlap_slowdown=times)
+    if accelerator.kind != "cpu":
+        figures = figures._replace(free_host_bytes=free_host_bytes())
     measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
     disturbance = watch.disturbance(world)
     gathered = world.gather_objects(figures)
@@ -145,7 +148,7 @@ def describe(
         described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in result)))
         comments[f"fabrics.{name}"] = "Between nodes. The latency is that of an empty message, of the nearest families."
     inside = [m for m in measured if m.pairs.fabric is None]
-    nodes = _nodes(places, fabrics, inside, across, comments)
+    nodes = _nodes(places, fabrics, [each.free_host_bytes for each in figures], inside, across, comments)
     links = tuple(_link(m, f"links.{i}", comments) for i, m in enumerate(measured))
     return Cluster(families=families, fabrics=described, nodes=nodes, links=links), comments
 
@@ -201,11 +204,13 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
 def _nodes(
     places: Sequence[Place],
     fabrics: Sequence[str],
+    left_on_hosts: Sequence[int | None],
     inside: Sequence[MeasuredLinks],
     across: dict[str, list[MeasuredLinks]],
     comments: dict[str, str],
 ) -> tuple[Nodes, ...]:
-    """Return hosts, those that are equal together, in the order in which each kind first appears."""
+    """Return hosts, those that are equal together, in the order in which each kind first appears. By rank there is what
+    its job may fill of the host's memory."""
     hosts: dict[str, dict[str, list[int]]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
@@ -229,6 +234,9 @@ def _nodes(
         if nics:
             comments[f"{key}.nics"] = "What all flows of a node got together, through however many NICs it has."
         ranks = tuple(rank for host in kind for of_family in hosts[host].values() for rank in of_family)
+        free = [num_bytes for rank in ranks if (num_bytes := left_on_hosts[rank])]
+        if free:
+            comments[f"{key}.host_memory_bytes"] = "What the host, the job's cgroup or Slurm's limit left when probed."
         result.append(
             Nodes(
                 origin="measured" if several else None,
@@ -237,6 +245,7 @@ def _nodes(
                 link_latency_seconds=_short(slowest.latency_seconds) if several and slowest else None,
                 link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several and slowest else None,
                 nics=nics,
+                host_memory_bytes=min(free, default=None),
                 ranks=None if order == sorted(order) else ranks,
             )
         )

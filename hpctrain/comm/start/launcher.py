@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from hpctrain.config.errors import LaunchError
 
@@ -54,6 +55,35 @@ def few_cores(ranks: Sequence[tuple[str, int]]) -> str:
 def host_memory_bytes() -> int:
     """Return the physical memory of this host."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
+    """Return what this job may still fill of this host's memory: what the host has available, or its cgroups or Slurm's
+    limit leave, whichever is the least. Limits that cannot be read are none."""
+    mebibytes, _ = number_in(("SLURM_MEM_PER_NODE",), environment)
+    each, _ = number_in(("SLURM_MEM_PER_CPU",), environment)
+    cores, _ = number_in(("SLURM_CPUS_ON_NODE",), environment)
+    available = re.search(r"MemAvailable:\s*(\d+) kB", _text_of(root / "proc/meminfo"))
+    left = [int(available[1]) << 10 if available else host_memory_bytes()]
+    left += [number << 20 for number in (mebibytes, each and cores and each * cores) if number]
+    for line in _text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            )
+            folder = root / "sys/fs/cgroup" / controllers / group.lstrip("/")
+            for each_folder in (folder, *folder.parents):
+                most, used = (_text_of(each_folder / name).strip() for name in names)
+                left += [max(0, int(most) - int(used))] if most.isdigit() and used.isdigit() else []
+    return min(left)
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a file; nothing where it cannot be read."""
+    with suppress(OSError, UnicodeDecodeError):
+        return file.read_text()
+    return ""
 
 
 def promised_rank() -> int:

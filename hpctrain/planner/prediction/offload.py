@@ -1,6 +1,5 @@
 """Prices the copies between a device and host memory, where tiles offload, and what hosts must hold. Pure."""
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, Cluster
@@ -67,10 +66,19 @@ def format_shortage(memory: Iterable[StageMemory], of_hosts: str) -> str:
 
 def host_share(cluster: Cluster, nodes: Iterable[Sequence[int]]) -> float:
     """Return what each of some ranks, node by node, may fill of its host's memory: an even share of all devices of the
-    node; more than there is anywhere where nobody says how much."""
+    node; nothing where a host's memory is not known."""
     hosts = [cluster.nodes[table] for table in {cluster.devices[ranks[0]].table for ranks in nodes}]
-    known = (host.host_memory_bytes / host.num_devices for host in hosts if host.host_memory_bytes)
-    return min(known, default=float(sys.maxsize))
+    return min(((host.host_memory_bytes or 0) / host.num_devices for host in hosts), default=0.0)
+
+
+def unknown_hosts(cluster: Cluster) -> str:
+    """Say which keys would allow a search to offload; nothing where all hosts of devices have them."""
+    keys = [
+        f"nodes.{table}.host_memory_bytes"
+        for table, nodes in enumerate(cluster.nodes)
+        if nodes.host_memory_bytes is None and any(cluster.families[name].kind != "cpu" for name in nodes.devices)
+    ]
+    return f"no plan offloads to hosts of unknown memory: set {', '.join(keys)} in the cluster file" if keys else ""
 
 
 def offload_guesses(plan: Plan, cluster: Cluster, families: Mapping[Tile, Sequence[str]]) -> list[str]:

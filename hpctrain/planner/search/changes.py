@@ -14,7 +14,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes, num_passes
 from hpctrain.plan.tiling import Plan, Tile, joined
 from hpctrain.planner.prediction.cut_products import predict_in_parts
-from hpctrain.planner.prediction.offload import format_shortage
+from hpctrain.planner.prediction.offload import format_shortage, unknown_hosts
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.cut import CutShape
@@ -245,6 +245,7 @@ class Simulator:
             self.shortage = self.shortage or (
                 f"no plan of {self._costs.cluster.describe()} fits in memory; the nearest ({plan.describe()}) does not:"
                 f" {shortage}; use more devices, or shorter sequences (data.sequence_length is {setup.positions})"
+                + "".join(f"; {words}" for words in [unknown_hosts(self._costs.cluster)] if words)
             )
 
     def changed(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:

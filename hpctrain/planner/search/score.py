@@ -165,7 +165,8 @@ class Scorer:
                 if fitting >= num_blocks and row_chunks == 1:
                     break  # nor by recomputing more
 
-        first, *others = self.space.offload if costs.pools[stage.pool].device.family.kind != "cpu" else ("none",)
+        may_offload = costs.host_bytes[stage.pool] and costs.pools[stage.pool].device.family.kind != "cpu"
+        first, *others = self.space.offload if may_offload else ("none",)
         return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------

@@ -225,8 +225,8 @@ class StageCosts:
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
-        self._host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
-        """Of each pool, what a rank may fill of its host's memory."""
+        self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
+        """Of each pool, what a rank may fill of its host's memory; 0 where that is not known."""
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
     def _grids(self, number: int) -> list[TensorGrid]:
@@ -454,7 +454,7 @@ class StageCosts:
         """Return for how many blocks a stage has memory, of its devices and of their host."""
         needs = self.needs(stage, recompute, row_chunks, offload)
         most = min(line.most(self.pools[stage.pool].memory_bytes) for line in needs.on_device)
-        return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
+        return min(most, needs.on_host.most(self.host_bytes[stage.pool])) if any(needs.on_host) else most
 
     def _row_bytes(
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, rows: int

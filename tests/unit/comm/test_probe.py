@@ -26,6 +26,7 @@ from hpctrain.comm.probe.device_timing import (
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
 from hpctrain.comm.probe.machine import cache_folder, fingerprint
 from hpctrain.comm.probe.survey import check_names, describe
+from hpctrain.comm.start.launcher import free_host_bytes
 from hpctrain.comm.topology import Place
 from hpctrain.comm.transports.abilities import FamilyAbilities
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
@@ -190,6 +191,33 @@ def figures_of(place: Place, slower: float = 1.0) -> DeviceFigures:
     return DeviceFigures(place.family, kind, "A 100", 1 << 30, 2e9, copied, speeds, slowed)
 
 
+@pytest.mark.parametrize(
+    ("files", "environment", "left"),
+    [
+        ({}, {}, 6 << 30),
+        ({}, {"SLURM_MEM_PER_NODE": "2048"}, 2 << 30),
+        ({}, {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "4"}, 4 << 30),
+        ({"proc/self/cgroup": "0::/jobs/7\n"}, {}, 1 << 30),
+        ({"proc/self/cgroup": "0::/other/8\n"}, {}, 6 << 30),
+        ({"proc/self/cgroup": "3:memory:/jobs/9\n2:cpu:/jobs/7\n"}, {}, 5 << 20),
+    ],
+)
+def test_the_host_memory_that_a_job_may_fill_is_what_its_limits_leave(tmp_path, files, environment, left):
+    files |= {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {6 << 20} kB\n",
+        "sys/fs/cgroup/jobs/7/memory.max": "max\n",
+        "sys/fs/cgroup/jobs/7/memory.current": "1000\n",
+        "sys/fs/cgroup/jobs/memory.max": f"{3 << 30}\n",
+        "sys/fs/cgroup/jobs/memory.current": f"{2 << 30}\n",
+        "sys/fs/cgroup/memory/jobs/9/memory.limit_in_bytes": f"{7 << 20}\n",
+        "sys/fs/cgroup/memory/jobs/9/memory.usage_in_bytes": f"{2 << 20}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_host_bytes(tmp_path, environment) == left
+
+
 def measured_of(pair_class: PairClass) -> MeasuredLinks:
     speed = {None: 5e9, "ib": 2e9, "roce": 2e9}.get(pair_class.fabric, 1e8)
     trips = {(f, s): 2e-6 + s * f**0.5 / speed for f in pair_class.flows for s in (1, *SIZES)}
@@ -198,6 +226,8 @@ def measured_of(pair_class: PairClass) -> MeasuredLinks:
 
 def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
     figures = [figures_of(place, slower=2.0 if rank == 10 else 1.0) for rank, place in enumerate(PLACES)]
+    left = [(1 + rank) << 30 if each.kind == "cuda" else None for rank, each in enumerate(figures)]
+    figures = [each._replace(free_host_bytes=num_bytes) for each, num_bytes in zip(figures, left, strict=True)]
     measured = [measured_of(c) for c in pair_classes(PLACES, FABRICS)]
     cluster, comments = describe(PLACES, FABRICS, figures, measured)
     text = dump_cluster(cluster, comments)
@@ -209,6 +239,7 @@ def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
     assert slow.sustained_flops_per_second == {"fp32": 5e9}
     assert "3 ranks; figures are the median rank's. They differ by up to 2.00x. 3 ranks of a host measured" in text
     assert [nodes.count for nodes in cluster.nodes] == [2, 1]
+    assert [nodes.host_memory_bytes for nodes in cluster.nodes] == [1 << 30, None], "the least; devices alone"
     assert link_between(cluster, 0, 3).bytes_per_second == pytest.approx(5e9, rel=1e-3)
     ib, across = link_between(cluster, 0, 4), link_between(cluster, 0, 8)
     assert (ib.between, ib.fabric, across.between, across.fabric) == ("fabric", "ib", "across", ACROSS)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, SHORT_OF_MEMORY, SPACE, cluster_of, plan_of
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.groups.group import Group
-from hpctrain.config.clusters.cluster import Nodes
+from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.config.training.optimizers import RULES
@@ -117,8 +117,22 @@ def test_buckets_are_aligned_and_bounded():
         assert bucket_elements(count) % ALIGNED == 0 and ALIGNED <= bucket_elements(count) <= 1 << 22
 
 
+def with_host(cluster: Cluster, num_bytes: int | None) -> Cluster:
+    nodes = tuple(each.model_copy(update={"host_memory_bytes": num_bytes}) for each in cluster.nodes)
+    assert all(isinstance(each, Nodes) for each in nodes)
+    return cluster.model_copy(update={"nodes": nodes})
+
+
 def test_the_search_offloads_where_memory_is_short_and_says_why():
-    cluster = cluster_of(DEVICE.model_copy(update={"memory_bytes": SHORT_OF_MEMORY}))
+    limited = cluster_of(DEVICE.model_copy(update={"memory_bytes": SHORT_OF_MEMORY}))
+    cluster = with_host(limited, 10**9)
+    unknown = "no plan offloads to hosts of unknown memory: set nodes.0.host_memory_bytes in the cluster file"
+    try:
+        plain = search(SETUP, GLOBAL_BATCH, with_host(limited, None), space=SPACE)
+        assert {tile.offload for tile in plain.best.plan.tiles} == {"none"}
+        assert any(unknown in reason for reason in reasons(plain))
+    except PlanError as error:
+        assert unknown in str(error)
     result = search(SETUP, GLOBAL_BATCH, cluster, space=SPACE)
     assert {tile.offload for tile in result.best.plan.tiles} != {"none"}
     assert any("without host memory" in reason for reason in reasons(result))
@@ -134,22 +148,16 @@ def test_the_search_offloads_where_memory_is_short_and_says_why():
 def test_hosts_must_have_room_for_what_is_offloaded():
     cluster, plan = cluster_of(DEVICE), plan_of(JOB, "optimizer")
 
-    def with_host(num_bytes: int | None):
-        nodes = tuple(each.model_copy(update={"host_memory_bytes": num_bytes}) for each in cluster.nodes)
-        assert all(isinstance(each, Nodes) for each in nodes)
-        return cluster.model_copy(update={"nodes": nodes})
-
     needed = {rank: stage.memory.on_host for stage in predict(SETUP, plan, cluster).memory for rank in stage.tile.ranks}
     assert all(needed.values())
-    unknown = predict(SETUP, plan, with_host(None))
+    unknown = predict(SETUP, plan, with_host(cluster, None))
     assert unknown.fits and any("host_memory_bytes: enough" in guess for guess in unknown.assumed_inputs)
-    assert predict(SETUP, plan, with_host(10**9)).fits
-    small = predict(SETUP, plan, with_host(max(needed.values()) // 2))
+    assert predict(SETUP, plan, with_host(cluster, 10**9)).fits
+    small = predict(SETUP, plan, with_host(cluster, max(needed.values()) // 2))
     assert not small.fits and "ranks of node 0 offload" in small.host_shortage
     limited = cluster_of(DEVICE.model_copy(update={"memory_bytes": SHORT_OF_MEMORY}))
-    nodes = tuple(each.model_copy(update={"host_memory_bytes": 1000}) for each in limited.nodes)
     try:
-        best = search(SETUP, GLOBAL_BATCH, limited.model_copy(update={"nodes": nodes}), space=SPACE).best
+        best = search(SETUP, GLOBAL_BATCH, with_host(limited, 1000), space=SPACE).best
     except PlanError:
         return
     assert {tile.offload for tile in best.plan.tiles} == {"none"}
