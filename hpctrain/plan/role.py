@@ -11,7 +11,7 @@ from hpctrain.plan.holdings import Holding, holding_of
 from hpctrain.plan.schedule import RECEIVING, SENDING, Op, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
-from hpctrain.sharding.grid import AXES
+from hpctrain.sharding.grid import GROUPS
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def role_of(
     tiles = plan.tiles_of(rank)
     row = RowShape(positions, model.hidden_size)
     transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
-    axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in AXES}
+    axes = {name: tiles[0].axis_ranks(along, rank) for name, along in GROUPS.items()}
     held = holding_of(model, plan, rank, bucket_bytes)
     return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 

@@ -6,7 +6,7 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -57,10 +57,12 @@ class Tile:
         """Return what a rank of this tile has of rows, features and parameters."""
         return parts_of(self.tensor)[self.ranks.index(rank)]
 
-    def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` in their coordinate on `axis` only, in its order."""
+    def axis_ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` in their coordinates on some axes only, the first being slowest."""
         grid, coordinate = self.part(rank)
-        along = (coordinate._replace(**{axis: place}) for place in range(grid.sizes[axis]))
+        axes = tuple(axes)
+        places = itertools.product(*(range(grid.sizes[axis]) for axis in axes))
+        along = (coordinate._replace(**dict(zip(axes, each, strict=True))) for each in places)
         return tuple(self.ranks[grid.index_of(each)] for each in along)
 
     @property

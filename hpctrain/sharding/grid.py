@@ -33,6 +33,10 @@ CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
 CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
 CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
 CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_positions)
+STORED = "z"
+"""The name of the group of ranks that store parts of the same weights."""
+GROUPS = {name: (name,) for name in CUTTING_PRODUCTS} | {STORED: STORING}
+"""By name, the axes along which ranks of a grid have a group."""
 RANK_ORDER = ("z", "x", "y")
 """The axes as the ranks of a tile go through them, the slowest first: y exchanges the most, and sits closest."""
 

@@ -16,9 +16,12 @@ from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
 from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.sharding.grid import AXES
+from hpctrain.sharding.grid import AXES, GROUPS
 
-EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
+EXCHANGED = {"data": "holders of the same weights"} | {
+    switch: f"groups of {' or '.join(name for name in GROUPS if AXES[name].overlap == switch)}"
+    for switch in dict.fromkeys(AXES[name].overlap for name in GROUPS)
+}
 """By switch, who exchanges what it hides."""
 PARTS = "tensor_parts"
 
@@ -71,8 +74,8 @@ def launch_refusal(plan: Plan) -> str | None:
 def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """Return of each switch the groups of a rank's tensor grid whose communication it hides. Pure."""
     groups: dict[str, list[tuple[int, ...]]] = {}
-    for name, axis in AXES.items():
-        groups.setdefault(axis.overlap, []).append(tile.axis_ranks(name, rank))
+    for name, along in GROUPS.items():
+        groups.setdefault(AXES[name].overlap, []).append(tile.axis_ranks(along, rank))
     return groups
 
 

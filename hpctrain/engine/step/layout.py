@@ -80,7 +80,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     def group(ranks: tuple[int, ...], name: str, overlapped: bool | None) -> Axis:
         return ONE_RANK if len(ranks) == 1 else world.group(ranks, name, overlapped=bool(overlapped))
 
-    along = {name: group(role.axes[name], name, getattr(overlap, axis.overlap)) for name, axis in AXES.items()}
+    along = {name: group(ranks, name, getattr(overlap, AXES[name].overlap)) for name, ranks in role.axes.items()}
     axes = Axes(**along, sequence_parallel=role.tiles[0].tensor.sequence_parallel)
     shard_groups = role.holding.shard_groups
     sets = dict.fromkeys(shard_group.ranks for shard_group in shard_groups)

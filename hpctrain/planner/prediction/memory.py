@@ -152,22 +152,22 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: Holding) -> int:
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(group.ranks) for group in shards.shard_groups if group.zero >= 2), default=0)
     splits = any(splits_backward(setup, plan, each) for each in virtual_stages)
-    return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
+    return int(gathered_bytes(setup, tile.tensor.stored_parts, zero, holders, max(sizes), pair, splits))
 
 
-def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
-    """Return the bytes of whole weights and gradients where a rank stores shards: those of its `largest` layer, or of a
+def gathered_bytes(setup: Setup, parts: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
+    """Return the bytes of whole weights and gradients where a rank stores one of several `parts`: those of its `largest` layer, or of a
     `pair` of neighbours where they are overlapped, since one is gathered early and scattered late.
 
     The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
     """
-    if z == 1 and zero < 2:
+    if parts == 1 and zero < 2:
         return 0.0
-    over_z, over_holders = z > 1 and "z" in setup.overlaps, bool(setup.bucket_bytes)
-    whole = pair if over_z or (zero >= 2 and over_holders) else largest
-    of_weights = pair if over_z or (zero == 3 and over_holders) else largest
-    weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
-    shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if zero >= 2 and holders else 0)
+    over_parts, over_holders = parts > 1 and setup.overlaps_weights, bool(setup.bucket_bytes)
+    whole = pair if over_parts or (zero >= 2 and over_holders) else largest
+    of_weights = pair if over_parts or (zero == 3 and over_holders) else largest
+    weights = setup.gathered_bytes if parts > 1 or zero == 3 else 0
+    shares = (1 / parts if parts > 1 else 0) + (1 / (parts * holders) if zero >= 2 and holders else 0)
     coming = whole if splits else largest
     return of_weights * weights + whole * setup.gradient_bytes + coming * shares * setup.gradient_bytes
 

@@ -12,7 +12,7 @@ from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.cost import unit_elements
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import STORING, TensorGrid
 
 SUMMED_BYTES = 4
 """Of a gradient, and of a weight that ranks of different dtypes exchange: fp32."""
@@ -36,13 +36,13 @@ def scattered_scratch(
     It is of sums that overlap the next layer, and of those that nothing overlaps.
     """
     overlapped = blocking = 0.0
-    if tile.tensor.z > 1:
+    if tile.tensor.stored_parts > 1:
         largest = largest_unit(
             setup, tile.tensor, (i for each in plan.virtual_stages(tile) for i in range(*each.items))
         )
-        ranks = tile.axis_ranks("z", tile.ranks[0])
+        ranks = tile.axis_ranks(STORING, tile.ranks[0])
         scratch = network.scratch_bytes("reduce_scatter", largest * SUMMED_BYTES, ranks, tile.ranks[0])
-        overlapped, blocking = (scratch, 0.0) if "z" in setup.overlaps else (0.0, scratch)
+        overlapped, blocking = (scratch, 0.0) if setup.overlaps_weights else (0.0, scratch)
     sums = (
         network.scratch_bytes("reduce_scatter", stored * SUMMED_BYTES, group.ranks, rank)
         for group, stored in held

@@ -18,7 +18,7 @@ from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import item_units, padded_vocabulary
@@ -75,15 +75,15 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
     for item in range(*layer):
         elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if zero == 3:
-            before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
-        if grid.z > 1:
-            before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
-            after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
+            before.append(Exchange("data", "all_gather", elements // grid.stored_parts * setup.gathered_bytes))
+        if grid.stored_parts > 1:
+            before.append(Exchange(STORED, "all_gather", elements * setup.gathered_bytes))
+            after.append(Exchange(STORED, "reduce_scatter", elements * setup.gradient_bytes))
             if setup.stack.is_hpctrain:
-                placed += 2 * setup.item_bytes * elements / grid.z
-                added += 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
+                placed += 2 * setup.item_bytes * elements / grid.stored_parts
+                added += 3 * setup.gradient_bytes * elements / grid.stored_parts if zero < 2 else 0.0
         if zero >= 2:
-            after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
+            after.append(Exchange("data", "reduce_scatter", elements // grid.stored_parts * setup.gradient_bytes))
     gather, scatter = PassWork(passed_bytes=placed, exchanges=before), PassWork(passed_bytes=added, exchanges=after)
     return LayerCost(
         PassWork.joined((gather, cost.forward)),

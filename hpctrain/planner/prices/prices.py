@@ -15,7 +15,7 @@ from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import GROUPS, STORED, TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
@@ -82,9 +82,9 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights come while
       this one computes.
     """
-    tile, devices, moved = site.tile, site.devices, {"z": 0.0, "data": 0.0}
+    tile, devices, moved = site.tile, site.devices, {STORED: 0.0, "data": 0.0}
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
+    overlapped = {axis for axis, is_on in ((STORED, setup.overlaps_weights), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(device.work_seconds(work, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
@@ -102,7 +102,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         return alone[behind]
 
     products = {id(each) for each in work.products}
-    axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
+    axes = {name: tile.axis_ranks(GROUPS[name], tile.ranks[0]) for name in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
         part, who = "tensor", (axes.get(exchange.axis, ()), network.concurrent(tile.ranks))
         if exchange.axis == "data":

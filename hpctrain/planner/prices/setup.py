@@ -14,7 +14,7 @@ from hpctrain.config.kernels import LOGITS_BYTES
 from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
-from hpctrain.sharding.grid import AXES, TensorGrid
+from hpctrain.sharding.grid import AXES, STORED, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
 from hpctrain.sharding.parameters import all_parameters
@@ -299,6 +299,11 @@ class Setup:
     def position_parts(self, grid: TensorGrid) -> int:
         """Return into how many parts y cuts the positions of hidden states, as the grid says or the software does."""
         return grid.y if self.stack.sequence_parallel else grid.position_parts
+
+    @property
+    def overlaps_weights(self) -> bool:
+        """Say whether ranks that store parts of the same weights exchange them while they compute."""
+        return AXES[STORED].overlap in self.overlaps
 
     @property
     def block_parts(self) -> int:

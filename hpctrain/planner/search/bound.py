@@ -51,12 +51,12 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
     counts = _row_counts(global_batch, pool.device)
     for grid in costs.grids[number]:
         if grid.size <= (space.largest_grid or grid.size):
-            of_zero = Holders(zero) if grid.z > 1 else ALONE  # of others it changes nothing
+            of_zero = Holders(zero) if grid.stored_parts > 1 else ALONE  # of others it changes nothing
             block, head = (
                 min(costs.passes(number, grid, layer, rows, "none", of_zero).both / rows for rows in counts)
                 for layer in (BLOCK, costs.head)
             )
-            yield len(pool.slots(grid.size)) * grid.z / block, head / block
+            yield len(pool.slots(grid.size)) * grid.row_parts / block, head / block
 
 
 def _row_counts(most: int, device: DeviceModel) -> list[int]:

@@ -74,7 +74,7 @@ class Scorer:
         if shape.zero < 2 or len(rows) == 1:
             return self._cut_shape(shape, rows)
         # Ranks exchange in each row chunk, and so all of them have as many.
-        least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
+        least = min(n // row[0].replicas // row[0].grid.row_parts for row, n in zip(shape.choices, rows, strict=True))
         layouts = (self._cut_shape(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
@@ -129,7 +129,7 @@ class Scorer:
             each = choice.rank_rows(rows)
             counts = [row_chunks] if row_chunks else [1]
             if i == last and not row_chunks:
-                counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
+                counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.row_parts)
             result.append(
                 StageShape(
                     pool,
@@ -175,7 +175,7 @@ class Scorer:
         self, pipelines: Pipelines, choices: tuple[tuple[PoolUse, ...], ...], microbatches: int
     ) -> list[int] | None:
         rows = self.global_batch // microbatches
-        least = [max(c.replicas * c.grid.z for c in row) for row in choices]
+        least = [max(c.replicas * c.grid.row_parts for c in row) for row in choices]
         if self.space.cut == EVEN:
             replicas = [row[0].replicas for row in choices]
             return [rows // sum(replicas) * each for each in replicas]
@@ -244,7 +244,7 @@ class Scorer:
         """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
-            return each / (self.speed(pool, layer) * grid.x * grid.y)
+            return each / (self.speed(pool, layer) * grid.product_parts)
         return self.costs.both_seconds(pool, grid, layer, each, self.space.recompute[0])
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Scorer:
             return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
 
         reduce, gather = exchange_of(setup, zero, part, seconds_of)
-        is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.z == 1
+        is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.stored_parts == 1
         return exposed(reduce, "backward") + max(0.0, exposed(gather, "forward" if is_early else "") - idle * is_early)
 
     def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
@@ -311,7 +311,7 @@ class Scorer:
 
     def _messages(self, source: CutStage, target: CutStage) -> StageMessages:
         """Return the seconds of messages between two stages."""
-        rows = min(stage.shape.rows * stage.choice.grid.z * stage.choice.replicas for stage in (source, target))
+        rows = min(stage.shape.rows * stage.choice.grid.row_parts * stage.choice.replicas for stage in (source, target))
         return self.messages_between(source.pool, source.choice, target.pool, target.choice, rows)
 
     def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> StageMessages:

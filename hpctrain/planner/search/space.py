@@ -50,7 +50,7 @@ class PoolUse(NamedTuple):
 
     def rank_rows(self, rows: int) -> int:
         """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
-        return -(-rows // self.replicas // self.grid.z)
+        return -(-rows // self.replicas // self.grid.row_parts)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> 
     """Yield what a pool can become that has so many slots for each tensor grid, for `rows` rows of a microbatch."""
     for grid, slots in num_slots.items():
         for stages in stage_counts(slots, num_blocks):
-            for replicas in replica_counts(slots // stages, rows // grid.z):
+            for replicas in replica_counts(slots // stages, rows // grid.row_parts):
                 yield PoolUse(grid, stages, replicas)
 
 
@@ -175,7 +175,7 @@ def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int)
     """Yield what a pool can become that uses all of its slots."""
     for grid, slots in num_slots.items():
         for stages in divisors(slots):
-            if stages <= num_blocks and slots // stages * grid.z <= rows:
+            if stages <= num_blocks and slots // stages * grid.row_parts <= rows:
                 yield PoolUse(grid, stages, slots // stages)
 
 
@@ -190,7 +190,12 @@ def even_choices(
         for stages in divisors(math.gcd(*map(sum, slots))):
             replicas = [sum(row) // stages for row in slots]
             divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
-            if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
+            if (
+                divides
+                and stages <= num_blocks
+                and rows % sum(replicas) == 0
+                and rows // sum(replicas) >= grid.row_parts
+            ):
                 yield tuple(
                     tuple(PoolUse(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True)
                 )

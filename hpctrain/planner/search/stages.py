@@ -28,7 +28,7 @@ from hpctrain.planner.prices.prices import Prices, Site, part_counts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.space import PoolUse
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import STORING, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid, item_parameters
@@ -305,7 +305,7 @@ class StageCosts:
 
     def _site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
         """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
-        tile = Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
+        tile = Tile(Interval(0, 1), Interval(0, grid.row_parts), self.pools[number].slots(grid.size)[0], grid)
         if not holders.groups:
             return self.prices.site(tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
@@ -393,7 +393,7 @@ class StageCosts:
         if self.setup.model.description.tied_head and is_last and not is_first:
             fixed += of(EMBEDDING)
         of_blocks = sum(share * of(kind) for kind, share in self._kinds(BLOCK))
-        return BlockLine(fixed / grid.z, of_blocks / grid.z)
+        return BlockLine(fixed / grid.stored_parts, of_blocks / grid.stored_parts)
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
@@ -412,7 +412,7 @@ class StageCosts:
         sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.layers(ends, 0))]
         pair = max(blocks) + max(sizes)
         fixed = messages * message_bytes(setup, grid, stage.rows)
-        fixed += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
+        fixed += gathered_bytes(setup, grid.stored_parts, zero, holders, max(sizes), pair, splits)
         in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.stack.is_hpctrain else (0.0, 0.0, NOTHING)
         always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + in_passes)
         kept, computing = BlockLine(others.kept, block.kept).times(at_once), at_once * others.computing
@@ -433,18 +433,18 @@ class StageCosts:
         layers = (*setup.block_kinds, *self.layers(stage.ends, 0))
         items = tuple(item for layer in layers for item in range(*layer))
         unit, where = SUMMED_BYTES * largest_unit(setup, grid, items), (stage.pool, grid, stage.exchanging)
-        if "z" in setup.overlaps and grid.z > 1:
+        if setup.overlaps_weights and grid.stored_parts > 1:
             tile = self.site(*where).tile
-            ranks = tile.axis_ranks("z", tile.ranks[0])
+            ranks = tile.axis_ranks(STORING, tile.ranks[0])
             in_passes += self.scratch_bytes("reduce_scatter", unit, ranks, ranks[0])
         if bucket is not None and stage.exchanging.groups:
             ranks = self.site(*where).data_ranks
-            in_passes += self.scratch_bytes("reduce_scatter", unit // grid.z, ranks, ranks[0])
+            in_passes += self.scratch_bytes("reduce_scatter", unit // grid.stored_parts, ranks, ranks[0])
         if zero >= 2 or stage.holders == 1:
             return in_passes, 0.0, NOTHING
         summed, packed = self.elements(grid, *stage.ends).times(SUMMED_BYTES), float(stage.meets_mixed)
         if bucket is not None:
-            bucket = max(bucket, SUMMED_BYTES * largest / grid.z)
+            bucket = max(bucket, SUMMED_BYTES * largest / grid.stored_parts)
             if 2 * bucket < summed.at(setup.model.num_layers):  # else all is summed at the end
                 in_flight = EXCHANGED_SHARE * bucket
                 return in_passes, in_flight + packed * bucket, summed.times(packed).more(in_flight)
