@@ -23,10 +23,11 @@ from hpctrain.observe.report.svg import (
 )
 from hpctrain.plan.equal_tiles import TileGroup
 from hpctrain.planner.prediction.simulate import EXPOSED
+from hpctrain.sharding.grid import AXES
 
 PARTS = {
     "compute": ("p0", "computing"),
-    "tensor": ("p5", "tensor grid (x, y, z)"),
+    "tensor": ("p5", f"tensor grid ({', '.join(AXES)})"),
     "pipeline": ("p2", "pipeline: messages and waiting"),
     "data": ("p3", "data: sums and weights of replicas"),
     "optimizer": ("p1", "optimizer"),

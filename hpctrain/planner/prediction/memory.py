@@ -156,10 +156,11 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: Holding) -> int:
 
 
 def gathered_bytes(setup: Setup, parts: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
-    """Return the bytes of whole weights and gradients where a rank stores one of several `parts`: those of its `largest` layer, or of a
-    `pair` of neighbours where they are overlapped, since one is gathered early and scattered late.
+    """Return the bytes of whole weights and gradients where a rank stores one of several `parts`.
 
-    The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
+    They are of its `largest` layer, or of a `pair` of neighbours where these are overlapped, since one is gathered
+    early and scattered late. The shard of what is scattered comes on top; it is of both where a weight pass has gone
+    before (`splits`).
     """
     if parts == 1 and zero < 2:
         return 0.0

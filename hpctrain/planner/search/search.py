@@ -172,7 +172,8 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         # Those that use all devices are the choices of the restricted spaces: candidates of the larger one, too.
         is_part = space.cut == BEST and limits.per_group is not None
-        self._shortlists = [Shortlists(self.scorer, limits.per_group, uses_all) for uses_all in range(1 + is_part)]
+        restrictions = (False, True) if is_part else (False,)
+        self._shortlists = [Shortlists(self.scorer, limits.per_group, uses_all) for uses_all in restrictions]
         self._simulator = Simulator(self.scorer, setup_of or (lambda _: setup), tries_all=limits.simulated is None)
         self._queue: list[tuple[tuple[float, float], int, Candidate]] = []
         self.layouts: list[CutShape] = []
