@@ -25,34 +25,35 @@ from hpctrain.config.errors import LaunchError
 
 KEPT = 1 << 16
 LEAST_SECONDS = 1e-12
-"""Links without a latency, as those of ranks that share a device, count as having this one."""
+"""Least latency of a link in seconds: those without one, as of ranks that share a device, count as having this."""
 
 
 def _scratch_of_exchange(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of what a rank receives at once of the others' parts, when a tensor is reduced by exchange."""
+    """Return the bytes that a rank receives at once from the others, when a tensor is reduced by exchange."""
     return min(num_bytes // num_ranks, SEGMENT_BYTES) * (num_ranks - 1)
 
 
 class GroupShape(NamedTuple):
-    """All that the times of a group's collectives depend on, where others communicate too. Links are by number."""
+    """All that the times of a group's collectives depend on, while concurrent groups communicate too. Links are
+    numbers."""
 
     size: int
     links: tuple[int, ...]
-    """The links between neighbours, each kind once: a flat collective takes as long as by the slowest of them."""
+    """Links between neighbours, each kind once. The slowest of them decides the time of a flat collective."""
     flows: int = 1
-    """The largest number of ranks that share the NIC of one of these links, of this group and of concurrent ones."""
+    """Largest number of ranks, of this group and of concurrent ones, that share the NIC of one of these links."""
     domains: tuple["GroupShape", ...] = ()
     """The shapes of its domains, each once; empty where the group communicates flat."""
     num_domains: int = 0
     across: tuple["InterDomainLinks", ...] = ()
-    """The links by which domains send to the others, each kind of domain once."""
+    """Links by which domains send to the others, each kind of domain once."""
 
 
 class InterDomainLinks(NamedTuple):
     """The links by which the ranks of one domain send to the other domains."""
 
     size: int
-    """The ranks of the domain that sends."""
+    """Number of ranks of the domain that sends."""
     links: tuple[tuple[int, int, int], ...]
     """Each link, the number of domains that it leads to, and the number of flows that share it."""
 
@@ -65,7 +66,7 @@ class OnNode(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConcurrentRanks:
-    """Ranks that communicate at the same time. Its identity is its key: there may be thousands."""
+    """Ranks that communicate at the same time. Objects are compared by identity, as there may be thousands of ranks."""
 
     of_node: dict[int, OnNode]
     of_family: dict[str, int]
@@ -78,7 +79,7 @@ class Port(NamedTuple):
     node: int
     fabric: str
     nic: int
-    """Its number among the node's of that fabric."""
+    """Number of the NIC among the node's NICs of that fabric."""
     leaves: bool
 
 
@@ -86,7 +87,8 @@ class ClusterNetwork:
     """The links of a cluster, and what messages and collectives take on them."""
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
-        """`link_share`: what collectives reach of a data sheet's bandwidth, see `config.links.message_seconds`."""
+        """`link_share` is the share of a data sheet's bandwidth that collectives reach, see
+        `config.links.message_seconds`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._numbers: dict[PairLink, int] = {}
@@ -118,18 +120,22 @@ class ClusterNetwork:
 
     @cached_property
     def _is_even(self) -> bool:
-        """Nodes' own links are no faster than those between nodes."""
+        """Whether nodes' own links are no faster than those between nodes."""
         speeds = {where: link.message_bytes_per_second for where, link in slowest_links(self.cluster).items()}
         return len(speeds) < 2 or speeds["inside"] <= speeds["across"]
 
     def is_near(self, one: int, other: int) -> bool:
-        """Say whether a message between two ranks stays where links are fast, as all ranks will say of it: on one node,
-        or anywhere where nodes' own links are no faster than those between."""
+        """Say whether a message between two ranks stays where links are fast. All ranks get the same answer.
+
+        That is inside one node, or anywhere if nodes' own links are no faster than those between nodes.
+        """
         return self._is_even or self._topology.are_together(one, other)
 
     def _ports_between(self, source: int, target: int) -> tuple[tuple[Port, float], ...]:
-        """Return the ports by which a message leaves a node and enters another one, and how many times as much
-        bandwidth as the narrower one each has. Inside a node there are none."""
+        """Return the ports by which a message leaves a node and enters another one. Inside a node there are none.
+
+        Each port comes with its bandwidth, as a multiple of the narrower one's.
+        """
         fabric = self._numbered[self._number(source, target)].fabric
         if fabric is None:
             return ()
@@ -142,7 +148,7 @@ class ClusterNetwork:
         return tuple((port, bandwidth / narrowest) for port, bandwidth in result)
 
     def seconds(self, source: int, target: int, num_bytes: float, flows: float = 1) -> float:
-        """Return what a message takes with `flows` like it through the same NIC."""
+        """Return the seconds of a message while `flows` messages like it use the same NIC."""
         return self._message_seconds(self._number(source, target), num_bytes, flows)
 
     def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
@@ -156,8 +162,10 @@ class ClusterNetwork:
         return self._share
 
     def flows(self, rank: int, ranks: Iterable[int], target: int) -> int:
-        """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
-        fabric: at least 1."""
+        """Return how many of some ranks share the NIC by which `rank` sends to `target`, at least 1.
+
+        All of them count as sending by that fabric.
+        """
         device, fabric = self.cluster.devices[rank], self._numbered[self._number(rank, target)].fabric
         if fabric is None:
             return 1
@@ -182,8 +190,8 @@ class ClusterNetwork:
     ) -> float:
         """Return the seconds of a collective of `num_bytes` (the whole tensor's bytes).
 
-        Assumes that `concurrent` ranks run the same collective at once, in groups of this shape. Raises CommError for
-        an operation that no group has.
+        Assumes that `concurrent` ranks run the same collective at once, in groups of this shape; None: the group is
+        alone. Raises CommError for an operation that no group has.
         """
         row_of(operation)
         ranks, num_bytes = tuple(ranks), int(num_bytes)
@@ -195,8 +203,8 @@ class ClusterNetwork:
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.
 
-        It assumes that the group is alone, for its ranks do not know who else communicates. Without `by_domains`
-        only the flat ones count.
+        Assumes that the group is alone, as its ranks do not know which others communicate. Without `by_domains` only
+        the flat algorithms count.
         """
         shape = self._shape(tuple(ranks), None)
         options = candidates(operation, num_bytes, shape.size, by_domains and bool(shape.domains))
@@ -205,10 +213,11 @@ class ClusterNetwork:
         return min(options, key=lambda option: self._seconds_by(option, operation, num_bytes, shape))
 
     def scratch_bytes(self, operation: str, num_bytes: int, ranks: Sequence[int], rank: int) -> int:
-        """Return the bytes that a sum of `num_bytes` takes on ranks like `rank`, on top of the whole and the result.
+        """Return the scratch bytes of a sum of `num_bytes` on ranks like `rank`, in addition to the whole tensor and
+        the result.
 
-        Operations that sum nothing take none. Of the domains with such a rank, the one
-        with the fewest ranks counts, whose ranks have the most each. Libraries of makers may take less.
+        Operations that sum nothing need none. Of several domains with such a rank the smallest counts: its ranks have
+        the most each. Makers' libraries may need less.
         """
         num_ranks, row = len(ranks), row_of(operation)
         if num_ranks < 2 or not row.is_sum:
@@ -226,7 +235,8 @@ class ClusterNetwork:
         return packed + len(domains) * num_bytes // num_ranks + num_bytes // own + inside
 
     def _domains_of(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, set[str]]], bool]:
-        """Return the size and the families of each domain of a group, and whether they follow each other in it."""
+        """Return the size and the families of each domain of a group, and whether the domains' ranks follow each other
+        in it."""
         domains, devices = self._topology.route(ranks).domains, self.cluster.devices
         is_packed = tuple(itertools.chain(*domains)) == tuple(range(len(ranks)))
         return [(len(domain), {devices[ranks[place]].family for place in domain}) for domain in domains], is_packed
@@ -234,7 +244,7 @@ class ClusterNetwork:
     def _shape_of(self, ranks: tuple[int, ...], concurrent: ConcurrentRanks | None) -> GroupShape:
         """Return the shape of a group, while `concurrent` ranks run the same collective in groups of this shape.
 
-        The number of such groups at once is limited by the family with the fewest ranks for them.
+        The family with the fewest concurrent ranks for such groups limits the number of groups.
         """
         own = self._concurrent_of(ranks)
         every = concurrent or own
@@ -266,7 +276,8 @@ class ClusterNetwork:
         )
 
     def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
-        """Return the shape of a group, or of a domain in one, whose ranks send so many flows to a target."""
+        """Return the shape of a group, or of a domain in one. `flows` returns how many flows share a rank's NIC to a
+        target."""
         route, neighbours = self._topology.route(ranks), list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
         links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
         flat = GroupShape(len(ranks), links, max(flows(*pair) for pair in neighbours))
@@ -292,12 +303,12 @@ class ClusterNetwork:
         return InterDomainLinks(len(domain), tuple((link, len(to), shared[link]) for link, to in targets.items()))
 
     def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
-        """Return the shape of a domain; of one that needs no NIC it is the same for whatever group."""
+        """Return the shape of a domain. One that needs no NIC has the same shape in any group."""
         is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
         return self._shape(ranks, None) if is_on_node else self._with_flows(ranks, flows)
 
     def _compute_seconds(self, algorithm: str, operation: str, num_bytes: int, shape: GroupShape) -> float:
-        """Compute what a collective takes by an algorithm."""
+        """Return the seconds of a collective by an algorithm."""
         if algorithm == "domains":
             return self._by_domains(operation, num_bytes, shape)
         message_bytes = max(num_bytes, 1) if algorithm == "doubling" else num_bytes // shape.size + 1
@@ -307,7 +318,8 @@ class ClusterNetwork:
     def flat_seconds(
         self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, bandwidth: float
     ) -> float:
-        """Return what an exchange or doubling takes whose slowest link is `link`, which gives it so much bandwidth."""
+        """Return the seconds of an exchange or a doubling, whose slowest link is `link` and gives it so much
+        bandwidth."""
         latency = max(link.latency_seconds, LEAST_SECONDS)
         if algorithm == "doubling":
             rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
@@ -317,7 +329,7 @@ class ClusterNetwork:
         return row_of(operation).transfers * (once + share)
 
     def _inside_seconds(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
-        """Return what a reduce-scatter or an all-gather takes inside a domain."""
+        """Return the seconds of a reduce-scatter or an all-gather inside a domain."""
         if shape.size == 1:
             return 0.0
         return self._seconds_by("domains" if shape.domains else "exchange", operation, num_bytes, shape)
@@ -325,14 +337,14 @@ class ClusterNetwork:
     def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         if phases := row_of(operation).phases:
             return sum(self._seconds_by("domains", phase, num_bytes, shape) for phase in phases)
-        # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
-        # summed, what others own.
+        # Inside a domain one part after the other, one for each domain. Across domains one exchange of shards: each
+        # rank sends those parts of its domain's sums that others own.
         count = shape.num_domains
         part = num_bytes // count + 1
         inside = max(self._inside_seconds(operation, part, domain) for domain in shape.domains)
         one = every = 0.0
         for size, links in shape.across:
-            of_fabric: dict[str | None, float] = {}  # each by NICs of its own
+            of_fabric: dict[str | None, float] = {}  # each fabric has NICs of its own
             for link, to, flows in links:
                 one = max(one, self._message_seconds(link, part / size, flows))
                 fabric = self._numbered[link].fabric
@@ -341,11 +353,11 @@ class ClusterNetwork:
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
         across = self._fabrics(shape._replace(links=(), domains=()))
-        if any(across & self._fabrics(domain) for domain in shape.domains):  # whose NICs have to do both
+        if any(across & self._fabrics(domain) for domain in shape.domains):  # the same NICs do both
             return count * inside + every
-        if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
+        if operation == "reduce_scatter":  # each part is sent while the next one is summed; its own part comes last
             return max(count * inside, inside + every, (count - 1) * inside + one)
-        return max(inside, every) + (count - 1) * inside  # its own part meanwhile, the others when all are there
+        return max(inside, every) + (count - 1) * inside  # its own part overlaps the exchange; the others follow it
 
     def _fabrics(self, shape: GroupShape) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""

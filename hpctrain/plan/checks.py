@@ -112,7 +112,8 @@ def check_passes(plan: Plan) -> None:
 
 
 def num_passes(plan: Plan) -> int:
-    """Return how many passes a step has, those of equal pipelines once, or how many at the most where these are few."""
+    """Return how many passes a step has, with those of equal pipelines counted once. Where all are few, all are
+    counted."""
     passes = plan.microbatches * sum(tile.row_chunks for tile in plan.tiles)
     if passes <= MOST_PASSES:
         return passes
@@ -126,7 +127,7 @@ def _first(ranks: Sequence[int]) -> str:
 
 
 def _check_extra_warmup(plan: Plan) -> None:
-    """Refuse an extra warm-up that is of no use, or by which tiles would wait for each other for ever."""
+    """Refuse an extra warm-up that is of no use, or with which tiles would deadlock."""
     for number, tile in enumerate(plan.tiles):
         if not tile.extra_warmup:
             continue

@@ -65,9 +65,10 @@ class ShardGroup:
     """The weights that one exact set of ranks holds: whole units, or regions of them."""
 
     ranks: tuple[int, ...]
-    """In the order of the plan's tiles, the same order for every y, so that the copies of a norm have like owners."""
+    """Ranks of the group, in the order of the plan's tiles. It is the same order for every y, so that the copies of a
+    norm have like owners."""
     shares: tuple[int, ...]
-    """For each of the ranks its share of the optimizer's state."""
+    """Share of the optimizer's state, for each of the ranks."""
     zero: int
     """The ZeRO stage in which they exchange."""
     layouts: tuple[UnitLayout, ...] = ()
@@ -77,7 +78,7 @@ class ShardGroup:
     final_after: int = 0
     """The item of this rank's tiles after whose backward pass all gradients of this group are complete."""
     is_tied: bool = False
-    """Whether it has weights of two items. Holders of one of these may have summed all else before the others begin."""
+    """Whether it has weights of two items. Holders of one item may finish all other sums before the others begin."""
 
     def cuts(self, size: int) -> tuple[Interval, ...]:
         """Return for each rank which of `size` elements it owns."""
@@ -89,9 +90,10 @@ class Holding:
     """The weights of a plan that one rank has."""
 
     part: GridPart
-    """What it uses."""
+    """The part of the model that the rank uses."""
     shard_groups: tuple[ShardGroup, ...]
-    """What it stores, by the ranks that store the same. These cut it among themselves into what each owns."""
+    """Weights that the rank stores, by the ranks that store the same. These ranks cut them among themselves into what
+    each owns."""
     cut_units: tuple[UnitLayout, ...] = ()
     """The units whose elements are in regions, of each item what is not tied as one."""
 
@@ -206,9 +208,9 @@ def _buckets(parts: Sequence[HeldShard], bucket_bytes: int | None) -> Iterator[l
 def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
     """Return the ZeRO stage in which ranks exchange a unit: the highest of their tiles.
 
-    0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
-    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1. Regions,
-    which ranks of unlike tensor grids share, are at 1.
+    In stage 0 every rank updates everything. It is for one family, whose ranks compute the same bits. Stages 2 and 3
+    need other holders, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
+    Regions, which ranks of different tensor grids share, are at 1.
     """
     tiles = [plan.tile_of(rank) for rank in ranks]
     highest = max(tile.zero for tile in tiles)

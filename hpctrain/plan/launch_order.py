@@ -78,7 +78,7 @@ class Bridge(NamedTuple):
 
 NO_BRIDGE = Bridge(frozenset(), frozenset(), is_tied=False)
 TIED = -1
-"""In the place of an item: the embedding that the first and the last tiles have."""
+"""Number in place of an item for the embedding that the first and the last tiles have."""
 Ends = tuple[Tile, Tile]
 
 
@@ -102,7 +102,7 @@ class Launches:
     listed: int = -1
     """The last instruction whose sums are in `sums`, or were."""
     arrived: dict[Ends, int] = field(default_factory=dict)
-    """By wire, how many of its messages have arrived, as far as the runner can know."""
+    """Number of messages that have arrived on each wire, as far as the runner can know."""
     operations: list[tuple[int, dict[Ends, int]]] = field(default_factory=list)
     """The places of instructions that use a library, and what was known of arrivals there."""
 
@@ -130,7 +130,8 @@ class LaunchOrderRun(ScheduleRun):
         bridge: Bridge = NO_BRIDGE,
         held: Mapping[Ends, Sequence[int]] | None = None,
     ):
-        """`held` is of `latest`, by wire: behind which place of its sender each message comes at the latest."""
+        """`held` is what `latest` returns: for each message of a wire, the place of its sender behind which it arrives
+        at the latest."""
         super().__init__(plan, schedules)
         self._overlaps_z, self._bridge, self._held = overlaps_z, bridge, held or {}
         self._launches = {runner: Launches() for runner in self.runners.values()}

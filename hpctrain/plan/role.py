@@ -20,24 +20,25 @@ class Transfers:
 
     messages: dict[Op, list[Transfer]]
     gathers: dict[Op, bool]
-    """Whether ranks of the tile that need the same receive parts of it, and gather the whole: by what receives."""
+    """Whether ranks of the tile that need the same each receive a part of it and gather the whole, by the receiving
+    instruction."""
 
 
 @dataclass(frozen=True)
 class ChannelNeed:
     """The buffers that a channel to one peer needs.
 
-    Two ranks have one for each two tiles of theirs that are neighbours: what several of these exchange need not be in
+    Two ranks have a channel for each two neighbouring tiles of theirs, as messages of different pairs need not come in
     one order.
     """
 
     peer: int
     item: int
-    """The first one of the tile that follows: activations go to it, gradients come from it."""
+    """First item of the tile that follows: activations go to it, gradients come from it."""
     elements: int
-    """Of the largest message."""
+    """Number of elements of the largest message."""
     depth: int
-    """Messages in flight at once."""
+    """Maximum number of messages in flight at once."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Role:
 
     rank: int
     tiles: tuple[Tile, ...]
-    """In the order of items."""
+    """Tiles of the rank, in the order of items."""
     axes: dict[str, tuple[int, ...]]
     """The ranks along each axis of the tensor grid."""
     holding: Holding
     """The weights that this rank has, by the ranks that store the same."""
     transfers: tuple[Transfers, ...]
-    """For each tile."""
+    """Messages of each tile."""
     channels: list[ChannelNeed]
 
 

@@ -27,9 +27,9 @@ class Op(Enum):
     RECEIVE_GRADIENT = "receive gradient"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward input"
-    """The gradient of the tile's input; what it takes to add those of weights is kept."""
+    """Computes the gradient of the tile's input, and keeps the operands that gradients of weights need."""
     BACKWARD_WEIGHT = "backward weight"
-    """The rest of it. Both together do what BACKWARD does, to the bit."""
+    """Computes the gradients of weights. Both parts together do what BACKWARD does, to the bit."""
     SEND_GRADIENT = "send gradient"
     REDUCE_GRADIENTS = "reduce gradients"
     UPDATE = "update"
@@ -39,13 +39,13 @@ class Op(Enum):
 
 COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-"""What adds to the gradients of weights."""
+"""Instructions that add to the gradients of weights."""
 GOING_BACK = (Op.BACKWARD, Op.BACKWARD_INPUT)
-"""What needs the gradient of a tile's output, and makes that of its input."""
+"""Instructions that need the gradient of a tile's output, and compute that of its input."""
 RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 SENDING = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 EXPECTED_AHEAD = 2
-"""How many receives of a rank have memory before it comes to them: in the steady state one of each kind."""
+"""Number of receives for which a rank has memory before it comes to them: in the steady state one of each kind."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Instruction:
     op: Op
     microbatch: int = -1
     row_chunk: int = 0
-    """Which row chunk of the tile, for forward and backward."""
+    """Number of the tile's row chunk, for forward and backward passes."""
     starts_reducing: bool = False
     """Whether this pass, the last that adds to gradients, starts to sum each item's when it has passed it.
 
     Nobody waits for that before REDUCE_GRADIENTS.
     """
     virtual_stage: int = 0
-    """Which of the tiles of its ranks, in the order of items."""
+    """Number of the tile among its ranks' tiles, in the order of items."""
 
     def __str__(self) -> str:
         if self.microbatch < 0:
@@ -83,8 +83,10 @@ def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
 
 
 def in_flight(plan: Plan, tile: Tile) -> int:
-    """Return how many microbatches of a tile are in flight at once, from its forward to its backward pass: by 1F1B
-    those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
+    """Return how many microbatches of a tile are in flight at once, from its forward to its backward pass.
+
+    By 1F1B these are those of its warm-up and the current one. An interleaved pipeline may have fewer in a step.
+    """
     virtual_stages = plan.virtual_stages(tile)
     if len(virtual_stages) == 1:
         return min(plan.warm_up(tile) + 1, plan.microbatches)
@@ -169,14 +171,15 @@ def _microbatch_steps(plan: Plan, tiles: Sequence[Tile], virtual_stage: int, m: 
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
-    """Return how many microbatches a tile's weight passes are behind its input passes; None where they are one.
+    """Return how many microbatches a tile's weight passes are behind its input passes; None where a backward pass is
+    not split.
 
-    They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
-    arXiv 2505.17548), with the weights' right after it, where that costs nothing. With x or y it would cost: sums would
-    no longer be hidden behind the weights' products. Tiles that recompute or have row_chunks are
-    short of the memory in which these wait. Tiles with ZeRO 2 and 3 must do the same. By ZB-H1 each tile keeps as many
-    microbatches in flight as the first one on its longest path does by 1F1B. So what is left at the end are weight
-    passes.
+    It is not split where no tile waits for the gradient of the input. By 1F1B that gradient is sent as soon as it is
+    there (H2, arXiv 2505.17548), and the weights' gradients follow at once, where that costs nothing. With x or y it
+    would cost: the products of weights' gradients would no longer hide sums. Tiles that recompute or have row_chunks
+    are short of the memory in which the operands wait. Tiles with ZeRO 2 and 3 must all do the same. By ZB-H1 each tile
+    keeps as many microbatches in flight as the first one on its longest path does by 1F1B. So weight passes are left
+    for the end.
     """
     if not plan.upstream(tile):
         return None

@@ -35,7 +35,7 @@ class Tile:
     state_share: int = 1
     """The share of each of its ranks when holders cut the state of the optimizer among them."""
     row_chunks: int = 1
-    """In how many row chunks the tile computes its rows of a microbatch."""
+    """Number of row chunks in which the tile computes its rows of a microbatch."""
     extra_warmup: int = 0
     """Microbatches that it has in flight beyond those of 1F1B, so that slow messages delay nobody."""
     offload: str = "none"
@@ -93,7 +93,7 @@ class Plan:
     rows: int
     """Sequences in a microbatch, over all tiles of a stage."""
     schedule: str = "1f1b"
-    """Or "zb-h1"; see `hpctrain.plan.schedule`."""
+    """Name of the schedule: "1f1b" or "zb-h1"; see `hpctrain.plan.schedule`."""
     unused: tuple[int, ...] = ()
 
     @cached_property
@@ -128,8 +128,8 @@ class Plan:
     def first_like(self) -> dict[Tile, Tile]:
         """Return for each of `first_tiles` the first one of its kind: with the same grid and the same items.
 
-        Ranks at the same place of tiles of one kind store the same (`hpctrain.plan.holdings`), so that whoever asks for
-        all ranks need ask for one kind once.
+        Ranks at the same place of tiles of one kind store the same (`hpctrain.plan.holdings`). So a question about all
+        ranks need only be asked for one tile of each kind.
         """
         first: dict[tuple, Tile] = {}
         kinds = ((tuple(each.items for each in self.virtual_stages(t)), t.tensor, t) for t in self.first_tiles)
@@ -251,7 +251,7 @@ def _depths(tiles: Sequence[Tile], neighbours: Mapping[Tile, Sequence[Tile]]) ->
 
 
 def joined(plan: Plan) -> list[list[Tile]]:
-    """Return the tiles that share messages, directly or through others, together, in the order of the plan's."""
+    """Return the groups of tiles that share messages, directly or through others, in the order of the plan's tiles."""
     place = {tile: i for i, tile in enumerate(plan.tiles)}
     result: list[list[Tile]] = []
     seen: set[Tile] = set()

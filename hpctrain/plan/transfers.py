@@ -1,14 +1,14 @@
 """The parts of an activation that go from rank to rank between tiles, by intersecting intervals.
 
 The activation between two tiles is a rectangle tokens x features: the positions of one row follow those of the row
-before it. What a rank of a tile has of it says its part (`hpctrain.sharding.grid_parts`): rows, features, and
-positions of each row. Different grids, rows and numbers of ranks on the two sides need nothing special: a section is
-the intersection of two parts.
+before it. The part of a rank (`hpctrain.sharding.grid_parts`) says what it has: rows, features, and positions of each
+row. Different grids, rows and numbers of ranks on the two sides need nothing special: a section is the intersection of
+two parts.
 
 Ranks of a tile that have the same rows and features have a *common part*. Where they have all positions, they need the
-same. If they are near each other and somebody who sends is far, each receives some of the tokens, and they gather the
-whole among themselves (`gathers`): one copy crosses the slow link, also of a single row. Where they have different
-positions (a tile that is sequence parallel), each holds, sends and receives its own, and gathers nothing.
+same. If they are near each other and a sender is far, each receives some of the tokens. Then they gather the whole
+among themselves (`gathers`): one copy crosses the slow link, also of a single row. Where they have different positions
+(a tile that is sequence parallel), each holds, sends and receives its own, and gathers nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class Transfer:
 
 
 Near = Callable[[int, int], bool]
-"""Whether what goes from one rank to another one stays where links are fast."""
+"""Says whether messages from one rank to another one stay where links are fast."""
 
 
 def everywhere(_one: int, _other: int) -> bool:
@@ -70,7 +70,7 @@ class CommonPart(NamedTuple):
     """The rectangle of an activation that some ranks of a tile have, or of whose positions each has some."""
 
     tokens: Interval
-    """Of the microbatch: those of whole rows."""
+    """Tokens of the microbatch, as whole rows."""
     features: Interval
     ranks: tuple[int, ...]
     positions: tuple[tuple[Interval, ...], ...]
@@ -95,16 +95,16 @@ def common_parts(tile: Tile, row: RowShape) -> tuple[CommonPart, ...]:
 
 
 def common_part_of(tile: Tile, rank: int, row: RowShape) -> CommonPart:
-    """Return the common part of an activation that a rank of a tile has to do with."""
+    """Return the common part of an activation to which a rank of a tile belongs."""
     return next(common for common in common_parts(tile, row) if rank in common.ranks)
 
 
 def gathers(plan: Plan, tile: Tile, forward: bool, near: Near, row: RowShape) -> bool:
-    """Say whether the ranks of a tile that need the same receive parts of it, and gather the whole: of activations
-    (forward) or gradients of a microbatch.
+    """Say whether the ranks of a tile that need the same each receive a part of it, and gather the whole.
 
-    That is where those who need the same are near each other, and some rank that sends is far from them. Where
-    positions are cut, here or at who sends, what each receives is not what the others do.
+    It is about activations (`forward`) or gradients of a microbatch. They gather where they are near each other, and
+    some sender is far from them. Where the tile or a sender cuts positions, ranks receive different parts and do not
+    gather.
     """
     sources = plan.upstream(tile) if forward else plan.downstream(tile)
     own = common_parts(tile, row)

@@ -22,7 +22,7 @@ from hpctrain.planner.search.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
-"""By more than this share of the rows, and by more than so many, the model contradicts the profile."""
+"""Share of the rows, and number of rows: the memory model contradicts a profile where it differs by more than both."""
 MOST_ROWS = 1 << 24
 
 
@@ -142,9 +142,10 @@ def with_fewest_microbatches(result: SearchResult) -> SearchResult:
 def with_enough_rows(
     job: Job, resolved: Resolved, families: Sequence[str], cluster: Cluster, setup_of: Callable[[Plan], Setup]
 ) -> Resolved:
-    """Return the plan that a job for devices describes, with as many rows at once as they are busy with and have memory
-    for, where it leaves their number open. `resolved` is the plan with few; it stays where none with more is predicted
-    to fit. `setup_of` is as in `search_best`.
+    """Return the plan of a job for devices, with more rows at once where the job leaves their number open.
+
+    The rows are as many as keep the devices busy and fit in memory. `resolved` is the plan with few rows. It stays
+    where no plan with more is predicted to fit. `setup_of` is as in `search_best`.
     """
     request = job.plan
     is_open = request is not None and request.file is None and request.microbatch is None

@@ -26,9 +26,10 @@ TIMED = 5
 
 
 def keep_families(folder: Path, job: Job, cluster: Cluster) -> dict | None:
-    """Return what `predict_families` does: as the run folder has it, if it is of this job and machine, else anew.
+    """Return the predictions of `predict_families`: those in the run folder, if they are of this job and machine, else
+    new ones.
 
-    A file that cannot be read or written is none.
+    A file that cannot be read or written counts as absent.
     """
     setup = Setup.of_job(job)
     worth = _worth_by_family(cluster, setup)
@@ -77,7 +78,7 @@ def predict_families(job: Job, cluster: Cluster, clock: Callable[[], float] = ti
 
 
 def _worth_by_family(cluster: Cluster, setup: Setup) -> dict[str, str]:
-    """Return by family, in the order of ranks, what a prediction of it is worth."""
+    """Return by family, in the order of ranks, how far a prediction of it may be off."""
     models = device_models(cluster, setup)
     return {device.family: models[device.family].worth for device in cluster.devices}
 
@@ -89,10 +90,10 @@ def sum_of_families(predicted: dict | None) -> float | None:
 
 
 def yardstick(predicted: dict, tokens_per_second: float) -> dict:
-    """Return the predictions of `predict_families`, and a run's ratios to the sum of the families, to the best of them
-    and to the job cut evenly.
+    """Return the predictions of `predict_families`, and three ratios of a run: to the sum of the families, to the best
+    of them, and to the job cut evenly.
 
-    No ratio where a family alone cannot hold the model (`no_ratio` says which).
+    There is no ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
     summary = dict(predicted)
     if even := summary.get("predicted_even"):

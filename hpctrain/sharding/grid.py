@@ -1,7 +1,7 @@
 """The tensor grid: how the ranks of a tile share its products and its weights, axis by axis.
 
-`AXES` says of each axis what it cuts. Who needs an answer for all axes asks it, and names none. What a coordinate has
-of a model is said by `hpctrain.sharding.grid_parts`.
+`AXES` says of each axis what it cuts. Code that needs an answer for all axes asks the table, and names no axis.
+`hpctrain.sharding.grid_parts` says what a coordinate has of a model.
 """
 
 import math
@@ -13,7 +13,7 @@ class GridAxis(NamedTuple):
     """An entry of `AXES`: what an axis of the tensor grid cuts, and which keys are about its communication."""
 
     cuts: Literal["features", "outputs", "rows"]
-    """What its ranks have parts of: hidden features (inputs of products), outputs of products, or rows."""
+    """What the axis cuts among its ranks: hidden features (inputs of products), outputs of products, or rows."""
     overlap: Literal["tensor", "z"]
     """The switch of a job's [overlap] for its collectives."""
     stores: bool = False
@@ -27,7 +27,7 @@ AXES: dict[str, GridAxis] = {
     "y": GridAxis("outputs", overlap="tensor", cuts_positions=True),
     "z": GridAxis("rows", overlap="z", stores=True),
 }
-"""In the order of the fields of `TensorGrid` and `Coordinate`."""
+"""Axes by name, in the order of the fields of `TensorGrid` and `Coordinate`."""
 STORING = tuple(name for name, axis in AXES.items() if axis.stores)
 CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
 CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
@@ -36,7 +36,7 @@ CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_posit
 STORED = "z"
 """The name of the group of ranks that store parts of the same weights."""
 GROUPS = {name: (name,) for name in CUTTING_PRODUCTS} | {STORED: STORING}
-"""By name, the axes along which ranks of a grid have a group."""
+"""Axes along which ranks of a grid have a group, by the name of the group."""
 RANK_ORDER = ("z", "x", "y")
 """The axes as the ranks of a tile go through them, the slowest first: y exchanges the most, and sits closest."""
 
@@ -80,22 +80,22 @@ class TensorGrid(NamedTuple):
 
     @property
     def product_parts(self) -> int:
-        """Into how many parts products are cut."""
+        """Number of parts into which products are cut."""
         return self.num_parts(CUTTING_PRODUCTS)
 
     @property
     def stored_parts(self) -> int:
-        """Into how many parts weights of one box are cut to be stored."""
+        """Number of parts into which weights of one box are cut to be stored."""
         return self.num_parts(STORING)
 
     @property
     def row_parts(self) -> int:
-        """Into how many parts the rows of a tile are cut."""
+        """Number of parts into which the rows of a tile are cut."""
         return self.num_parts(CUTTING_ROWS)
 
     @property
     def position_parts(self) -> int:
-        """Into how many parts the positions of hidden states are cut."""
+        """Number of parts into which the positions of hidden states are cut."""
         return self.num_parts(CUTTING_POSITIONS) if self.sequence_parallel else 1
 
     @property

@@ -1,7 +1,7 @@
 """Parts: the rows, positions and features of hidden states that a coordinate of a tensor grid has, and its weights.
 
-Pure functions of grid and coordinate. Whoever has no plan yet asks a `GridPart`. With whom a rank of a plan has it is
-said by its *holding* (`hpctrain.plan.holdings`).
+Pure functions of grid and coordinate: a `GridPart` needs no plan. The *holding* of a rank (`hpctrain.plan.holdings`)
+says which ranks of a plan have the same.
 """
 
 from collections.abc import Iterable

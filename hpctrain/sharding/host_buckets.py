@@ -1,13 +1,13 @@
 """Buckets in which state moves between a device and host memory: rules that engine and planner share. Pure."""
 
 LARGEST_BUCKET = 1 << 22
-"""Elements: 16 MiB of each kind of state, which an x16 link of PCIe 4 moves in less than a millisecond."""
+"""Maximum elements of a bucket: 16 MiB of each kind of state, which PCIe 4 x16 moves in less than a millisecond."""
 BUCKETS = 32
-"""Into about so many buckets a small state is cut."""
+"""Approximate number of buckets into which a small state is cut."""
 SLOTS = 2
 """Buckets on the device at once: one is updated while the next comes in and the last goes out."""
 ALIGNED = 64
-"""Buckets of a tensor begin at multiples of so many elements, so that vectors of a kernel hold the same elements as
+"""Number of elements at whose multiples buckets of a tensor begin. So vectors of a kernel hold the same elements as
 without buckets."""
 
 

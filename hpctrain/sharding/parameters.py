@@ -1,13 +1,13 @@
 """Every parameter of a model by name: its shape, how a tensor grid cuts it, how it starts.
 
-Pure functions of the model's shape and of a tensor grid: no weights here. The model allocates from this, the
-optimizer and the checkpoint take their parts from it, the planner counts bytes with it, so that none can disagree.
+Pure functions of the model's shape and of a tensor grid: no weights here. The model, the optimizer, the checkpoint and
+the planner all use these functions, so that none can disagree.
 
-How weights are cut (Agarwal's 3D product as used by AxoNN, arXiv 2305.13525): the weight of a layer `[out, in]` is
-cut by y over `out` and by x over `in`; layers whose input is the output of such a layer swap x and y, so that
-nothing is redistributed in between. What a coordinate uses of a weight is its *box* (`grid_parts.py`). The boxes of one
-*unit* (the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array.
-Each of z stores a consecutive z-th of it.
+How weights are cut (Agarwal's 3D product as used by AxoNN, arXiv 2305.13525): the weight of a layer `[out, in]` is cut
+by y over `out` and by x over `in`. Layers whose input is the output of such a layer swap x and y, so that nothing is
+redistributed in between. What a coordinate uses of a weight is its *box* (`grid_parts.py`). The boxes of one *unit*
+(the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array. Each of z
+stores a consecutive z-th of it.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class Parameter:
     init: str
     """How it starts: "normal", "residual" (normal, scaled down by the depth), "zeros", "ones"."""
     heads: int = 0
-    """In dim 0: of key and value projections, or 1 for what all heads share; 0 for all others."""
+    """Number of heads in dim 0 of key and value projections; 1 for what all heads share; 0 for all others."""
     pad: bool = False
     """Whether dim 0 is padded to a multiple of y (vocabularies)."""
 
@@ -104,7 +104,7 @@ class Unit:
     """The items that use it: one, or the first and the last for a tied embedding."""
     parameters: tuple[Parameter, ...]
     shared_heads: int = 0
-    """Where several y hold the same head: how many heads there are. Otherwise 0."""
+    """Number of heads, where several y hold the same head; otherwise 0."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class FlatRegion(NamedTuple):
 
     names: tuple[str, ...]
     at: Interval
-    """Where in the unit's flat array."""
+    """Interval in the unit's flat array."""
     shape: tuple[int, ...]
 
 

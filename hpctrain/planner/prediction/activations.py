@@ -1,6 +1,6 @@
-"""Bytes that layers keep of activations between their passes, and compute with, row by row. Pure.
+"""Bytes of activations that layers keep between their passes, and compute with, row by row. Pure.
 
-For other software the same parts, as its `Stack` says.
+Other software has the same parts, as its `Stack` says.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,21 @@ from hpctrain.sharding.parameters import padded_vocabulary
 
 INDEX_BYTES, STATISTIC_BYTES, HALF_BYTES = 8, 4, 2
 CAPPED_BYTES = 8
-"""Of a score with a cap: in fp32 both are 4, in half precision tanh is 2, and the exponential 4 and a copy of 2."""
+"""Bytes of an attention score with a cap. In fp32 its tanh and its exponential are 4 each. In half precision tanh is 2,
+and the exponential 4 and a copy of 2."""
 LOSS_BYTES = 28
-"""For each token while its loss is computed: maxima, sums, and its own logit."""
+"""Bytes per token while its loss is computed: maxima, sums, and its own logit."""
 
 
 class RowBytes(NamedTuple):
     """Bytes that layers have of one row of a rank."""
 
     kept: float
-    """From the forward pass to the backward one."""
+    """Bytes kept from the forward pass to the backward one."""
     deferred: float
-    """From the input pass to the weight pass, where the backward pass is split."""
+    """Bytes kept from the input pass to the weight pass, where the backward pass is split."""
     computing: float
-    """At the peak of a pass, in addition to what is kept."""
+    """Bytes at the peak of a pass, in addition to what is kept."""
 
     def minus(self, other: "RowBytes") -> "RowBytes":
         return RowBytes(*(own - its for own, its in zip(self, other, strict=True)))
@@ -48,12 +49,13 @@ def row_bytes(
 ) -> RowBytes:
     """Return the bytes of a row that a rank with some layers keeps, and computes with.
 
-    In a backward pass, what the layers after one have kept is gone, or has become what weight passes need: of
-    `more_rows` times as many rows, where only a chunk is computed at once. It computes `rows` at once.
+    In the backward pass of a layer, the later layers have released their activations, or keep what their weight passes
+    need. Where only a chunk of the rows is computed at once, that is of `more_rows` times as many rows. The rank
+    computes `rows` at once.
     """
 
     def bytes_of(layer: Interval) -> tuple[float, float, float, float]:
-        """Return what a layer keeps, defers, has inside and computes with."""
+        """Return the bytes that a layer keeps, defers, has of inner features, and computes with."""
         kept = layer_kept(setup, grid, layer, recompute, rows)
         inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
         deferred = layer_deferred(setup, grid, layer) if splits else 0.0
@@ -98,9 +100,9 @@ def _whole_hidden_states(
 ) -> float:
     """Return the bytes that a block or the head computes with where y cuts positions, for one of `rows` of a rank.
 
-    They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
-    inputs, and the gradient of one. With several rows some are there twice, while their positions are put
-    in order or taken apart, when half of the gradients are gone; how often is fitted to tests/ranks/test_memory.py.
+    They are `gradients`, and hidden states of all positions: a product's input, or all inputs of what was computed
+    `again`, and the gradient of one. With several rows some exist twice, while their positions are put in order or
+    taken apart; then half of the gradients are gone. How often is fitted to tests/ranks/test_memory.py.
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
     if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
@@ -115,9 +117,9 @@ def _whole_hidden_states(
 
 
 def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, rows: int) -> float:
-    """Return the bytes of what a layer computes again that are there at once, for one of `rows` of a rank.
+    """Return the bytes of recomputed results that exist at once in a layer, for one of `rows` of a rank.
 
-    Of operators that follow each other it is the largest result: the input of the last product, or capped scores.
+    In a chain of operators only the largest result counts: the input of the last product, or capped scores.
     """
     is_block, stack = setup.is_block(layer), setup.stack
     if recompute == "none" or (recompute == "full" and not is_block and not stack.is_hpctrain):
@@ -132,18 +134,20 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
 
 
 def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes that attention in one kernel keeps of a row in addition to its operands and its result: sums of
-    exponentials; or with a cap, of each score its tanh and its exponential."""
+    """Return the bytes per row that attention in one kernel keeps, in addition to its operands and its result.
+
+    They are sums of exponentials; with a cap, tanh and exponential of each score.
+    """
     numbers = setup.positions * attention.heads / grid.y
     return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * CAPPED_BYTES)
 
 
 def _mask_bytes(setup: Setup, attention: Attention, recompute: str, rows: int) -> float:
-    """Return the bytes that attention keeps of a mask, for one of `rows` of a rank: numbers that are added to scores,
-    or with a cap a bit a byte, which is computed again with the scores.
+    """Return the bytes of the mask that attention keeps, for one of `rows` of a rank.
 
-    One is of all rows, where it says nothing of documents. Without window, cap and documents there is none, nor in
-    kernels of other software, which have windows of their own.
+    The mask has numbers that are added to scores. With a cap it has one byte per bit, and is recomputed with the
+    scores. One mask serves all rows, where it does not depend on documents. Without window, cap and documents there is
+    none. Kernels of other software have windows of their own, and need none.
     """
     is_windowed = attention.window is not None and attention.window < setup.positions
     is_capped = attention.score_cap is not None
@@ -216,9 +220,9 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
 
 
 def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
-    """Return how many logits of each of `rows` a rank keeps, and how many there are besides while it computes.
+    """Return how many logits of each of `rows` a rank keeps, and how many more exist while it computes.
 
-    All and none, or none and those of as many tokens as it goes through at once.
+    They are all and none, or none and those of as many tokens as the rank computes at once.
     """
     columns = padded_vocabulary(setup.model, grid) // grid.y
     at_once = setup.positions

@@ -1,4 +1,4 @@
-"""Selects into how many parts a plan cuts products next to collectives, so that each hides one. Pure."""
+"""Selects the number of parts into which a plan cuts products next to collectives, so that each hides one. Pure."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hpctrain.planner.prices.prices import PART_COUNTS, part_counts
 from hpctrain.planner.prices.setup import Setup
 
 PAYS = 0.99
-"""Of a step without, one with rows cut must be predicted to take less than this: predictions are not exact."""
+"""Share of the step without cut products; a cut plan must be predicted to take less, as predictions are not exact."""
 
 
 def predict_in_parts(
@@ -18,10 +18,11 @@ def predict_in_parts(
     make: Callable[[Setup, Predictor | None], Predictor],
     promising: Collection[int] = PART_COUNTS,
 ) -> tuple[Predictor, Prediction]:
-    """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
+    """Predict a step with the best number of parts for a plan.
 
-    `make` makes a predictor of the plan for a setup, like another one. What is selected is in the predictor's. Only
-    `promising` numbers are tried after the first.
+    The first number is kept unless another makes the step shorter than `PAYS` of it. `make` makes a predictor of the
+    plan for a setup, which reuses what a given predictor computed. The setup of the returned predictor has the selected
+    number. After the first only `promising` numbers are tried.
     """
     first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
     more = [count for count in more if count in promising]

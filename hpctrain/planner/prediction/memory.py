@@ -1,7 +1,7 @@
 """Bytes that a rank needs, part by part: what the engine keeps (`model/storage/store.py`, `model/stage.py`,
 `model/storage/shard.py`).
 
-For other software the same parts, with gradients as it keeps them, and what its libraries take and its allocator loses.
+Other software has the same parts, with its own gradients, its libraries' memory, and what its allocator loses.
 """
 
 import itertools
@@ -32,17 +32,17 @@ class MemoryParts:
     weights: int
     gradients: int
     moments: int
-    """And master weights, where those in use are half precision."""
+    """Moments of the optimizer, and master weights where the weights in use are half precision."""
     activations: int
-    """Kept between forward and backward passes, of all microbatches in flight, weight passes included."""
+    """Activations kept between forward and backward passes, of all microbatches in flight, weight passes included."""
     gathered: int
-    """Whole weights and gradients of the layers in the making, where they are stored in shards, and what comes in of
-    gradients that are in flight to them."""
+    """Whole weights and gradients of the layers that compute, where they are stored in shards. Includes the receive
+    buffers of gradients in flight to the shards."""
     buffers: int
-    """What a layer computes with and does not keep, beyond what those after it have kept and let go; what waits to be
-    sent, where the next messages go, what libraries have taken, and what an allocator cannot use."""
+    """Temporary memory of a layer, beyond the activations that later layers have released. Includes messages that wait
+    to be sent, receive buffers, and what libraries and the allocator take."""
     on_host: int = 0
-    """In memory of the host, in place of the device's: what the tiles offload."""
+    """Bytes in host memory instead of the device's: what the tiles offload."""
 
     @property
     def total(self) -> int:
@@ -55,13 +55,13 @@ class StageMemory:
     """The memory that a rank of a tile needs, and has."""
 
     tile: Tile
-    """The first one of the rank."""
+    """First tile of the rank."""
     memory: MemoryParts
     available_bytes: int
     items: tuple[Interval, ...]
-    """Of all tiles of the rank."""
+    """Items of each tile of the rank."""
     ranks: tuple[int, ...] = ()
-    """All that need as much: those of tiles with as many rows of the same items, on the same family."""
+    """Ranks that need as much memory: those of tiles with as many rows of the same items, on the same family."""
 
     @property
     def fits(self) -> bool:
@@ -69,7 +69,7 @@ class StageMemory:
 
 
 class State(NamedTuple):
-    """Bytes of a rank's weights, of their gradients, and of the optimizer's state of those that it updates."""
+    """Bytes of a rank's weights, of their gradients, and of the optimizer's state for the weights that it updates."""
 
     weights: float
     gradients: float
@@ -158,9 +158,9 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: Holding) -> int:
 def gathered_bytes(setup: Setup, parts: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
     """Return the bytes of whole weights and gradients where a rank stores one of several `parts`.
 
-    They are of its `largest` layer, or of a `pair` of neighbours where these are overlapped, since one is gathered
-    early and scattered late. The shard of what is scattered comes on top; it is of both where a weight pass has gone
-    before (`splits`).
+    They are of its `largest` layer. Where exchanges are overlapped they are of a `pair` of neighbours, since weights
+    are gathered early and gradients scattered late. The shard of what is scattered is added; it is of both layers where
+    a weight pass came before (`splits`).
     """
     if parts == 1 and zero < 2:
         return 0.0
@@ -221,10 +221,10 @@ def _alive_before(setup: Setup, plan: Plan, tile: Tile, item: int) -> float:
 def _most_alive(
     setup: Setup, plan: Plan, virtual_stages: Sequence[Tile], kept: Sequence[float], left: Sequence[float]
 ) -> float:
-    """Return the most bytes that ranks have kept after a forward pass of a step.
+    """Return the most bytes of activations that ranks keep after a forward pass of a step.
 
-    Each forward pass of a virtual stage has `kept` bytes, of which its backward pass has `left` what the weight pass
-    needs, where that comes later.
+    Each forward pass of a virtual stage keeps `kept` bytes. Its backward pass releases them. Where the weight pass
+    comes later, `left` bytes stay until then.
     """
     if not any(kept):
         return 0.0

@@ -36,9 +36,9 @@ from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
 AGREED_BYTES = 24
-"""Of loss, norm and stopping, on which all ranks agree."""
+"""Bytes of the loss, the norm and the stop flag, on which all ranks agree."""
 MOST_BUCKETS = 32
-"""Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
+"""Approximate maximum number of buckets of a rank's gradients, where their sums are overlapped."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Prediction:
     step_seconds: float
     interval_seconds: tuple[float, float]
     breakdown_seconds: dict[str, float]
-    """The mean over all ranks that the plan uses; adds up to the step. `hidden` is negative: messages, and what holders
-    exchange, that nobody waits for; of `tensor` there is only what is waited for."""
+    """Seconds of each part, as means over all ranks that the plan uses; they add up to the step. `hidden` is negative:
+    the overlapped part of messages and of exchanges among holders. `tensor` has only its exposed part."""
     memory: tuple[StageMemory, ...]
     tokens_per_second: float
     mfu: float
@@ -57,10 +57,10 @@ class Prediction:
     profiled: tuple[str, ...]
     """The families whose seconds of computing are from a profile of the job."""
     exposed_seconds: dict[str, float]
-    """The same as a rank's own clock shows it: waits are part of what is waited for, and nothing is hidden."""
+    """Seconds of each part by a rank's own clock: waits count as part of what is waited for, and nothing is hidden."""
 
     host_shortage: str = ""
-    """What is offloaded and finds no room in the memory of a node's host."""
+    """Says what is offloaded and does not fit in the memory of a node's host; empty where all fits."""
 
     @property
     def fits(self) -> bool:
@@ -93,7 +93,7 @@ def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
 
 
 class Predictor:
-    """Predicts one plan on one cluster, each part of it once, when it is asked for."""
+    """Predicts one plan on one cluster. Each part is computed once, when it is first needed."""
 
     def __init__(
         self,
@@ -104,9 +104,12 @@ class Predictor:
         prices: Prices | None = None,
         like: "Predictor | None" = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's. `prices` are those of other plans of the setup, in
-        whatever parts, on the cluster. `like` is of a plan with the same tiles, and of the setup in other parts: what
-        they have in common is not computed again."""
+        """`efficiencies`, by family, replace the catalogue's.
+
+        `prices` may be those of other plans on the same cluster, whose setups differ in the number of parts alone.
+        `like` is a predictor for a plan with the same tiles, whose setup differs in the number of parts alone. What
+        both have in common is not computed again.
+        """
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
@@ -244,8 +247,8 @@ class Predictor:
         )
 
     def _peers(self, tile: Tile) -> tuple[Tile, ...]:
-        """Return the tiles with which a tile exchanges weights or gradients in every pass (ZeRO 2 and 3), each once of
-        those that are equal; it is among them."""
+        """Return the tiles with which a tile exchanges weights or gradients in every pass (ZeRO 2 and 3), itself
+        included. Of equal tiles one is returned."""
         ranks = self._site(tile).data_ranks
         if ranks not in self._peers_by_ranks:
             peers = dict.fromkeys(peer for rank in ranks for peer in self.plan.tiles_of(rank))
@@ -254,8 +257,8 @@ class Predictor:
         return self._peers_by_ranks[ranks]
 
     def _passes_with_peers(self, tile: Tile, layer: Interval, chunk: int) -> Mapping[str, PassCost]:
-        """Return the passes over a layer for one row chunk, each as long as the slowest tile needs that exchanges what
-        the layer has in that pass: they come to the end of a layer together, not only to that of the step."""
+        """Return the passes over a layer for one row chunk, as long as the slowest of the tiles that exchange in them.
+        These tiles come to the end of every layer together, not only to the end of the step."""
         own, result = self.layer_passes(tile, layer, tile.chunk_rows[chunk]), {}
         if len(peers := self._peers(tile)) <= 1:
             return own
@@ -268,8 +271,8 @@ class Predictor:
         return {name: one + PassCost(0.0, data=result.get(name, 0.0)) for name, one in own.items()}
 
     def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
-        """Return what comes over z and holders before the first block can compute, and goes after the last has; what an
-        embedding computes meanwhile hides its own."""
+        """Return the seconds of gathers (over z and holders) before the first block computes, and of scatters after the
+        last. Those of an embedding are hidden by its own computation."""
         blocks = [layer for layer in layers(tile.items) if self.setup.is_block(layer)]
         if not blocks:
             return 0.0, 0.0
@@ -286,7 +289,7 @@ class Predictor:
 
     @cached_property
     def _sharers(self) -> ConcurrentRanks:
-        """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
+        """All ranks that exchange weights or gradients with other nodes: those of items that are on several nodes."""
         places: dict[Interval, set[int]] = {}
         for tile in self.plan.tiles:
             places.setdefault(tile.items, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
@@ -334,12 +337,12 @@ class Predictor:
 
     @cached_property
     def _exchanges(self) -> tuple[tuple[ShardGroup, GradientExchange], ...]:
-        """Return the exchange of each group, but for when gradients are made and weights needed."""
+        """Return the exchange of each group, without the times at which gradients are final and weights are needed."""
         result: dict[tuple, tuple[ShardGroup, GradientExchange]] = {}
         for tile in self.plan.tiles:
             self._holding(tile)
         for shards, rank in self._holdings.values():
-            known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
+            known: Counter[tuple] = Counter()  # all holders list what they share in one order
             for group in shards.shard_groups:
                 known[group.ranks, group.items] += 1
                 key = group.ranks, group.items, known[group.ranks, group.items]
@@ -348,18 +351,19 @@ class Predictor:
         return tuple(result.values())
 
     def _exchange(self, group: ShardGroup, stored: int) -> GradientExchange:
-        """Return what a group exchanges that stores so many weights."""
+        """Return the exchange of a group that stores so many weights."""
 
         def seconds(operation: str, num_bytes: float) -> float:
             return self.network.group_seconds(operation, int(num_bytes), group.ranks, self._sharers)
 
         reduce, gather = exchange_of(self.setup, group.zero, stored, seconds)
-        # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
+        # The first tile of each rank with one of the items needs weights first, and has final gradients last.
         firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
         return GradientExchange(tuple(dict.fromkeys(firsts)), reduce, gather)
 
     def _timed(self, group: ShardGroup, exchange: GradientExchange) -> GradientExchange:
-        """Return it with when gradients are made and weights needed, where that is overlapped."""
+        """Return an exchange with the times at which gradients are final and weights are needed, where it is
+        overlapped."""
         if not self._overlapped_work:
             return exchange
         ready, needed, before = {}, {}, {}
@@ -372,8 +376,12 @@ class Predictor:
         return replace(exchange, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
-        """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
-        weights; and of the last backward pass, by when its gradients are made, after it."""
+        """Return for each layer of a tile the seconds of the layers before it, in the first forward and the last
+        backward pass.
+
+        The forward pass needs the layer's weights after its figure. The layer's gradients are final so long before the
+        end of the backward pass, which computes layers from the last to the first.
+        """
         if tile not in self._until:
             last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
             rows = tile.rank_rows // tile.row_chunks
@@ -395,7 +403,8 @@ class Predictor:
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Return for each tile what its first rank needs, for all of its tiles; those that are equal once."""
+        """Return the memory that the first rank of each tile needs, for all of its tiles. Equal needs are listed
+        once."""
         ranks: dict[StageMemory, tuple[int, ...]] = {}
         for tile, stage in self._memory.items():
             ranks[stage] = ranks.get(stage, ()) + tile.ranks
@@ -403,7 +412,8 @@ class Predictor:
 
     @property
     def headroom(self) -> dict[Tile, float]:
-        """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
+        """Return by tile the number of further microbatches that fit in memory, with their messages where these
+        wait."""
         result = {}
         for tile, stage in self._memory.items():
             kept = in_flight(self.plan, tile)
@@ -414,7 +424,8 @@ class Predictor:
         return result
 
     def free_items(self, tile: Tile) -> int:
-        """Return for how many more items a rank of one tile has memory, if these need as much as its own do."""
+        """Return the number of further items that fit on a rank of one tile, if each needs as much as the tile's
+        own."""
         stage = self._memory[tile]
         own = stage.memory.weights + stage.memory.gradients + stage.memory.moments + stage.memory.activations
         return int((stage.available_bytes - stage.memory.total) * tile.items.size // own)
@@ -431,7 +442,7 @@ class Predictor:
                 shards, rank = self._first_holding(tile)
                 memory = memory_of(self.setup, self.network, self.plan, tile, shards, rank, waiting, available)
                 if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
-                    available -= memory.on_host  # of the host, as all else is
+                    available -= memory.on_host  # a CPU's memory is the host's
                 known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))
             result[tile] = known[key]
         return result

@@ -1,12 +1,16 @@
 """Runs a step's instructions on clocks, at the prices of `prices.py`: the very lists that the engine executes. Pure.
 
-The loop of `plan.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
-tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
-after its seconds. Messages that leave a node forward and backward share a NIC, one after the other. A receive waits
-for its message, and a send waits while the channel is full. All tiles synchronise to sum gradients and to agree on the
-step. Overlapped exchanges have a lane: gradients are summed as soon as the last backward pass has computed them,
-and weights are gathered during the first forward pass of the next step. Each second of a tile's clock belongs to one
-part, so that the parts add up.
+The loop of `plan.schedule_run` says what happens; this module says when:
+
+- Each tile has a clock. Ranks with several tiles use that of the first.
+- A message leaves when it is sent, after those before it on its channel, and arrives after its seconds.
+- Messages that leave a node forward and backward share a NIC, one after the other.
+- A receive waits for its message, and a send waits while the channel is full.
+- All tiles synchronise to sum gradients and to agree on the step.
+- Overlapped exchanges have a lane. Gradients are summed as soon as the last backward pass has computed them. Weights
+  are gathered during the first forward pass of the next step.
+
+Each second of a tile's clock belongs to one part, so that the parts add up.
 """
 
 from collections import deque
@@ -42,13 +46,13 @@ class _Clock(Runner):
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
     sent_at: dict[Op, float] = field(default_factory=dict)
-    """When the last message of each kind has left that leaves the node."""
+    """Time at which the last message of each kind has left, of those that leave the node."""
     done: list[float] = field(default_factory=list)
-    """When each virtual stage did something for the last time."""
+    """Time at which each virtual stage finished its last instruction."""
     spans: list[PredictedSpan] = field(default_factory=list)
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
-    """The weights of each virtual stage that are gathered with overlap: the seconds taken, when they are there, and
-    how long after the beginning of the first forward pass they are needed."""
+    """Overlapped gathers of weights, by virtual stage, with three figures each: its seconds, the time of its end, and
+    the seconds of the first forward pass after which its weights are needed."""
 
     def __post_init__(self) -> None:
         self.done = [0.0] * len(self.virtual_stages)
@@ -80,24 +84,25 @@ class _Wire(Wire):
     leaves: bool = False
     """Whether its messages leave a node."""
     arrivals: deque[float] = field(default_factory=deque)
-    """When each message arrives that was sent and not received."""
+    """Arrival time of each message that was sent and not received."""
     free_at: float = 0.0
-    """When the last one has left."""
+    """Time at which the last message has left."""
     free_slots: deque[float] = field(default_factory=deque)
-    """When slots became free again."""
+    """Times at which slots became free again."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step: how long it took, and where each tile's time went; `hidden` is negative, the parts add up to the step."""
+    """A simulated step: its seconds, and where each tile's time went. `hidden` is negative; the parts add up to the
+    step."""
 
     step_seconds: float
     parts: dict[Tile, dict[str, float]]
-    """By the first tile of the ranks, as the schedules are."""
+    """Seconds of each part (`PARTS`), by the first tile of the ranks, as in the schedules."""
     exposed: dict[Tile, dict[str, float]]
-    """Where each tile stood (`EXPOSED`); adds up to the step too."""
+    """Seconds of each part by the ranks' own clocks (`EXPOSED`); they add up to the step too."""
     spans: dict[Tile, list[PredictedSpan]]
-    """When passes, sums and updates run."""
+    """Spans of passes, sums and updates."""
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
@@ -214,7 +219,8 @@ class Simulation(ScheduleRun):
                 clock.gathers.setdefault(clock.virtual_stages.index(tile), []).append(gather)
 
     def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
-        """Wait in the first forward pass, which computes what it can before, and `times` as long while weights come."""
+        """Wait for gathered weights in the first forward pass. It computes what it can before they arrive, `times` as
+        long while they move."""
         taken, all_there = sum(seconds for seconds, _, _ in gathers), max(end for _, end, _ in gathers)
         until, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
         for _, end, needed in sorted(gathers, key=lambda gather: gather[2]):
@@ -228,9 +234,10 @@ class Simulation(ScheduleRun):
         self._wait_overlapped(clock, taken, waited)
 
     def _reduce(self) -> None:
-        """Sum gradients, each exchange when all its tiles have made them and the one before it is done.
+        """Sum gradients: each exchange starts when all its tiles have made them and the exchange before it is done.
 
-        What is made first, by the last items, is summed first, and slows what is computed then.
+        The gradients of the last items are final first and summed first. Their sums slow the computation that they
+        overlap.
         """
         lane, taken, slowed = (dict.fromkeys(self._clocks, 0.0) for _ in range(3))
         for exchange in sorted(self._costs.exchanges, key=self._order_of_sums):
@@ -259,7 +266,7 @@ class Simulation(ScheduleRun):
 
     @staticmethod
     def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:
-        """Account for what took so long during computation, of which the end was waited for."""
+        """Account for overlapped exchanges of so many `seconds`, for whose end a tile `waited`."""
         seen = min(waited, seconds)
         clock.now += waited
         clock.exposed["data"] += waited

@@ -15,11 +15,12 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import STORING, TensorGrid
 
 SUMMED_BYTES = 4
-"""Of a gradient, and of a weight that ranks of different dtypes exchange: fp32."""
+"""Bytes of a gradient, and of a weight that ranks of different dtypes exchange: fp32."""
 EXCHANGED_SHARE = 1.25
-"""Of a tensor: what its sum takes over two equal domains of two ranks; over one domain it is less than 1."""
+"""Scratch of a sum as a share of its tensor, over two equal domains of two ranks; over one domain it is less than 1."""
 Held = Sequence[tuple[ShardGroup, int]]
-"""What `rank` holds, and how many weights it stores of each group; a tile has it, or one that is like it."""
+"""Shard groups that a rank holds, each with the number of weights that it stores. The rank is one of the tile, or of an
+equivalent tile."""
 
 
 def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
@@ -30,10 +31,10 @@ def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
 def scattered_scratch(
     setup: Setup, network: ClusterNetwork, plan: Plan, tile: Tile, held: Held, rank: int
 ) -> tuple[float, float]:
-    """Return the scratch of sums whose results are scattered after each layer's backward pass: over z, and over the
-    holders of ZeRO 2 and 3.
+    """Return the scratch bytes of sums whose results are scattered after each layer's backward pass.
 
-    It is of sums that overlap the next layer, and of those that nothing overlaps.
+    These sums are over z, and over the holders of ZeRO 2 and 3. The first figure is of sums that overlap the next
+    layer, the second of sums that nothing overlaps.
     """
     overlapped = blocking = 0.0
     if tile.tensor.stored_parts > 1:
@@ -108,14 +109,17 @@ def largest_message_bytes(setup: Setup, tile: Tile) -> int:
 
 
 def waiting_share(forward_seconds: float, message_seconds: float) -> float:
-    """Return the share of activations that wait to be sent when a tile has warmed up, by what it takes to make one and
-    to send it."""
+    """Return the share of activations that wait to be sent after the warm-up, by the seconds to make and to send
+    one."""
     return max(0.0, 1 - forward_seconds / message_seconds) if message_seconds else 0.0
 
 
 def num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank of a tile has buffers for: of those that come, before it comes to receive them;
-    of those that go, one in flight for each tile that sends any, and the one that it makes."""
+    """Return the number of messages for which a rank of a tile has buffers.
+
+    Incoming: those that arrive before the rank comes to receive them. Outgoing: one in flight for each tile that sends
+    any, and the one that it makes.
+    """
 
     def has_messages(near: Iterable[Tile]) -> bool:
         return any(other.ranks != tile.ranks for other in near)

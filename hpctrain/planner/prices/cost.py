@@ -127,11 +127,11 @@ class _Branch(NamedTuple):
     """A residual branch: a norm, two linear layers with something between, and the sum."""
 
     parts: list[PassWork]
-    """Of its forward pass."""
+    """Work of the forward pass, in the order of its operations."""
     backward_input: PassWork
     backward_weight: PassWork
     again: PassWork = PassWork()
-    """What selective recomputing runs again: see `_computed_again`."""
+    """Work that selective recomputing runs again: see `_computed_again`."""
 
 
 def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
@@ -162,7 +162,7 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
 def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
     """Return what selective recomputing runs again of a branch, apart from attention's scores.
 
-    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
+    That is the norm, with its kept statistics, and operations between the products, which pass over so many bytes.
     """
     operations = setup.stack.again_operations
     if operations is None:
@@ -177,8 +177,10 @@ def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attenti
 def _branch(
     setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int], regathers: bool
 ) -> _Branch:
-    """Return what a branch costs but for what is between its linear layers, the first of which has so many `features`
-    out and the second so many in."""
+    """Return what a branch costs without what is between its two linear layers.
+
+    The first of these has `features[0]` out, the second `features[1]` in.
+    """
     stack, passes = setup.stack, setup.passes
     tokens, hidden = rows * setup.positions, setup.model.hidden_size // grid.x
     sizes, (out, into) = {"x": grid.x, "y": grid.y}, features

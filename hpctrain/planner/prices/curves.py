@@ -1,4 +1,4 @@
-"""Speed curves: what the profiler measured of a job on each family, for any number of rows."""
+"""Speed curves: seconds of a job on each family for any number of rows, through what the profiler measured."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ PROFILED_ZEROS = (1, 2, 3)
 
 
 class Curve:
-    """Seconds over rows, through measured points: monotone cubics (PCHIP, Fritsch and Butland 1984).
+    """Seconds as a function of rows: monotone cubics through measured points (PCHIP, Fritsch and Butland 1984).
 
-    Beyond the last point, at the speed that the device has there; before the first, as long as there. More rows never
-    take less: a point that was measured below an earlier one counts as that.
+    Beyond the last point a device keeps the speed (rows per second) of that point. Below the first point it takes the
+    seconds of that point. More rows never take less time: a point below an earlier one is raised to it.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]):
-        """`rows` are whole and ascending."""
+        """`rows` are whole numbers in ascending order."""
         rising = np.maximum.accumulate(np.asarray(seconds, float))
         first, self._last = rows[0], rows[-1]
         inside = _monotone_cubics(np.asarray(rows, float), rising, np.arange(first, self._last + 1))
@@ -35,10 +35,10 @@ OWN_SIZES = ("head_size", "window", "global_every", "score_cap", "logit_cap")
 
 
 def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return the values at some places of the cubic Hermite spline through ascending points, which keeps their order.
+    """Return the values at some places of a monotone cubic Hermite spline through ascending points.
 
-    Slopes as PCHIP chooses them: at a point the weighted harmonic mean of those of the lines to its neighbours, at the
-    ends that of a parabola through three points, limited to what keeps the order.
+    Slopes are those of PCHIP. At an inner point: the weighted harmonic mean of the slopes of the lines to its
+    neighbours. At the ends: the slope of a parabola through three points, limited so that the spline stays monotone.
     """
     if len(x) == 1:
         return np.full(len(at), y[0])
@@ -65,7 +65,7 @@ def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray
 
 
 def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
-    """Return how long some rows take through the whole model, forward and back, without communication."""
+    """Return the seconds of some rows through the whole model, forward and backward, without communication."""
     seconds = [
         sum(time.embedding_seconds) + num_blocks * sum(time.block_seconds) + sum(time.head_seconds)
         for time in profile.times
@@ -74,7 +74,7 @@ def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
 
 
 def describe_work(job: Job, dtype: str) -> str:
-    """Return what a profile holds for, in words. The job's vocabulary size is a value."""
+    """Describe the work for which a profile of a job holds. The job's vocabulary size is a value."""
     others = sorted(job.precision.by_family.items())
     fused, optimizer = job.kernels.is_fused, job.train.optimizer
     return describe_training(job.model, job.data.sequence_length, dtype, others, fused, optimizer)
@@ -88,8 +88,11 @@ def describe_training(
     fused: bool = False,
     optimizer: str = "adamw",
 ) -> str:
-    """Return what `describe_work` does of a job with such a model and rows of so many positions, in a dtype, and in
-    those of some families. AdamW has no name in it, as profiles had none before there were others."""
+    """Describe the work as `describe_work`, for a model, rows of so many positions, a dtype, and the dtypes of some
+    families.
+
+    AdamW has no name in the text, as profiles had none before there were other optimizers.
+    """
     others = "".join(f"; {family} in {own}" for family, own in by_family)
     head = "tied" if m.tie_head else "untied"
     attention = m.description.blocks[0].attention
@@ -102,7 +105,7 @@ def describe_training(
 
 
 def _more(model: Model) -> str:
-    """Return the sizes that most models have not, such as `; head_size 128`."""
+    """Return the sizes that most models do not have, such as `; head_size 128`."""
     return "".join(f"; {key} {value}" for key in OWN_SIZES if (value := getattr(model, key)) is not None)
 
 

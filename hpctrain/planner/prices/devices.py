@@ -1,8 +1,8 @@
-"""Says how long a device takes for an operation: by what was measured of it, else by its data sheet. Pure.
+"""Seconds of operations on a device: as measured, or by its data sheet. Pure.
 
-From data sheets: a product is cut into tiles of its result; tiles are computed by so many processors in waves, the last
-of which may be partly empty; each tile fills a pipeline before it computes (`FILL`); no product is faster than its
-operands are read. Where products were measured, the same formula is stretched to go through the measured points.
+By the data sheet a product is cut into tiles of its result. The processors compute tiles in waves, the last of which
+may be partly empty. Each tile fills a pipeline before it computes (`FILL`). No product is faster than its operands are
+read. Where products were measured, the same formula is stretched to go through the measured points.
 """
 
 import math
@@ -21,17 +21,17 @@ from hpctrain.planner.prices.work import PassWork
 # and CUTLASS; smaller ones read their operands more often).
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.82), (64, 64, 0.65), (64, 32, 0.45))
 SPLITS = (1, 2, 4, 8)
-"""Into how many parts a long sum may be cut to keep more processors busy."""
+"""Numbers of parts into which a long sum may be cut to keep more processors busy (split-K)."""
 SHORTEST_SPLIT = 512
 FILL = 96.0
-"""Terms of a sum in whose time a tile's pipeline fills and drains."""
+"""Terms of a sum that take as long as a tile's pipeline needs to fill and drain."""
 # How many times as long products in half precision or tf32 take where a dim of them is no multiple of so many bytes.
 # NVIDIA, Matrix Multiplication Background, 2.2: tensor cores want 16 bytes, and work best with 128 on an A100. A
 # vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer, whose head is a third of its products.
 ALIGNMENTS = ((16, 1.33), (128, 1.05))
 SLOWEST_WITH_TILES = 1e12
-"""FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
-tiles of its products; everything else is what its file says. No accelerator of the catalogue is that slow."""
+"""FLOP/s below which a device is not its model, but a slow one that stands in for it. Its products have no tiles, and
+overlapping slows nothing. Everything else is what its file says. No accelerator of the catalogue is that slow."""
 
 # How far a step may be from its prediction: for devices that were measured, and for those of a data sheet, by
 # benchmarks/evidence/predictor.py. Of families that nobody measured: predicted speeds of a MI250X's die are 1.4 times
@@ -46,7 +46,7 @@ class DeviceModel:
     name: str
     family: Family
     fitted: Efficiency | None = None
-    """In place of the catalogue's."""
+    """Efficiency that replaces the catalogue's."""
     computes_in: str | None = None
     """The dtype in which its ranks compute, whatever those of other families do."""
     profile: Profile | None = None
@@ -70,7 +70,7 @@ class DeviceModel:
 
     @property
     def overlap_slowdown(self) -> float:
-        """Return how many times as long it computes while it communicates."""
+        """Return the factor by which computing takes longer while the device communicates."""
         return self.family.overlap_slowdown or self.efficiency.overlap_slowdown
 
     def speed(self, dtype: str) -> float:
@@ -108,9 +108,9 @@ class DeviceModel:
         return {}
 
     def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None) -> float:
-        """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype.
+        """Return the seconds of `batch` products [m, k] @ [k, n] at once. Raises PlanError for an unknown dtype.
 
-        Inside a `fused` kernel of an accelerator, whose tiles are its own, they take that share of a large product's
+        A `fused` kernel of an accelerator has tiles of its own. There products take that share of a large product's
         speed, whatever their shape and whatever was measured of others.
         """
         dtype = self.computes_in or dtype

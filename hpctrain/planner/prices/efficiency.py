@@ -15,31 +15,32 @@ class Efficiency:
     """The shares of its data sheet that a family reaches."""
 
     product_share: float
-    """Of peak FLOP/s, for large products."""
+    """Share of peak FLOP/s that large products reach."""
     memory_share: float
-    """Of memory bandwidth, for passes over large tensors."""
+    """Share of memory bandwidth that passes over large tensors reach."""
     launch_seconds: float
-    """That the device needs between two operations."""
+    """Seconds that the device needs between two operations."""
     processors: int
-    """That compute tiles of a product side by side; 1: a product's shape makes no difference."""
+    """Number of processors that compute tiles of a product in parallel; 1: a product's shape makes no difference."""
     fp32_share: float | None = None
-    """The same for fp32, which no tensor core computes; None: as `product_share`."""
+    """Share of peak FLOP/s in fp32, which no tensor core computes; None: as `product_share`."""
     tf32_share: float | None = None
     fp8_gain: float | None = None
-    """How many times as fast large products in fp8 are as those in half precision; None: it has none."""
+    """Speed of large products in fp8, as a multiple of that in half precision; None: the family has no fp8."""
     fused_share: float = 1.0
-    """Of the share at which attention in one kernel computes on an A100 (`Stack.flash`): what is written for it reaches
-    less of what comes later. FlashAttention-2 340 TFLOP/s on an H100, half of large products' (Shah et al. 2024)."""
+    """Factor on the share of speed that fused attention reaches on an A100 (`Stack.flash`). Kernels written for an A100
+    reach less of newer devices. FlashAttention-2 reaches 340 TFLOP/s on an H100, half of what large products do (Shah
+    et al. 2024)."""
     native_gain: float = 1.0
-    """How many times as fast a kernel that is written for the family is (`Stack.native_attention`)."""
+    """Speed of a kernel that is written for the family, as a multiple of one that is not (`Stack.native_attention`)."""
     overlap_slowdown: float = 1.0
-    """How many times as long it computes while it communicates."""
+    """Factor by which computing takes longer while the device communicates."""
     is_measured: bool = True
     """Whether steps of the family were published with all that a prediction needs, and the shares fitted to them."""
     best_published: str = ""
-    """Of a family that was not measured so, the most that somebody reached in training, and who."""
+    """Highest published speed in training, with its source, of a family without such measurements."""
     known: bool = True
-    """Whether it is of this model, not assumed by its kind."""
+    """Whether the figures are those of this model, not assumed from the device's kind."""
 
     def share(self, dtype: str) -> float:
         """Return the share of peak that large products in a dtype reach."""

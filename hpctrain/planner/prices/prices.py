@@ -22,8 +22,9 @@ PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each kind of pass."""
 
 PART_COUNTS = 2, 4, 8
-"""Into how many parts products next to collectives of a tensor grid may be cut, where a job leaves it open. Each hides
-a collective behind a product, and is a message more and a smaller product, so that there is a best number."""
+"""Numbers of parts into which products next to collectives of a tensor grid may be cut, where a job leaves it open.
+Each part hides a collective behind a product. Each also adds a message and makes products smaller, so there is a best
+number."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class PassCost:
 
     compute: float
     tensor: float = 0.0
-    """Collectives over the axes of its tensor grid."""
+    """Exposed seconds of collectives over the axes of the tensor grid."""
     data: float = 0.0
-    """Collectives over the holders of its weights, in ZeRO 2 and 3."""
+    """Exposed seconds of collectives over the holders of the weights, in ZeRO 2 and 3."""
 
     gathered: float = 0.0
-    """Of the weights that come over z and over holders during computation, all of it."""
+    """Seconds of overlapped gathers of weights, over z and over holders; the hidden part counts too."""
     scattered: float = 0.0
-    """Of their gradients."""
+    """Seconds of overlapped scatters of gradients, over z and over holders; the hidden part counts too."""
 
     def __add__(self, other: "PassCost") -> "PassCost":
         return PassCost(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -50,10 +51,7 @@ class PassCost:
 
 
 def slowed_by(overlapped: float, moving: float, times: float) -> float:
-    """Return how many seconds longer a rank computes, as its device takes `times` as long while bytes move.
-
-    `overlapped` are the seconds of computing that communication overlaps, `moving` the seconds of communication.
-    """
+    """Return how many seconds communication adds to computing, which takes `times` as long while bytes move."""
     return min(moving, overlapped * times) * (1 - 1 / times)
 
 
@@ -62,25 +60,25 @@ class Site:
     """A place where passes run. Its identity is a key."""
 
     devices: tuple[DeviceModel, ...]
-    """Of the ranks, the slowest of which counts."""
+    """Models of the ranks' devices; the slowest one counts."""
     tile: Tile
-    """One on these ranks, of whatever items and rows."""
+    """A tile on these ranks; its items and rows do not matter."""
     zero: int = 1
     """The ZeRO stage in which weights are exchanged."""
     data_ranks: tuple[int, ...] = ()
-    """Who holds the same weights as the first rank, where these are exchanged in every pass."""
+    """Ranks that hold the same weights as the first rank, where these are exchanged in every pass."""
     sharers: ConcurrentRanks | None = None
-    """All that are in groups like that."""
+    """All ranks that are in groups like `data_ranks`, and exchange at the same time."""
 
 
 def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site) -> PassCost:
-    """Return what a pass over one layer takes in a site.
+    """Return the cost of a pass over one layer at a site.
 
-    Of what is overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) the exposed part counts, and by
-    how much computing is slower meanwhile:
-    - sums behind a product: what is longer than the product;
-    - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights come while
-      this one computes.
+    Overlapped communication (`setup.overlaps`, and over holders `setup.bucket_bytes`) counts by its exposed part, and
+    by how much it slows computing:
+    - sums that overlap a product: what outlasts the product;
+    - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights arrive while
+      this layer computes.
     """
     tile, devices, moved = site.tile, site.devices, {STORED: 0.0, "data": 0.0}
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
@@ -88,11 +86,11 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(device.work_seconds(work, setup.dtype, setup.stack) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
-    alone: dict[MatrixProduct, float] = {}  # parts of a product overlap equal ones
+    alone: dict[MatrixProduct, float] = {}  # the parts of a product are equal, so one is priced
 
     def overlapped_seconds(exchange: Exchange) -> float:
-        """Return the seconds of what overlaps a collective over the tensor grid; 0 where nothing does."""
-        # A product that is computed again may have the shape of one of a weight, and is not it.
+        """Return the seconds of the product that overlaps a collective over the tensor grid; 0 where none does."""
+        # Compared by identity: a recomputed product may have the same shape as the dW product, without being it.
         behind = exchange.behind
         if "tensor" not in setup.overlaps or behind is None or id(behind) not in products:
             return 0.0
@@ -119,7 +117,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         waited[part] += seconds
     moving = sum(moved.values())
     slowed = min(slowed + slowed_by(min(moving, compute), moving, times), compute * (times - 1))
-    # One after the other, as they share the links.
+    # Collectives run one after the other, as they share the links.
     late = max(0.0, moving - compute - slowed - sum(waited.values()))
     of_data = min(late, moved["data"])
     return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
@@ -152,7 +150,7 @@ class Prices:
         efficiencies: Mapping[str, Efficiency] | None = None,
         network: ClusterNetwork | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
+        """`efficiencies`, by family, replace the catalogue's. `network` replaces the cluster's."""
         self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
         self.network = network or setup.stack.network(cluster)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
@@ -191,9 +189,11 @@ class Prices:
 
 
 def exchange_of(setup: Setup, zero: int, stored: float, seconds: Callable[[str, float], float]) -> tuple[float, float]:
-    """Return what holders of so many weights take at the end of a step to sum gradients, and to gather weights.
+    """Return the seconds at the end of a step to sum gradients and to gather weights, for holders that store so many
+    weights.
 
-    `seconds` says it of an operation and its bytes. ZeRO 2 and 3 sum in every pass, and ZeRO 3 gathers there too.
+    `seconds` returns the time of an operation on so many bytes. ZeRO 2 and 3 sum in every pass, and ZeRO 3 gathers
+    there too.
     """
     reduce = seconds("reduce_scatter" if zero else "all_reduce", stored * setup.gradient_bytes) if zero < 2 else 0.0
     return reduce, seconds("all_gather", stored * setup.item_bytes) if zero in (1, 2) else 0.0
@@ -207,10 +207,11 @@ class GradientExchange:
     reduce_seconds: float
     gather_seconds: float
     ready_seconds: Mapping[Tile, float] = field(default_factory=dict)
-    """How long before the end of a tile's last backward pass its gradients are final; 0 where they are not here."""
+    """Seconds before the end of a tile's last backward pass at which its gradients are final. Empty: nothing is
+    overlapped, and sums start after the passes."""
     needed_seconds: Mapping[Tile, float] | None = None
-    """How long after the beginning of a tile's first forward pass it needs the weights; None: they are gathered at the
-    end of a step, and nothing runs meanwhile."""
+    """Seconds after the start of a tile's first forward pass at which it needs the weights. None: weights are gathered
+    at the end of a step, and nothing overlaps that."""
 
 
 @dataclass(frozen=True)
@@ -218,24 +219,24 @@ class TileCost:
     """The seconds of a tile's instructions for one microbatch."""
 
     forward: tuple[PassCost, ...]
-    """For each row chunk."""
+    """Cost of the forward pass of each row chunk."""
     backward: tuple[PassCost, ...]
     update_seconds: float = 0.0
     backward_input: tuple[PassCost, ...] = ()
-    """The two parts of `backward`, for schedules that split it."""
+    """Cost of the first part of `backward`, for schedules that split it; `backward_weight` is the second."""
     backward_weight: tuple[PassCost, ...] = ()
     overlap_slowdown: float = 1.0
-    """How many times as long its ranks compute while they communicate."""
+    """Factor by which computing takes longer while its ranks communicate."""
     before_seconds: float = 0.0
-    """Before a step's first forward pass, of weights that come while nothing computes."""
+    """Seconds of gathering weights before a step's first forward pass, while nothing computes."""
     after_seconds: float = 0.0
-    """After its last backward pass."""
+    """Seconds of scattering gradients after a step's last backward pass, while nothing computes."""
     alone_on: str = "tensor"
-    """The axis of these two."""
+    """The part of the breakdown to which `before_seconds` and `after_seconds` belong: "tensor" or "data"."""
 
     @property
     def seconds(self) -> float:
-        """The seconds of a microbatch, there and back."""
+        """The seconds of a microbatch, forward and backward."""
         return sum(each.seconds for each in (*self.forward, *self.backward))
 
 
@@ -244,14 +245,14 @@ class Costs:
     """All that a simulation needs to know of model and machine."""
 
     tiles: Mapping[Tile, TileCost]
-    """Of each microbatch."""
+    """Costs of each tile for a microbatch."""
     messages: Mapping[tuple[Tile, Tile], float]
-    """Of an activation, or its gradient, from a tile to another."""
+    """Seconds of the message with a microbatch's activation, or its gradient, from one tile to another."""
     exchanges: tuple[GradientExchange, ...] = ()
-    """In the order in which all ranks exchange them."""
+    """Exchanges of gradients and weights, in the order in which all ranks run them."""
     agree_seconds: float = 0.0
-    """Until all ranks agree on the loss and the norm."""
+    """Seconds until all ranks agree on the loss and the norm."""
     blocking_share: float = 0.0
-    """Of the time of each message, during which its sender computes nothing."""
+    """Share of each message's time during which its sender computes nothing."""
     leaving: frozenset[tuple[Tile, Tile]] = frozenset()
-    """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
+    """Pairs of tiles whose messages leave a node. A rank's forward and backward messages share its NIC."""

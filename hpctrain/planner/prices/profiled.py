@@ -1,11 +1,13 @@
 """Seconds of computing from a profile of the very job, the best source, which corrects the formula. Pure.
 
 A profile (`hpctrain probe --job`) has the seconds of forward and backward passes over the embedding, a block and the
-head, on one rank alone, over its rows. On the tensor grid 1 x 1 x 1 these are the seconds. For other tensor grids, and
-for parts of a pass, the formula of `planner/prices/cost.py` is corrected. The factor is the profile over the formula
-on one rank, at *as many rows of the rank*. The correction depends on rows, since they are the rows of all products of
-a pass: a floor of launches, tiles that are not full, and speed that grows with rows are the same on both sides. The
-formula knows what a grid changes: how wide products are.
+head. They are of one rank alone, for several numbers of rows. On the tensor grid 1 x 1 x 1 these are the seconds. For
+other tensor grids, and for parts of a pass, the formula of `planner/prices/cost.py` is corrected. The factor is the
+profile over the formula on one rank, at *as many rows of the rank*.
+
+The correction depends on rows, since they are the rows of all products of a pass. A floor of launches, tiles that are
+not full, and speed that grows with rows are the same on both sides. The formula knows what a grid changes: how wide
+products are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from hpctrain.sharding.parameters import count_parameters
 
 ITEMS = "embedding", "block", "head"
 TIMED_ZERO = 1
-"""The ZeRO stage whose times count: its passes have no shards, so that it is no matter how many replicas there were."""
+"""The ZeRO stage whose times count: its passes have no shards, so the number of replicas does not matter."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class ProfiledDevice(DeviceModel):
         return {}
 
     def work_seconds(self, work: PassWork, dtype: str, stack: Stack) -> float:
-        """Return the formula's seconds, each pass that the work is made of corrected by its own ratio."""
+        """Return the formula's seconds, with each pass of the work corrected by its own ratio."""
         formula = super().work_seconds
         ratios = [self._ratio(each.item, each.direction, each.rows) for each in work.passes]
         if len(set(ratios)) <= 1:

@@ -27,66 +27,74 @@ class BytePasses:
     """Bytes read and written per element, forward and backward, by everything in a model that is no product."""
 
     norm: tuple[float, float]
-    """Per hidden feature of a token, for one norm."""
+    """Bytes per hidden feature of a token, for one norm."""
     residual: tuple[float, float]
-    """Per hidden feature of a token, for all of a block outside its norms, dropout included."""
+    """Bytes per hidden feature of a token, for all of a block outside its norms, dropout included."""
     rotary: tuple[float, float]
-    """Per feature of queries and keys, where there are rotary positions."""
+    """Bytes per feature of queries and keys, where there are rotary positions."""
     inner: tuple[float, float]
-    """Per inner feature of a token: activation function, gate, bias."""
+    """Bytes per inner feature of a token: activation function, gate, bias."""
     scores: tuple[float, float]
-    """Per pair of positions and head; 0 where a fused kernel never writes them."""
+    """Bytes per pair of positions and head; 0 where a fused kernel never writes them."""
     logits: tuple[float, float]
-    """Per token and id of the vocabulary."""
+    """Bytes per token and id of the vocabulary."""
     weight: float
-    """Per weight and backward pass, in addition to the product itself: to add its gradient, and for all copies and
-    casts that sharding it takes."""
+    """Bytes per weight and backward pass, in addition to the product itself: to add its gradient, and for all copies
+    and casts that sharding needs."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The software that trains, as far as prices and memory depend on it: here our engine. What other software does
-    otherwise, its subclass in `benchmarks/evidence/stacks.py` says."""
+    """The software that trains, as far as prices and memory depend on it: here our engine.
+
+    Subclasses in `benchmarks/evidence/stacks.py` say what other software does differently.
+    """
 
     is_hpctrain: ClassVar[bool] = True
-    """Whether it is our engine: `full` recomputing is also of embedding and head; many logits are there some tokens at
-    a time, see `tokens_at_once`; a rank copies its z-shard of weights and adds to that of gradients, on top of
-    `BytePasses.weight`; ranks add up what others send them (`buffers.py`); and weights that several families hold are
-    updated by one of them each, whatever ZeRO stage is asked for."""
+    """Whether it is our engine. Our engine differs from other software in these points:
+
+    - `full` recomputing includes embedding and head;
+    - many logits are computed some tokens at a time, see `tokens_at_once`;
+    - a rank copies its z-shard of weights and adds to that of gradients, in addition to `BytePasses.weight`;
+    - ranks add up what others send them (`buffers.py`);
+    - weights that several families hold are updated by one of them each, in any ZeRO stage.
+    """
 
     name: str
     passes: dict[int, BytePasses]
-    """By bytes of a number: 2 and 4."""
+    """Bytes read and written per element, for numbers of 2 and of 4 bytes."""
     clipping_bytes: float
-    """Read and written per weight that a rank updates, apart from the update itself: to take the gradient's norm, to
-    clip it, to zero it, and for copies."""
+    """Bytes read and written per weight that a rank updates, apart from the update itself: to take the gradient's norm,
+    to clip it, to zero it, and for copies."""
     block_operations: tuple[int, int]
-    """How many operations a block starts, forward and backward."""
+    """Numbers of operations that a block starts, forward and backward."""
     flash: tuple[float, float] | None = None
-    """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
-    product's speed, forward and backward."""
+    """Shares of a large product's speed that attention in one kernel reaches, forward and backward. The kernel computes
+    only the causal half and keeps no scores. None: attention is several operations."""
     native_attention: bool = False
-    """Whether that kernel is written for each generation (cuDNN, FlashAttention-3 and 4), not for an A100."""
+    """Whether the attention kernel is written for each device generation (cuDNN, FlashAttention-3 and 4), not for an
+    A100."""
     sequence_parallel: bool = False
     """Whether norms and residuals are cut over y, also where the tensor grid does not say so."""
     again_operations: tuple[int, int] | None = None
-    """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
-    between products, whose results it drops. None: it is of attention's scores, where these are kept."""
+    """Numbers of operations that `selective` recomputing starts again, of an attention and of a feed-forward part. They
+    are those between products, whose results are dropped. None: attention's scores are recomputed, where these are
+    kept."""
     cast_bytes: float = 4.0
-    """Read and written per number of a linear layer's input, and of its output's gradient, to cast it to fp8 in both
-    operand layouts."""
+    """Bytes read and written to cast a number to fp8 in both operand layouts: of a linear layer's input, or of its
+    output's gradient."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
-    """For each logit, in addition to what is kept, while the loss is computed; by bytes of a number."""
+    """Bytes of a logit while the loss is computed, in addition to what is kept; by bytes of a number."""
     splits_backward: bool = True
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     gathers_parts: bool = False
     """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
     tensor_slowdown: float | None = None
-    """How many times as long products take while collectives of x and y overlap them; None: as on the device else."""
+    """Factor by which products take longer while collectives of x and y overlap them; None: the device's own."""
     dispatch_seconds: float = 8e-6
-    """That the host needs to start an operation: what small ones take at the least, one after the other."""
+    """Seconds that the host needs to start an operation: the least that each of several small ones takes."""
     vocabulary_multiple: int = 1
-    """To which the ids of a rank of y are padded."""
+    """Multiple to which the vocabulary ids of a rank of y are padded."""
 
     def network(self, cluster: Cluster) -> ClusterNetwork:
         """Return what prices its messages and collectives."""
@@ -191,24 +199,24 @@ class Setup:
     "z": gathers of the next item's weights, scatters of the last one's gradients."""
     _: KW_ONLY
     masks_documents: bool = False
-    """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
+    """Whether a mask keeps attention inside documents. No kernel skips the masked part."""
     bucket_bytes: int | None = None
-    """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
-    is computed."""
+    """Minimum bytes of a bucket, where holders sum gradients and gather weights while ranks compute. None: they wait
+    until all is computed."""
     by_family: tuple[tuple[str, str], ...] = ()
-    """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
+    """Families that compute in another dtype, each with its dtype. Memory and messages are priced in `dtype`."""
     linear_dtype: str | None = None
-    """In which linear layers of blocks compute, where it is another dtype: fp8, to which software casts operands."""
+    """Dtype of linear layers of blocks, where it is another one: fp8, to which software casts operands."""
     context_parts: int = 1
-    """Into how many parts other software's context parallelism cuts the positions of a row; `positions` are of a part,
-    whose queries see the keys of all parts."""
+    """Number of parts into which other software's context parallelism cuts the positions of a row. `positions` are
+    those of one part, whose queries see the keys of all parts."""
     tensor_parts: int | None = 1
-    """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
-    what is not searched for is not cut."""
+    """Number of parts into which blocks cut products next to collectives of x and y. None: a search chooses it
+    (`prediction/cut_products.py`); without a search products stay whole."""
     logits_bytes: int = LOGITS_BYTES
-    """Of logits, as if in fp32, that may be there at once, where the head goes through its tokens in parts."""
+    """Bytes of logits, counted as fp32, that may exist at once, where the head computes its tokens in parts."""
     optimizer: str = "adamw"
-    """By whose rule weights are updated."""
+    """Name of the optimizer whose rule updates weights."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
@@ -237,7 +245,8 @@ class Setup:
 
     @cached_property
     def works(self) -> tuple[str, ...]:
-        """Return what a profile may hold for: with the other kernels, fused or separate, and with these."""
+        """Return the descriptions of work for which a profile may hold: with the other kernels (fused or separate), and
+        with these."""
         fused = self.stack.passes is HPCTRAIN_FUSED.passes
         given = self.model, self.positions, self.dtype, self.by_family
         return tuple(describe_training(*given, each, self.optimizer) for each in (not fused, fused))
@@ -248,8 +257,11 @@ class Setup:
         return _mean_of_model(self.model, RULES[self.optimizer].update_bytes)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
 
     def state_bytes(self, parts: Iterable[tuple[Shape, float]] | None = None) -> float:
-        """Return the bytes of the optimizer's state per weight, as a mean over the model, or over parts of parameters,
-        each a shape and a number of weights: moments, and a master where weights in use are half precision."""
+        """Return the bytes of the optimizer's state per weight: moments, and a master where weights in use are half
+        precision.
+
+        They are a mean over the model, or over `parts` of parameters, each a shape and a number of weights.
+        """
         moments = RULES[self.optimizer].moment_bytes
         mean = _mean_of_model(self.model, moments) if parts is None else mean_by_weight(parts, moments)  # pyright: ignore[reportArgumentType]
         return mean + (MASTER_BYTES if self.item_bytes < MASTER_BYTES else 0)
@@ -297,7 +309,8 @@ class Setup:
         )
 
     def position_parts(self, grid: TensorGrid) -> int:
-        """Return into how many parts y cuts the positions of hidden states, as the grid says or the software does."""
+        """Return the number of parts into which y cuts the positions of hidden states, by the grid or by the
+        software."""
         return grid.y if self.stack.sequence_parallel else grid.position_parts
 
     @property
@@ -307,7 +320,7 @@ class Setup:
 
     @property
     def block_parts(self) -> int:
-        """Into how many parts blocks cut products next to collectives of x and y."""
+        """Number of parts into which blocks cut products next to collectives of x and y."""
         return (self.tensor_parts or 1) if "tensor" in self.overlaps else 1
 
     @property

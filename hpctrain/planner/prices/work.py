@@ -15,9 +15,9 @@ class MatrixProduct(NamedTuple):
     batch: int = 1
     share: float = 1.0
     fused: float | None = None
-    """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
+    """Share of a large product's speed, inside a kernel that keeps the result to itself. None: a product of its own."""
     dtype: str | None = None
-    """In place of the setup's."""
+    """Dtype that replaces the setup's."""
 
 
 class Exchange(NamedTuple):
@@ -26,9 +26,9 @@ class Exchange(NamedTuple):
     axis: str
     operation: str
     num_bytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     behind: MatrixProduct | None = None
-    """The product of the same pass that is computed meanwhile, where the software overlaps them."""
+    """Product of the same pass that overlaps the collective, where the software overlaps them."""
 
 
 class ItemPass(NamedTuple):
@@ -39,9 +39,9 @@ class ItemPass(NamedTuple):
     direction: int
     """0: forward, 1: backward."""
     rows: int
-    """Of the rank."""
+    """Rows of the rank."""
     work: "PassWork"
-    """What of the pass is done."""
+    """Part of the pass that is done."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class PassWork:
     operations: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
     passes: tuple[ItemPass, ...] = field(default=(), compare=False, repr=False)
-    """Which passes it is made of: one, or also what is computed again."""
+    """Passes that the work consists of: one, or also those that are computed again."""
 
     @classmethod
     def joined(cls, works: "Iterable[PassWork]") -> Self:
@@ -79,10 +79,10 @@ class LayerCost:
 
     forward: PassWork
     backward_input: PassWork
-    """What is recomputed included."""
+    """Work for the gradient of the input, what is recomputed included."""
     backward_weight: PassWork
 
     @cached_property
     def backward(self) -> PassWork:
-        """Both as one pass."""
+        """Both backward parts as one pass."""
         return PassWork.joined((self.backward_input, self.backward_weight))

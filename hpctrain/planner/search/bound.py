@@ -22,17 +22,17 @@ from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import count_parameters
 
 EVERY_COUNT_UP_TO, NEXT_COUNT = 16, 1.25
-"""Seconds are looked up for each number of rows up to this and all that a profile measured, then for so many times as
-many."""
+"""Row counts whose seconds are looked up: each up to the first figure and up to a profile's largest. Beyond, each count
+is the one before times the second figure."""
 CERTAIN_SHARE = 0.99
-"""Of the busy seconds: numbers that are not looked up may fill a device a little better. On the ready clusters they
-are up to 0.2 % faster, and up to 1 % where measured products differ wildly."""
+"""Share of the busy seconds that is certain: row counts that are not looked up may fill a device a little better. They
+are up to 0.2 % faster on the ready clusters, and up to 1 % where measured products differ wildly."""
 VERY_MANY_ROWS = 1 << 16
-"""By the formula, no number of rows does more rows per second, except 1 row, whose positions need no sorting."""
+"""Row count that the formula gives the most rows per second, apart from 1 row, whose positions need no sorting."""
 
 
 def lower_bound(costs: StageCosts, global_batch: int, space: Space) -> float:
-    """Return seconds that no plan's step takes less than."""
+    """Return a lower bound of the step time of all plans, in seconds."""
     setup, speed, head = costs.setup, 0.0, float("inf")
     for number in range(len(costs.pools)):
         rates = list(_rates(costs, global_batch, space, number))
@@ -45,8 +45,8 @@ def lower_bound(costs: StageCosts, global_batch: int, space: Space) -> float:
 
 
 def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> Iterator[tuple[float, float]]:
-    """Yield for each tensor grid of a pool: how many rows of a block its devices do in a second at most, and how many
-    blocks the head is worth at least."""
+    """Yield two figures for each tensor grid of a pool: the most rows of a block that its devices compute in a second,
+    and the ratio of the head's least seconds for a row to a block's."""
     pool, zero = costs.pools[number], max(1, *space.zero)
     counts = _row_counts(global_batch, pool.device)
     for grid in costs.grids[number]:

@@ -1,7 +1,7 @@
-"""Changes of a plan by which its step may be shorter: a search tries each, and the predictor says what it brings. Pure.
+"""Changes that may make the step of a plan shorter. A search tries each, and the predictor says what it saves. Pure.
 
-A change takes the predictor of a plan with one tile a rank, by 1F1B. It yields changed plans, from a little of the
-change to much of it. Whether they fit in memory, and are faster, the predictor says of each.
+A change takes the predictor of a plan with one tile a rank, by 1F1B. It yields changed plans, the smallest change
+first. The predictor of each says whether it fits in memory and whether it is faster.
 """
 
 import itertools
@@ -29,18 +29,18 @@ Change = Callable[[Predictor], Iterator[Plan]]
 Stages = tuple[Interval, ...]
 """The items of each stage of a pipeline."""
 LEAST_GAIN = 0.002
-"""Of the slowest stage: a plan of whole blocks is easier to read."""
+"""Share of the slowest stage's seconds that cuts inside blocks must save: a plan of whole blocks is easier to read."""
 
 
 @dataclass(frozen=True, eq=False)
 class SimulatedPlan:
-    """A plan that fits, and how long it takes."""
+    """A plan that fits in memory, with its prediction."""
 
     layout: CutShape
     predictor: Predictor
     prediction: Prediction
     plain_seconds: float | None = None
-    """Of a step by the plan that it was changed from, if it was."""
+    """Seconds of a step by the plan that this one was changed from; None where it is no change."""
     left: tuple[Change, ...] = ()
     """The changes that were not tried on it."""
 
@@ -53,8 +53,8 @@ class SimulatedPlan:
         return self.prediction.step_seconds
 
     def optimistic_seconds(self, change: Change) -> float:
-        """Return about the least that a change may make of the step: the estimate knows extra warm-up, and what other
-        schedules may save."""
+        """Return about the least seconds of a step after a change, by what the estimate knows of extra warm-up and of
+        other schedules."""
         if change is more_in_flight:
             return min(self.seconds, self.layout.seconds)
         return self.seconds - self.layout.saved_seconds
@@ -71,7 +71,7 @@ class SimulatedPlan:
 
 
 def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:
-    """Yield the plan with cuts between attention and feed-forward part too, where the slowest stage is faster so.
+    """Yield the plan with cuts also between attention and feed-forward part, where that makes the slowest stage faster.
 
     Tiles that exchange in every pass must have the same items, also in pipelines side by side.
     """
@@ -94,7 +94,7 @@ def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:
 
 
 def _pipelines(plan: Plan) -> dict[Stages, list[Tile]]:
-    """Return the tiles of each pipeline by its stages; those that are cut into the same ones as one."""
+    """Return the tiles of each pipeline by its stages. Pipelines with the same stages count as one."""
     result: dict[Stages, list[Tile]] = {}
     for tiles in joined(plan):
         result.setdefault(tuple(sorted({tile.items for tile in tiles})), []).extend(tiles)
@@ -109,8 +109,10 @@ def _with_items(plan: Plan, items: Mapping[Tile, Sequence[Interval]]) -> Plan:
 
 
 def _priced(predictor: Predictor, tiles: Sequence[Tile]) -> PricedItems:
-    """Return what a stage of some replicas takes for any items, as the slowest of them does, and for how many it has
-    memory if they need as much as its own do."""
+    """Return the seconds of a stage for any items, as of its slowest replica, and the number of items that fit.
+
+    Each item counts with as much memory as the stage's own items need.
+    """
     kinds = predictor.setup.first_equal
     most = min(tile.items.size + predictor.free_items(tile) for tile in tiles)
     every = []
@@ -127,13 +129,13 @@ def _seconds(predictor: Predictor, tile: Tile, layer: Interval) -> float:
 
 
 def more_in_flight(predictor: Predictor) -> Iterator[Plan]:
-    """Yield the plan with an extra warm-up, where slow messages delay somebody."""
+    """Yield the plan with an extra warm-up, where slow messages delay a tile."""
     if changed := with_extra_warmup(predictor.plan, predictor.costs, predictor.headroom):
         yield changed
 
 
 def zero_bubble(predictor: Predictor) -> Iterator[Plan]:
-    """Yield the plan by ZB-H1 in place of 1F1B, where its tiles are in a pipeline and may do backward passes in two.
+    """Yield the plan by ZB-H1 in place of 1F1B, where its tiles are in a pipeline and may split backward passes.
 
     Tiles with row chunks, or ZeRO 2 or 3, have no memory for the operands of dW.
     """
@@ -147,9 +149,9 @@ def virtual_stages(predictor: Predictor, most: int) -> Iterator[Plan]:
     """Yield the plan with several tiles a rank: two, and as many as divide the blocks of a stage, up to `most`.
 
     With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
-    2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages keeps
-    the activations of p + (p - 1) / v microbatches instead of p. All pipelines must have two stages or more, and
-    microbatches for whole rounds, one for each stage.
+    2104.04473). The bubble is about the v-th part, and there are v times as many messages. The first of p stages keeps
+    the activations of p + (p - 1) / v microbatches instead of p. All pipelines must have two stages or more. The
+    microbatches must be a multiple of the stages of each.
     """
     plan = predictor.plan
     pipelines = _pipelines(plan)
@@ -198,7 +200,8 @@ def dealt_cuts(blocks: Sequence[int], ends: tuple[float, float], virtual_stages:
         end = ends[0] if number == 0 else ends[1] if number == last else 0.0
 
         def lengths(own: int, count: int = count, end: float = end) -> tuple[float, float]:
-            """Return the longest tile, and less than nothing by the shortest, if `own` blocks are with the end."""
+            """Return the key to minimise over `own`, the number of blocks with the end: first the longest tile, then
+            minus the shortest one."""
             left = count - own
             return max(own + end, -(-left // others)), -min(own + end, left // others)
 
@@ -214,11 +217,12 @@ class Simulator:
     """Simulates the layouts of a search, and their changes."""
 
     def __init__(self, scorer: Scorer, setup_of: Callable[[Plan], Setup], tries_all: bool):
-        """`setup_of` says by which setup a plan is simulated. `tries_all`: every degree of a change is simulated."""
+        """`setup_of` returns the setup for the simulation of a plan. With `tries_all` every degree of a change is
+        simulated."""
         self._scorer, self._costs, self._setup_of, self._tries_all = scorer, scorer.costs, setup_of, tries_all
         self._changes = more_in_flight, zero_bubble, partial(virtual_stages, most=scorer.space.most_virtual_stages)
         self.shortage = ""
-        """What the first plan lacked that did not fit, or why it is none."""
+        """Says what the first plan lacked that did not fit, or why it cannot run; empty so far."""
 
     def simulated(self, layout: CutShape) -> Iterator[SimulatedPlan]:
         """Yield the plan of a layout by 1F1B, with cuts inside of blocks where that is faster; none where it does not
@@ -229,7 +233,7 @@ class Simulator:
         except PlanError as error:
             self.shortage = self.shortage or str(error)
             return
-        # Which number of parts of products is the best depends on the whole plan: those that are for a grid are tried.
+        # The best number of parts depends on the whole plan: the best numbers of its grids are tried.
         counts = {self._costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
         setup, plans = self._setup_of(plan), [plan]
         if self._scorer.space.cut == BEST:
@@ -249,8 +253,10 @@ class Simulator:
             )
 
     def changed(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
-        """Yield what the most promising change makes of a plan, where that fits, as much of it as makes the plan faster
-        still; and the plan with its other changes."""
+        """Yield a plan with its other changes, and what the most promising change makes of it, where that fits.
+
+        More of the change is tried as long as it makes the step shorter.
+        """
         change = min(base.left, key=base.optimistic_seconds)
         if others := tuple(other for other in base.left if other is not change):
             yield replace(base, left=others)

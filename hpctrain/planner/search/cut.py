@@ -1,6 +1,7 @@
-"""Cuts a shape's blocks and rows: gives them one by one, each to who would then be done first. Pure.
+"""Cuts a shape's blocks and rows: deals them one by one, each to the stage or pipeline that would then finish first.
+Pure.
 
-Where times grow with what is taken, that is exact: no other cut into whole blocks or rows makes the slowest faster.
+Where times grow with the number dealt, that is exact: no other cut into whole blocks or rows makes the slowest faster.
 Equal stages differ by one at most, and the deepest has more.
 """
 
@@ -16,9 +17,9 @@ from hpctrain.planner.search.stages import StageShape, StageVariant, StageVarian
 from hpctrain.sharding.intervals import Interval
 
 GIVEN_ONE_BY_ONE = 64
-"""Rows of each pipeline, or blocks of each stage: of more, most are given at once."""
+"""Rows of each pipeline, or blocks of each stage, that are dealt one by one; of more, most are dealt at once."""
 ROUNDS = 12
-"""Of halving the time by which many are given at once."""
+"""Number of bisections of the time within which most are dealt at once."""
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
@@ -33,10 +34,9 @@ def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | 
 
 
 def deal_out(number: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
-    """Return how many of some rows each pipeline takes, or of some blocks each stage, so that the slowest is as fast as
-    can be; None if there are too few.
+    """Return how many rows each pipeline takes, or blocks each stage, so that the slowest is as fast as can be.
 
-    Each takes its `least` at any rate. `seconds` say what each takes with so many.
+    Each takes at least its `least`. `seconds` return what each takes with so many. None if there are too few.
     """
     counts = list(least)
     left = number - sum(counts)
@@ -56,8 +56,10 @@ def deal_out(number: int, least: Sequence[int], seconds: Sequence[Callable[[int]
 
 
 def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[int], float]]) -> list[int]:
-    """Return counts of which each would be given as many, or more, one by one: all that it does before some time, by
-    which no more than all are done."""
+    """Return the counts that each finishes before some time, by which no more than all are done.
+
+    Dealt one by one, each would take as many or more.
+    """
 
     def done_before(limit: float) -> list[int]:
         return [
@@ -96,10 +98,10 @@ class SharedBlocks(NamedTuple):
     """Blocks, and maybe ends of the model, that the same stages hold."""
 
     members: list[tuple[int, int]]
-    """These stages: pipeline, and number in it."""
+    """The stages that hold the blocks: (pipeline, number in it)."""
     stages: list[CutStage]
     elements: list[float]
-    """For each of them how many weights a rank has."""
+    """Number of weights of a rank, for each of these stages."""
     blocks: int
     is_first: bool
     is_last: bool
@@ -111,13 +113,13 @@ class CutShape:
 
     shape: Shape
     rows: tuple[int, ...]
-    """Of a microbatch, for each pipeline."""
+    """Rows of a microbatch, for each pipeline."""
     stages: tuple[tuple[CutStage, ...], ...]
-    """Of each pipeline."""
+    """Stages of each pipeline."""
     seconds: float
-    """Of a step by 1F1B, by the estimate that ranks layouts."""
+    """Seconds of a step by 1F1B, by the estimate that ranks layouts."""
     saved_seconds: float
-    """What other schedules may save of that, about and at best."""
+    """Seconds of the step that other schedules may save, about and at best."""
 
     def items(self, pipeline: int) -> list[Interval]:
         """Return the items of each stage of a pipeline."""

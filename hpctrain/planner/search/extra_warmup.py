@@ -16,9 +16,9 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.prices import Costs
 
 MAX_EXTRA = 2
-"""Microbatches in flight beyond those of 1F1B, more than the next tile has."""
+"""Maximum number of microbatches by which a tile's lead over the next one exceeds that of 1F1B."""
 WORTH_WAITING = 0.02
-"""Of a microbatch's time, that messages may delay it."""
+"""Share of a microbatch's time by which messages may delay it."""
 EQUAL = 1 - 1e-9
 
 
@@ -36,9 +36,10 @@ class Gap(NamedTuple):
 
 
 def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] | None = None) -> Plan | None:
-    """Return a plan with more in flight, None where messages delay nobody or its schedule has no such thing.
+    """Return a plan with more microbatches in flight; None where that shortens no delay or does not fit in memory.
 
-    `headroom` is how many more a tile has memory for; None: whatever they want.
+    Only plans by 1F1B with one tile a rank and several microbatches can have an extra warm-up; others get None.
+    `headroom` is the number of further microbatches that fit in a tile's memory; None: no limit.
     """
     tiles, seconds = plan.tiles, {tile: cost.seconds for tile, cost in costs.tiles.items()}
     is_interleaved = any(len(plan.virtual_stages(tile)) > 1 for tile in tiles)
@@ -68,10 +69,11 @@ def in_flight_by_delays(
     raised: Sequence[Collection[int]],
     has_headroom: Callable[[int, int], bool],
 ) -> list[int]:
-    """Return how many microbatches tiles have in flight, more than the `least` while that shortens the longest delay.
+    """Return the number of microbatches in flight of each tile: more than the `least` while that shortens the longest
+    delay.
 
-    The slowest takes so many seconds for a microbatch. Where one gets one more, those that are `raised` with it do too.
-    `has_headroom` says whether one has memory for so many more.
+    The slowest tile takes `slowest` seconds for a microbatch. Where one tile gets one more, its `raised` tiles do too.
+    `has_headroom` says whether a tile has memory for so many more.
     """
     result = list(least)
     while gaps:
@@ -91,7 +93,8 @@ def in_flight_by_delays(
 
 
 def _before(plan: Plan) -> dict[Tile, set[Tile]]:
-    """Return by tile all whose output it needs, directly or not, and those that go through their items with these."""
+    """Return by tile all tiles whose output it needs, directly or not, and those that take each pass together with
+    these."""
     together: dict[object, list[Tile]] = {}
     for tile in plan.tiles:
         together.setdefault(tile.items if tile.zero >= 2 else tile, []).append(tile)

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROUNDS = 20
-"""Of halving the time of the slowest stage."""
+"""Number of bisections of the time of the slowest stage."""
 
 
 class PricedItems(NamedTuple):
     """The seconds of a stage for any items, and how many of them fit."""
 
     seconds: Sequence[float]
-    """For each item: of all items before it, had the stage these."""
+    """Seconds of all items before each item, if the stage had them (prefix sums)."""
     most: int
-    """Items for which it has memory."""
+    """Number of items that fit in its memory."""
 
     def first(self, stop: int, limit: float) -> int:
         """Return the first item from which it can go up to another one in a time."""
@@ -52,8 +52,10 @@ def slowest_seconds(stages: Sequence[PricedItems], cuts: Sequence[int]) -> float
 
 
 def _starts(stages: Sequence[PricedItems], limit: float) -> list[int] | None:
-    """Return where stages begin, and the last one ends, of which each takes all that it can in a time, the last one
-    first, as it keeps the fewest activations; None if items are left over."""
+    """Return where stages begin, and the last one ends, if each takes all items that it can compute in a time.
+
+    The last stage takes first, as it keeps the fewest activations. None if items are left over.
+    """
     num_items = len(stages[0].seconds) - 1
     cuts = [num_items]
     for number in range(len(stages) - 1, 0, -1):

@@ -21,7 +21,7 @@ class StageMessages(NamedTuple):
 
     activation: float
     gradient: float
-    """Back."""
+    """Seconds of the gradient's message to the stage before."""
     leave_node: bool = False
     """Whether they leave a node: what a stage sends forward and backward shares a NIC then."""
 

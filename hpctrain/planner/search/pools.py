@@ -23,7 +23,7 @@ class Pool:
     """Devices that are equal."""
 
     name: str
-    """Of the family or families, and of their fabric where that distinguishes pools."""
+    """Name of the family or families, and of their fabric where that distinguishes pools."""
     families: tuple[str, ...]
     device: DeviceModel
     nodes: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Cuts a shape, and estimates how long a step of it takes, by which shapes are ranked. Pure."""
+"""Cuts a shape, and estimates the seconds of its step. The estimate ranks shapes. Pure."""
 
 import itertools
 import math
@@ -29,31 +29,33 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 
 ROWS_OF_FULL_SPEED = 8
-"""So many rows at once show a device's speed."""
+"""Number of rows at once that shows a device's full speed."""
 ZB_H1_SHORTENS = 3
-"""How many times shorter bubbles are by ZB-H1, where all passes take as long (Qi et al. 2023, arXiv 2401.10241)."""
+"""Factor by which ZB-H1 shortens bubbles, where all passes take equally long (Qi et al. 2023, arXiv 2401.10241)."""
 ZB_H1_SAVES = 0.3
-"""Of bubbles by ZB-H1 in simulated steps, whose passes do not take as long, and whose messages are waited for."""
+"""Share of bubbles that ZB-H1 saves in simulated steps, whose passes differ and whose messages are exposed."""
 
 
 class Scorer:
     """Scores shapes for one job on one cluster."""
 
     def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
-        """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
+        """With `is_short_of_nothing` every shape fits, whatever memory the devices have."""
         self._is_roomy = is_short_of_nothing
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
-        # Each is the method with an underscore before the name, with what it has returned kept.
+        # Each caches the method of the same name with an underscore before it.
         self.variants = lru_cache(None)(self._variants)
         self.messages_between = lru_cache(None)(self._messages_between)
         self.cut_rows = lru_cache(None)(self._cut_rows)
         self.layer_seconds = lru_cache(None)(self._layer_seconds)
 
     def optimistic_seconds(self, shape: Shape) -> float:
-        """Return about the least that a simulation may say of a shape, in whatever ZeRO stage and by whatever schedule:
-        without what is exchanged, as if blocks could be cut anywhere."""
+        """Return about the least seconds that a simulation may give a shape, in any ZeRO stage and by any schedule.
+
+        Exchanges are left out, and blocks count as if they could be cut anywhere.
+        """
         rows, longest = self.cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
         if rows is None:
             return math.inf
@@ -67,19 +69,20 @@ class Scorer:
         return longest
 
     def score(self, shape: Shape) -> CutShape | None:
-        """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
+        """Return the shape with its cuts, or None where there are too few rows or blocks, or too little memory."""
         rows = self.cut_rows(shape.pipelines, shape.choices, shape.microbatches)
         if rows is None:
             return None
         if shape.zero < 2 or len(rows) == 1:
             return self._cut_shape(shape, rows)
-        # Ranks exchange in each row chunk, and so all of them have as many.
+        # Ranks exchange in each row chunk, so all need the same number of row chunks.
         least = min(n // row[0].replicas // row[0].grid.row_parts for row, n in zip(shape.choices, rows, strict=True))
         layouts = (self._cut_shape(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
     def _cut_shape(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> CutShape | None:
-        """Return the shape with its blocks cut, too; the rows of a stage go in so many row chunks, or as few as fit."""
+        """Return the shape with its blocks cut, too. Each stage computes its rows in so many row chunks, or in the
+        fewest that fit."""
         pipelines, done, busy, idle = [], [], [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
@@ -110,7 +113,7 @@ class Scorer:
         return CutShape(shape, tuple(rows), tuple(pipelines), seconds, saved)
 
     def _saved_share(self, shape: Shape, pipelines: Sequence[Sequence[CutStage]]) -> float:
-        """Return about which share of bubbles other schedules may save: see `changes.py`."""
+        """Return about the share of bubbles that other schedules may save; see `changes.py`."""
         depths, stages = [len(stages) for stages in pipelines], list(itertools.chain(*pipelines))
         splits = shape.zero < 2 and all(each.variant.row_chunks == 1 for each in stages)
         interleaves = min(depths) > 1 and not any(shape.microbatches % depth for depth in depths)
@@ -139,7 +142,7 @@ class Scorer:
                     kept=min(last - i + 1, shape.microbatches),
                     zero=shape.zero,
                     holders=choice.replicas + sum(min(c.replicas for c in row) for row in others),
-                    # With whose grids it shares no more than regions: roughly, for it may be with other items.
+                    # With other grids it shares only regions. An estimate: those may be of other items.
                     meets_mixed=any(other.grid != choice.grid for row in others for other in row),
                     microbatches=shape.microbatches,
                     row_chunks=tuple(counts),
@@ -155,7 +158,9 @@ class Scorer:
         def variants(offload: str) -> Iterator[StageVariant]:
             for recompute in self.space.recompute:
                 fitting, row_chunks = 0, 1
-                for row_chunks in stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks:  # the last keep least
+                for row_chunks in (
+                    stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks
+                ):  # the most keep the least
                     most = num_blocks if self._is_roomy else costs.most_blocks(stage, recompute, row_chunks, offload)
                     if most > fitting:
                         yield costs.variant(stage, recompute, row_chunks, offload, most)
@@ -214,7 +219,7 @@ class Scorer:
         return list(itertools.accumulate([0.0, *items, 0.0], initial=0.0))
 
     def _cut_items(self, stages: Sequence[CutStage]) -> list[float]:
-        """Return about how many blocks stages have whose cuts may be inside of blocks, as `changes.py` makes them."""
+        """Return about how many blocks each stage has, where cuts may be inside blocks, as `changes.py` makes them."""
         sums, last = self._block_sums, len(self._block_sums) - 1
         priced = []
         for stage in stages:
@@ -241,7 +246,7 @@ class Scorer:
         return (self._model.num_layers + first + last) / stages
 
     def _layer_seconds(self, pool: int, choice: PoolUse, layer: Interval, rows: int) -> float:
-        """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
+        """Return the seconds of a layer on a stage with so many rows, as far as cuts are concerned."""
         each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
             return each / (self.speed(pool, layer) * grid.product_parts)
@@ -252,8 +257,11 @@ class Scorer:
     def _seconds_after(
         self, shape: Shape, pipelines: Sequence[Sequence[CutStage]], idle: Sequence[Sequence[float]]
     ) -> list[list[float]]:
-        """Return about what each stage takes after its last pass: to exchange what others hold too, one thing after the
-        other, and to update its own. Before the first pass it is `idle` for so many seconds."""
+        """Return about the seconds of each stage after its last pass: to exchange what others hold too, and to update
+        its own.
+
+        Exchanges run one after the other. Before its first pass a stage is `idle` for so many seconds.
+        """
         costs, setup = self.costs, self.costs.setup
         seconds = [[0.0] * len(stages) for stages in pipelines]
         for shared in self._shared_blocks(pipelines):
@@ -278,11 +286,12 @@ class Scorer:
             start = stop
 
     def _exchange_seconds(self, zero: int, shared: SharedBlocks, idle: float) -> float:
-        """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
-        where they are overlapped in the next step's first forward pass and the `idle` seconds before it.
+        """Return the exposed seconds of summing the gradients of shared blocks, and of gathering their weights.
 
-        Ranks of different grids meet in parts of what the finest has, one after the other. Where exchanges are
-        overlapped, that of an item at least is waited for: its gradients are made last, its weights needed first.
+        Sums follow the last backward pass. Gathers may overlap the next step's first forward pass and the `idle`
+        seconds before it. Ranks of different grids exchange parts of what the finest grid has, one after the other.
+        Where exchanges are overlapped, that of one item at least is exposed: its gradients are made last, its weights
+        needed first.
         """
         costs, setup, stages = self.costs, self.costs.setup, shared.stages
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in stages)
@@ -315,8 +324,11 @@ class Scorer:
         return self.messages_between(source.pool, source.choice, target.pool, target.choice, rows)
 
     def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> StageMessages:
-        """Return about what messages take from the last stage of a pool to the next one, or inside the pool, for a
-        microbatch of so many rows: as if their ranks were the first of their pools, and each had as large a part."""
+        """Return about the seconds of messages from the last stage of a pool to the next one, or inside the pool.
+
+        They are of a microbatch of so many rows. The estimate takes the first ranks of both pools, and equal parts for
+        all.
+        """
         first = choice.replicas if source == target else 0
         before = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
         after = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]

@@ -41,26 +41,28 @@ from hpctrain.planner.search.space import BEST, EVEN, Pipelines, PoolUse, Shape,
 from hpctrain.planner.search.stages import StageCosts
 
 SCORED, SIMULATED = 2000, 13
-"""How many plans are scored, and simulated, unless a user limits it."""
+"""Numbers of plans that are scored, and simulated, unless a user limits them."""
 PER_GROUP = 100
-"""About how many shapes of a group are scored: the choices for a pool are limited, see `Shortlists`."""
+"""Approximate number of shapes of a group that are scored: the choices for a pool are limited, see `Shortlists`."""
 AT_ONCE = 8
 """How many shapes of a group are scored before it is compared with the other candidates again."""
 FIRST_OF_GROUP = 3
 """How many shapes of a group are scored at first, until one fits in memory."""
 LOOKING_SHARE = 0.5
-"""Of the budget, for looking at one plan of each group."""
+"""Share of the budget for a first look at the groups, one fitting shape of each."""
 BOUNDED = 500
-"""The promise of how many arrangements is found, of those that leave the fewest pools unused: six pools have 8,463."""
+"""Number of arrangements that are ranked by their promise, of those with the fewest unused pools: six pools have
+8,463."""
 SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
-"""Of a limit in seconds, until when plans are scored and simulated by 1F1B."""
+"""Shares of a limit in seconds at which scoring, and simulating by 1F1B, ends."""
 MOST_EQUIVALENT = 4
-"""How many layouts are simulated that differ by tensor grids and replicas alone, which the estimate ranks well."""
+"""Maximum number of simulated layouts that differ by tensor grids and replicas alone, which the estimate ranks well."""
 TRIED = 5
-"""How many layouts are simulated at any rate while none fits: the first ones at once, so that there is a plan."""
+"""Number of layouts that are simulated, whatever the limits, while none fits. The first are simulated at once, so that
+there is a plan."""
 
 ESTIMATE_ERROR = 0.03
-"""By more than this the estimate is rarely wrong."""
+"""Relative error of the estimate that is rarely exceeded."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ class SearchResult:
     proves nothing of the plans that it left out."""
     wall_seconds: float
     first_plan_seconds: float
-    """After which the first plan was there that fits, by simulation."""
+    """Seconds until the first simulated plan that fits."""
     least_by_arrangement: dict[Pipelines, float]
-    """By the estimate, for each arrangement of pools that fits."""
+    """Least seconds by the estimate, for each arrangement of pools that fits."""
     least_by_microbatches: dict[int, float]
 
     @property
@@ -162,7 +164,7 @@ class Search:
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
         self._pools = pools_of(cluster, families or list(cluster.families), setup)
-        # The first ones to be looked at give some rows to each node: they fit in memory, and are not far from the best.
+        # Counts with about one row of a microbatch per node come first: they fit in memory, and are near the best.
         num_nodes = sum(len(pool.nodes) for pool in self._pools)
         counts = space.microbatch_counts(global_batch)
         self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
@@ -170,7 +172,7 @@ class Search:
         self._global_batch = global_batch
         self.costs = StageCosts(setup, cluster, self._pools)
         self.scorer = Scorer(self.costs, global_batch, space)
-        # Those that use all devices are the choices of the restricted spaces: candidates of the larger one, too.
+        # Choices that use all devices are those of the restricted spaces. The larger space has them as candidates, too.
         is_part = space.cut == BEST and limits.per_group is not None
         restrictions = (False, True) if is_part else (False,)
         self._shortlists = [Shortlists(self.scorer, limits.per_group, uses_all) for uses_all in restrictions]
@@ -250,8 +252,8 @@ class Search:
             self._first_after = self._clock() - self._started
 
     def _optimistic(self, candidate: Candidate) -> tuple[float, float]:
-        """Return about the least seconds that may come of a candidate, and by what those are compared that are equal in
-        that."""
+        """Return two sort keys: about the least seconds that may come of a candidate, and seconds to order equal
+        ones."""
         if isinstance(candidate, ShapeGroup):
             return 0.0, candidate.seconds
         is_first = not self._plans and len(self.layouts) <= TRIED  # so that there is a plan
@@ -295,7 +297,7 @@ class Search:
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def _looked_at(self, groups: Iterator[ShapeGroup]) -> Iterator[Candidate]:
-        """Yield the next group with what was scored of it, and the others."""
+        """Yield the first layouts of the next group, that group, and the iterator of the others."""
         if group := next(groups, None):
             self._num_groups += 1
             yield from self._scored(group, FIRST_OF_GROUP, until_one_fits=True)
@@ -389,8 +391,10 @@ class Search:
                 yield layout
 
     def _may_pay(self, zero: int, is_short: bool) -> bool:
-        """Say whether a ZeRO stage may be faster than 1, where that is allowed and was short of memory or not: 0 needs
-        more memory; 2 and 3 exchange more, and pay where memory is short alone."""
+        """Say whether a ZeRO stage may be faster than stage 1, which may be short of memory (`is_short`).
+
+        Stage 0 needs more memory. Stages 2 and 3 exchange more, and pay only where memory is short.
+        """
         if 1 not in self._space.zero or zero == 1:
             return True
         return is_short if zero >= 2 else not is_short

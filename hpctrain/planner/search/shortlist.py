@@ -10,9 +10,9 @@ from hpctrain.planner.search.stages import StageShape
 from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
-"""Of the speed of a pool's fastest choice, that others must reach to be considered."""
+"""Share of the speed of a pool's fastest choice that others must reach to be considered."""
 MOST_CHOICES = 48
-"""That are scored for a pool, unless all are."""
+"""Maximum number of choices that are scored for a pool, unless all are."""
 
 
 class Shortlists:
@@ -27,7 +27,7 @@ class Shortlists:
         self._rates = lru_cache(None)(self._rates_of)
         self._choose = lru_cache(None)(self._best_choices)
         self.left_out = 0
-        """Choices that were not returned."""
+        """Number of choices that were not returned."""
 
     def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[PoolUse]:
         """Return the choices for a pool of a pipeline `row`, the best first."""

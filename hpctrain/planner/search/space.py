@@ -34,7 +34,7 @@ Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those of one pipeline, for each of the pipelines side by side."""
 ALL_COUNTS_UP_TO = 8
 MOST_VIRTUAL_STAGES = 10
-"""By then the bubble is a tenth, and messages are many."""
+"""Maximum number of virtual stages of a rank: with 10 the bubble is a tenth, and messages are many."""
 BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
@@ -62,7 +62,7 @@ class Space:
     """The most ranks of a tensor grid."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    """From the fastest, which keeps the most, to the slowest."""
+    """Variants of recomputing, from the fastest, which keeps the most, to the slowest."""
     most_virtual_stages: int = MOST_VIRTUAL_STAGES
     offload: tuple[str, ...] = ("none", "optimizer")
     """What stages keep in host memory where they are short of the device's, from nothing to the most."""
@@ -99,11 +99,11 @@ def even_space(**restricted) -> Space:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything of a plan but its cuts."""
+    """A plan without its cuts."""
 
     pipelines: Pipelines
     choices: tuple[tuple[PoolUse, ...], ...]
-    """For each pool of each pipeline."""
+    """Use of each pool of each pipeline."""
     microbatches: int
     zero: int
 
@@ -147,8 +147,11 @@ def arrangements(num_pools: int) -> Iterator[Pipelines]:
 
 
 def replica_counts(most: int, rows: int) -> list[int]:
-    """Return how many replicas a stage may have. If no more than 8 are possible, each count, which may leave devices
-    unused; else two: the most that are possible, and the most that divide the rows."""
+    """Return the numbers of replicas that a stage may have.
+
+    Up to 8 possible replicas these are all counts, which may leave devices unused. Beyond, they are two: the most that
+    are possible, and the most that divide the rows.
+    """
     most = min(most, rows)
     if most <= ALL_COUNTS_UP_TO:
         return list(range(1, most + 1))
@@ -157,7 +160,8 @@ def replica_counts(most: int, rows: int) -> list[int]:
 
 
 def stage_counts(most: int, num_blocks: int) -> list[int]:
-    """Return how many stages a pool may have: all counts up to 8, beyond those that divide the blocks or the slots."""
+    """Return the numbers of stages that a pool may have: all up to 8, beyond those that divide the blocks or the
+    slots."""
     limit = min(most, num_blocks)
     wanted = {count for number in (num_blocks, most) for count in divisors(number) if count <= limit}
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))

@@ -1,9 +1,10 @@
 """Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
-A stage of k blocks takes a fixed part (of the embedding or the head) and k times the mean of all blocks, each kind as
-often as the model has it: which ones a stage has is not known before all are cut. A simulation takes those that it has.
-Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a prediction, but for rounding
-and for tiles that exchange with tiles of different grids, about which a search knows only roughly.
+A stage of k blocks takes a fixed part (of the embedding or the head) and k times the mean of all blocks. The mean has
+each kind as often as the model has it, since the blocks of a stage are not known before all are cut. A simulation takes
+the blocks that a stage has. Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a
+prediction. They differ by rounding, and for tiles that exchange with tiles of different grids, which a search only
+estimates.
 """
 
 import itertools
@@ -34,11 +35,12 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid, item_parameters
 
 TIE_DIGITS = 12
-"""Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
+"""Decimals to which seconds are rounded, so that the order of sums does not decide between equal stages."""
 EXACT_ROWS = 16
-"""The seconds of more rows of a rank are interpolated, where shapes are cut and compared."""
+"""Maximum rows of a rank whose seconds are exact. Those of more rows are interpolated, where shapes are cut and
+compared."""
 COMPARED_ROWS = 1, 8
-"""The numbers of rows by which grids are compared: with several rows, cutting positions takes a copy more."""
+"""Numbers of rows by which grids are compared: with several rows, cutting positions takes a copy more."""
 
 
 class Passes(NamedTuple):
@@ -47,7 +49,7 @@ class Passes(NamedTuple):
     forward: float
     backward: float
     weight: float = 0.0
-    """Of `backward`, the gradients of weights, where these may come later."""
+    """Seconds of `backward` that are gradients of weights, where these may come later."""
 
     @property
     def both(self) -> float:
@@ -73,7 +75,7 @@ class BlockLine(NamedTuple):
         return BlockLine(factor * self.fixed, factor * self.per_block)
 
     def most(self, limit: float) -> int:
-        """Return for how many blocks it stays within a limit; 0 if for none."""
+        """Return the number of blocks up to which the quantity stays within a limit."""
         return max(0, math.floor((limit - self.fixed) / self.per_block))
 
 
@@ -85,7 +87,7 @@ class Holders(NamedTuple):
 
     zero: int = 1
     groups: tuple[tuple[int, int], ...] = ()
-    """(pool, replicas) of each."""
+    """Groups of holders, each as (pool, replicas)."""
 
     @classmethod
     def of_stage(cls, pool: int, choice: PoolUse, zero: int, sharing: tuple[tuple[int, int], ...] = ()) -> "Holders":
@@ -98,24 +100,24 @@ ALONE = Holders()
 
 
 class StageShape(NamedTuple):
-    """A stage of a shape, but for its number of blocks."""
+    """A stage of a shape, without its number of blocks."""
 
     pool: int
     choice: PoolUse
     rows: int
-    """Of a microbatch, of a rank with the most."""
+    """Rows of a microbatch on the rank that has the most."""
     ends: tuple[bool, bool] = (False, False)
     """Whether it has the first item, and the last one."""
     kept: float = 1.0
-    """Of how many microbatches it keeps all activations at once."""
+    """Number of microbatches whose activations are all kept at once."""
     zero: int = 1
     holders: int = 1
-    """The ranks that hold the same weights as one of its ranks, at the least."""
+    """Minimum number of ranks that hold the same weights as one of its ranks."""
     meets_mixed: bool = False
     """Whether other pipelines have other grids, for which weights are packed."""
     microbatches: int = 1
     row_chunks: tuple[int, ...] = (1,)
-    """In how many row chunks it may compute, from the fewest."""
+    """Numbers of row chunks in which it may compute, the fewest first."""
     exchanging: Holders = ALONE
 
 
@@ -123,7 +125,7 @@ class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
     on_device: tuple[BlockLine, ...]
-    """While passes compute, and while the first and the last gradients are summed: the most of these counts."""
+    """Bytes while passes compute, and while the first and the last gradients are summed; the most of these counts."""
     on_host: BlockLine
 
     def device_bytes(self, blocks: float) -> float:
@@ -135,17 +137,17 @@ class StageVariant(NamedTuple):
 
     recompute: str
     row_chunks: int
-    """In which it goes through its rows of a microbatch."""
+    """Number of row chunks in which it computes its rows of a microbatch."""
     forward: BlockLine
     backward: BlockLine
     most: int
-    """Blocks, as far as memory goes."""
+    """Maximum number of blocks that fit in memory."""
     offload: str = "none"
-    """What it keeps in host memory."""
+    """State that it keeps in host memory: "none" or "optimizer"."""
     update: BlockLine = NOTHING
-    """What a microbatch's share of the update takes longer for that."""
+    """Seconds that offload adds to the update, divided among the microbatches of a step."""
     weight: BlockLine = NOTHING
-    """Of `backward`, the gradients of weights, where these may come later."""
+    """Seconds of `backward` that are gradients of weights, where these may come later."""
 
     @property
     def line(self) -> BlockLine:
@@ -167,7 +169,7 @@ class StageVariants:
 
     variants: tuple[StageVariant, ...]
     offloading: Callable[[], tuple[StageVariant, ...]] = tuple
-    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
+    """Returns the variants that use host memory. Called where the first of the others does not fit on the device."""
 
     @cached_property
     def _all(self) -> tuple[StageVariant, ...]:
@@ -193,10 +195,14 @@ class StageVariants:
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
-    """Return in how many row chunks ranks may go through so many rows: few, by twos and threes, and a row each."""
+    """Return the numbers of row chunks in which ranks may compute their rows: powers of two, three times these, and a
+    row each.
+
+    `most` and `fewest` are the rows of the ranks with the most and the fewest.
+    """
     wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
     result = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
-    # The fewest row chunks of those with as many rows.
+    # Of counts with the same rows per chunk, the fewest chunks.
     at_once = {-(-most // count): count for count in reversed(result)}
     return sorted(at_once.values())
 
@@ -208,7 +214,7 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
-        # Each is the method with an underscore before the name, with what it has returned kept.
+        # Each caches the method of the same name with an underscore before it.
         self.passes = lru_cache(None)(self._passes)
         self.both_seconds = lru_cache(None)(self._both_seconds)
         self.weight_seconds = lru_cache(None)(self._weight_seconds)
@@ -223,10 +229,10 @@ class StageCosts:
         self.concurrent = lru_cache(None)(self._concurrent)
         self.scratch_bytes = lru_cache(None)(self.network.scratch_bytes)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
-        """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
+        """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
-        """Of each pool, what a rank may fill of its host's memory; 0 where that is not known."""
+        """Bytes of its host's memory that a rank may fill, for each pool; 0 where that is not known."""
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
     def _grids(self, number: int) -> list[TensorGrid]:
@@ -266,8 +272,10 @@ class StageCosts:
         holders: Holders = ALONE,
         parts: int | None = None,
     ) -> Passes:
-        """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
-        in so many parts, or in the best number. `BLOCK` is the mean of all blocks, by kind."""
+        """Return the seconds of passes over a layer on a grid of a pool, each of whose ranks has `rows`.
+
+        Products are cut in so many parts, or in the best number. `BLOCK` is the mean of all blocks, by kind.
+        """
         what = self.site(number, grid, holders), rows, recompute, parts or self.part_count(number, grid)
         return Passes(*(self._mean_seconds(name, layer, *what) for name in ("forward", "backward")))
 
@@ -287,13 +295,16 @@ class StageCosts:
         return seconds
 
     def _weight_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
-        """Return what of a backward pass makes gradients of weights."""
+        """Return the seconds of a backward pass that make gradients of weights."""
         options = rows, recompute, self.part_count(number, grid)
         return self._mean_seconds("backward_weight", layer, self.site(number, grid, ALONE), *options)
 
     def _part_count(self, number: int, grid: TensorGrid) -> int:
-        """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
-        stands for all, though a plan may have another one. More are tried while they pay."""
+        """Return the number of parts into which products of blocks are cut on a grid.
+
+        The fastest number for many rows stands for all, though a plan may have another one. More are tried while they
+        pay.
+        """
         best, *others = part_counts(self.setup, [grid])
         least = math.inf
         for count in (best, *others) if others else ():
@@ -349,10 +360,10 @@ class StageCosts:
         return stored.times(share * longer / many)
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
-        """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
+        """Return about the seconds of an exchange among holders, such as a reduce-scatter of `num_bytes`.
 
-        `groups` are (pool, ranks of a tensor grid, replicas). As if each began at the first node of its pool: an
-        estimate, which ranks plans. Between powers of two it is a line.
+        `groups` are (pool, ranks of a tensor grid, replicas), each as if it began at the first node of its pool. The
+        estimate ranks plans. Between powers of two it is a line.
         """
         if num_bytes < 1:
             return 0.0
@@ -424,10 +435,11 @@ class StageCosts:
         return Needs(on_device, on_host)
 
     def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
-        """Return about what sums take: of each layer, in every pass; the first one at the end of a step, while one
-        microbatch is there; and the last one, with all that was packed; see `buffers.py`.
+        """Return about the bytes that sums take, as three figures; see `buffers.py`.
 
-        `largest` are the weights of the largest layer, and a bucket has whole layers.
+        The first is of each layer's sums, in every pass. The second is of the first sum at the end of a step, while one
+        microbatch is kept. The third is of the last sum, with all packed copies. `largest` are the weights of the
+        largest layer, and a bucket has whole layers.
         """
         setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0, self.setup.bucket_bytes
         layers = (*setup.block_kinds, *self.layers(stage.ends, 0))
@@ -451,7 +463,7 @@ class StageCosts:
         return in_passes, 0.0, summed.times(EXCHANGED_SHARE + packed)
 
     def _most_blocks(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
-        """Return for how many blocks a stage has memory, of its devices and of their host."""
+        """Return the number of blocks of a stage that fit in the memory of its devices and of their host."""
         needs = self.needs(stage, recompute, row_chunks, offload)
         most = min(line.most(self.pools[stage.pool].memory_bytes) for line in needs.on_device)
         return min(most, needs.on_host.most(self.host_bytes[stage.pool])) if any(needs.on_host) else most
@@ -459,8 +471,11 @@ class StageCosts:
     def _row_bytes(
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, rows: int
     ) -> tuple[RowBytes, RowBytes]:
-        """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with, of
-        so many at once: of other numbers than one and several those of the head alone differ."""
+        """Return the bytes of a row for each block of a stage, and for its ends, with `rows` at once.
+
+        The second figure has what all layers compute with. Whether one row or several are at once makes a difference;
+        beyond that the number matters to the head alone.
+        """
 
         def bytes_of(*blocks: Interval) -> RowBytes:
             layers = [*[EMBEDDING] * ends[0], *blocks, *[self.head] * ends[1]]
