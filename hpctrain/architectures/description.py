@@ -76,21 +76,21 @@ class Attention:
     kv_heads: int
     head_size: int
     norm: Norm
-    """Of its input."""
+    """The norm of the part's input."""
     bias: bool = False
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     out_bias: bool = False
     rotary: Rotary | None = None
     head_norm: Norm | None = None
-    """Of each head's queries and keys, before rotary positions."""
+    """The norm of each head's queries and keys, applied before rotary positions."""
     window: int | None = None
-    """A token attends to so many positions, itself included; None: to all before it."""
+    """Number of positions that a token attends to, itself included; None: all positions before it too."""
     score_divisor: float | None = None
-    """Scores are divided by its square root; None: by that of the head size."""
+    """Scores are divided by the square root of this number; None: by that of the head size."""
     score_cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     out_norm: Norm | None = None
-    """Of its output, before it is added to the residual stream."""
+    """The norm of the part's output, applied before the output is added to the residual stream."""
 
     @property
     def query_size(self) -> int:
@@ -107,13 +107,13 @@ class Mlp:
 
     inner: int
     norm: Norm
-    """Of its input."""
+    """The norm of the part's input."""
     gated: bool = True
     activation: Literal["silu", "gelu"] = "silu"
-    """gelu: the tanh approximation."""
+    """`gelu` is the tanh approximation."""
     bias: bool = False
     out_norm: Norm | None = None
-    """Of its output, before it is added to the residual stream."""
+    """The norm of the part's output, applied before the output is added to the residual stream."""
 
     @property
     def up_size(self) -> int:
@@ -136,9 +136,9 @@ class Description:
     hidden: int
     blocks: tuple[Layer, ...]
     norm: Norm
-    """Of what the head computes with."""
+    """The norm of the last hidden states, which the head computes with."""
     learned_positions: int | None = None
-    """Rows of a table that is added to the embeddings."""
+    """Rows of the table of learned positions, which is added to the embeddings; None: no such table."""
     tied_head: bool = False
     embedding_scale: float = 1.0
     logit_cap: float | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.architectures.description import head_size_of, inner_of, kv_heads_of
 
 Keys = dict[str, Any]
-"""Of a job's `[model]`, or of a config.json."""
+"""The keys of a job's `[model]`, or of a config.json."""
 
 ATTENTION = {f"attention.{part}": f"self_attn.{part}_proj" for part in "qkvo"}
 LLAMA_PARTS = ATTENTION | {
@@ -41,7 +41,7 @@ LLAMA3_SCALING = {
 
 
 class UnknownConfigError(ValueError):
-    """A config that a family here cannot follow, with what it says."""
+    """A config that no family of hpctrain can follow; the message says what in it cannot be followed."""
 
 
 LLAMA_DEFAULTS: Keys = {
@@ -64,43 +64,44 @@ WITHOUT_EFFECT = {
     *("attention_dropout", "gradient_checkpointing", "pretraining_tp", "unsloth_version", "unsloth_fixed"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "tokenizer_class", "model_max_length"),
 }
-"""Keys of a config that change no number of a causal model: names, tokens, dtypes, generation, and dropout, which
-hpctrain has not."""
+"""Keys of a config that change no number of a causal model: names, tokens, dtypes, generation and dropout. hpctrain has
+no dropout."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's names and keys there."""
+    """A family's names of parameters and keys of config.json in Hugging Face files."""
 
     model_type: str
     class_name: str
     defaults: Mapping[str, Any]
-    """By key of theirs: what a config means that leaves it out, as the transformers library has it."""
+    """The value of each config.json key that a config leaves out, as the transformers library defines it."""
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
-    """From a key of `[model]` to theirs."""
+    """The config.json key for each key of `[model]`."""
     nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
-    """Keys of theirs that may be null, which is what `[model]` means by None too."""
+    """Keys of config.json that may be null, which means the same as None in `[model]`."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """By key of theirs: the one value that we can follow."""
+    """The only value that hpctrain supports, by config.json key."""
     read_by_rule: tuple[str, ...] = ()
-    """Keys of theirs that `read_more` follows."""
+    """Keys of config.json that `read_more` reads."""
     without_effect: tuple[str, ...] = ()
-    """Keys of theirs that change no number, in addition to those of all families."""
+    """Keys of config.json that change no number, in addition to those of all families."""
     whole_heads: bool = False
-    """Whether the library refuses a hidden size that is no multiple of the number of heads."""
+    """Whether the transformers library refuses a hidden size that is no multiple of the number of heads."""
     parts: Mapping[str, str] = field(default_factory=lambda: LLAMA_PARTS)
-    """From a part of a block to theirs."""
+    """The Hugging Face name of each part of a block."""
     ends: Mapping[str, str] = field(default_factory=lambda: LLAMA_ENDS)
-    """From what is outside of blocks to theirs."""
+    """The Hugging Face name of each parameter outside of blocks."""
     blocks: str = "model.layers"
     transposes: bool = False
-    """Whether weights of linear layers are stored [in, out]."""
+    """Whether the files store weights of linear layers as [in, out]."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """From a part of theirs to those of ours that lie side by side in it, along the output features."""
+    """For each fused Hugging Face parameter, the hpctrain parameters in it, one after the other along the output
+    features."""
     read_more: Callable[[Keys], Keys] = lambda config: {}
-    """Returns the keys of `[model]` that follow from a config by other rules than `keys`."""
+    """Returns the keys of `[model]` that need more than a renaming of config.json keys."""
     write_more: Callable[[Any], Keys] = lambda model: {}
-    """Returns the keys of a config that follow from a model by other rules than `keys`."""
+    """Returns the keys of config.json that need more than a renaming of `[model]` keys."""
 
     def model_keys(self, config: Keys) -> Keys:
         """Return the keys of `[model]` that a config says.
@@ -143,7 +144,8 @@ class HuggingFace:
         return head | dict(self.must_be) | known | self.write_more(model)
 
     def their_name(self, name: str) -> str:
-        """Return what a parameter of ours is called there, or of what it is a part; see `fused`."""
+        """Return the Hugging Face name of one of our parameters, or of the fused parameter that contains it (see
+        `fused`)."""
         stem, kind = name.rsplit(".", 1)
         if not stem.startswith("blocks."):
             return f"{self.ends[stem]}.{kind}"
@@ -160,7 +162,7 @@ ROPE_KEYS = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
-"""What a config has on rotary positions: `rope_parameters`, or the others, of older versions."""
+"""Keys of a config about rotary positions: `rope_parameters`, or the others in older versions."""
 
 
 def read_rope(config: Keys) -> Keys:
@@ -181,9 +183,9 @@ def read_rope(config: Keys) -> Keys:
 
 
 def rotary_keys(parameters: Keys, base: float, original_positions: int, partial: float | None = None) -> Keys:
-    """Return `rope_base` and `rope_scaling` of a table of rotary positions; the others are its defaults.
+    """Return `rope_base` and `rope_scaling` for a table of rotary positions; the other arguments are its defaults.
 
-    Raises UnknownConfigError for another kind than we have, and for a key that such a kind has not.
+    Raises UnknownConfigError for an unsupported kind of scaling, and for a key that its kind does not have.
     """
     parameters = {"partial_rotary_factor": partial, **parameters}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -218,7 +220,7 @@ def write_rope(model: Any) -> Keys:
 def read_layer_pattern(config: Keys, every: int) -> Keys:
     """Return `window` and `global_every` of a config with layers of two kinds; by default each `every`-th is global.
 
-    Raises UnknownConfigError where the kinds of layers are in no such order.
+    Raises UnknownConfigError where the global layers do not come at equal distances.
     """
     count = config["num_hidden_layers"]
     every = config.get("sliding_window_pattern") or every
@@ -240,7 +242,7 @@ def _kind_of(layer: int, every: int) -> str:
 
 
 def whole(number: float | None) -> float | int | None:
-    """Return a number as configs have it: without a point where it is whole."""
+    """Return a number as configs write it: an int where it is whole."""
     return int(number) if number is not None and float(number).is_integer() else number
 
 

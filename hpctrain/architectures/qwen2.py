@@ -43,7 +43,7 @@ QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,
 }
 WINDOW_SIZES = ("sliding_window", "max_window_layers", "use_mrope")
-"""Keys that mean something with use_sliding_window alone."""
+"""Keys that have a meaning only with use_sliding_window."""
 
 
 def read_more(config: Keys) -> Keys:

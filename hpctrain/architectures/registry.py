@@ -21,7 +21,7 @@ def families() -> dict[str, ModuleType]:
 
 @lru_cache
 def presets() -> dict[str, dict]:
-    """Return the published shapes of all families by name: keys of a job's `[model]`."""
+    """Return the published shapes of all families by name; each is the keys of a job's `[model]`."""
     return {
         name: {"architecture": family, **sizes}
         for family, module in families().items()
@@ -42,14 +42,14 @@ OPTIONAL: dict[str, Any] = {
     "score_cap": None,
     "logit_cap": None,
 }
-"""Keys of `[model]` that not every family has, with the value of a job that does not give them."""
+"""Keys of `[model]` that only some families have, with their default values."""
 EVERYTHING = {
     "num_layers": 2,
     "hidden_size": 8,
     "num_heads": 2,
     **{key: 2 for key in OPTIONAL if key != "rope_scaling"},
 }
-"""A small shape that gives all of them."""
+"""A small shape that sets every key of `OPTIONAL` but rope_scaling."""
 
 
 class _NotedShape:
@@ -65,14 +65,14 @@ class _NotedShape:
 
 
 def keys_read(family: str, values: Mapping[str, Any]) -> set[str]:
-    """Return the keys of `[model]` that a family reads of these values."""
+    """Return the keys of `[model]` that a family reads for these values."""
     shape = _NotedShape(values)
     families()[family].describe(shape)
     return shape.read
 
 
 def unread_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a `[model]` that are given, and have no effect on its family with its other keys."""
+    """Return the keys of a `[model]` that are set but have no effect, given its family and its other keys."""
     given = [key for key, default in OPTIONAL.items() if values.get(key) not in (None, default)]
     read = keys_read(values["architecture"], values) if given else set()
     return [key for key in given if key not in read]

@@ -64,7 +64,7 @@ class WrittenStream(NamedTuple):
     offset: int
     blocks: np.ndarray
     described: Part | None
-    """The part, by the first of its ranks."""
+    """The part that this stream is in, reported by the first rank of the part; None on its other ranks."""
 
 
 @dataclass
@@ -72,11 +72,11 @@ class Contents:
     """The parts of a description that are the same in every checkpoint of a run."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors, by their names with the kind before them."""
+    """Shapes of all tensors by name; the name begins with the kind, such as `model/norm.weight`."""
     rectangles_by_rank: Sequence[np.ndarray]
-    """In order of ranks; the numbers of tensors are those of `shapes`, those of streams are not set yet."""
+    """Rectangles of each rank, in order of ranks. Tensor numbers index `shapes`; stream numbers are not set yet."""
     elements: Sequence[int]
-    """Of each rank's stream; 0: it writes none."""
+    """Number of elements in each rank's stream; 0: the rank writes none."""
     about: Mapping[str, str]
 
     @property
@@ -98,7 +98,7 @@ class Contents:
         return rectangles[np.lexsort((rectangles["columns"][:, 0], rectangles["rows"][:, 0], rectangles["tensor"]))]
 
     def index(self, parts: Sequence[int]) -> bytes:
-        """Return the bytes of the index; `parts` are those of the streams. They are made once."""
+        """Return the bytes of the index, which are made once; `parts` are the parts of the streams."""
         if self._index is None:
             sources = [
                 (part_name(part), stream_name(rank), self.elements[rank])

@@ -39,18 +39,18 @@ from hpctrain.sharding.parameters import Parameter, all_parameters
 
 CONFIG, TOKENIZER, SINGLE, SHARDS = "config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
 PART_BYTES = 512 << 20
-"""Of fp32 weights in a part of the checkpoint, and in memory at once."""
+"""Bytes of fp32 weights in one part of the checkpoint, which is also the most in memory at once."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Name suffixes of the tensors in older files that are not weights."""
 
 
 READ_DTYPES = ("F32", "BF16", "F16")
-"""Of weights, as safetensors calls them: fp32 holds them exactly."""
+"""Dtypes of weights that an import reads, named as in safetensors: fp32 holds their values exactly."""
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 KEPT_FILES = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 KEPT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Of a config: what training does not need, and text generation does."""
+"""Keys of a config that text generation needs and training does not."""
 
 
 class TensorPlace(NamedTuple):
@@ -58,7 +58,7 @@ class TensorPlace(NamedTuple):
 
     name: str
     first: int
-    """Where its output features begin, in a tensor that holds several parameters."""
+    """The row at which the parameter's output features begin, in a tensor that holds several parameters."""
     is_transposed: bool
 
 
@@ -84,7 +84,7 @@ class Exported:
 
 
 def names_of(model: Model) -> HuggingFace:
-    """Return how Hugging Face calls the parts of a model. Raises CheckpointError for a family that it does not know."""
+    """Return the table of Hugging Face names for a model. Raises CheckpointError for a family that has none."""
     table = known_names().get(model.architecture)
     if table is None:
         raise CheckpointError(
@@ -123,7 +123,7 @@ def known_names() -> dict[str, HuggingFace]:
 
 
 def locate(model: Model, table: HuggingFace) -> dict[str, TensorPlace]:
-    """Return of each parameter where it is in their files."""
+    """Return the place of each parameter in Hugging Face files."""
     parameters, result = all_parameters(model), {}
     for name, parameter in parameters.items():
         stem, kind = name.rsplit(".", 1)
@@ -171,7 +171,7 @@ def refuse_unless_empty(folder: Path, option: str) -> None:
 
 
 def _read_kept(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an export of the model gives back: files, and ids of its config."""
+    """Return what an export of the model writes again: files, and token ids of the config."""
     kept: dict[str, Any] = {CONFIG: {key: config[key] for key in KEPT_IDS if key in config}}
     for name in KEPT_FILES:
         if is_file(folder / name):
@@ -212,7 +212,7 @@ def _model_of(config: dict[str, Any], path: Path) -> Model:
 
 
 class _Weights:
-    """The tensors of a folder, all of them there and of the right shape."""
+    """The tensors of a folder. None is missing, and all have the right shape."""
 
     def __init__(self, folder: Path, model: Model, files: ExitStack):
         """`files` closes what is opened here."""
@@ -274,7 +274,7 @@ class _Weights:
         return result
 
     def _check(self, parameters: dict[str, Parameter], model: Model) -> None:
-        """Refuse tensors that lack, that have another shape, or that we do not know."""
+        """Refuse tensors that are missing, have another shape, or are unknown."""
         wanted = {theirs.name for theirs in self._theirs.values()}
         prefix = names_of(model).ends["embedding"].split(".")[0] + "."
         if not wanted & set(self._file_of):  # files of the bare model have no prefix
@@ -309,7 +309,7 @@ class _Weights:
                 )
 
     def _check_tied(self, heads: set[str]) -> None:
-        """Refuse a head of its own in a model whose config says that it is the embedding's weight."""
+        """Refuse a separate head weight in a model whose config ties the head to the embedding."""
         embedding = self._theirs["embedding.weight"].name
         for head in heads & set(self._file_of):
             ours, theirs = self._slice(head), self._slice(embedding)
@@ -340,7 +340,7 @@ def _write_checkpoint(weights: _Weights, model: Model, out: Path, about: dict[st
 def _write_parts(
     weights: _Weights, parameters: dict[str, Parameter], folder: Path, about: dict[str, str]
 ) -> tuple[Contents, list[WrittenStream]]:
-    """Write each part as if a rank of its number had trained what is in it. Raises OSError."""
+    """Write each part as if a rank with the part's number had trained its contents. Raises OSError."""
     written, rectangles, elements, names = [], [], [], list(parameters)
     for number, blocks in enumerate(_cut_into_parts(parameters)):
         arrays = [weights.rows(block.name, block.start, block.stop).reshape(-1) for block in blocks]
@@ -359,7 +359,7 @@ def _write_parts(
 
 
 class RowBlock(NamedTuple):
-    """Whole rows of a parameter, that go into a part."""
+    """Whole rows of a parameter that go into one part."""
 
     name: str
     start: int

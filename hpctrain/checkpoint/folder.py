@@ -24,12 +24,12 @@ from hpctrain.config.paths import exists, is_file, is_folder, refused_as, sync
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
 POINTER_BYTES = 1 << 20
-"""More than `latest` has."""
+"""Upper bound of the size of `latest`, in bytes."""
 LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder, the oldest first. What only looks like one is left out."""
+    """Return the complete checkpoints of a run folder, the oldest first. Incomplete ones are left out."""
     folder = run / CHECKPOINTS
     with refused_as(CheckpointError, f"{folder}: cannot be read", "check its permissions"):
         if not folder.is_dir():
@@ -40,7 +40,7 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 def _may_have(path: Path) -> bool:
-    """Say whether a file is there, or may be: who opens it says why it cannot be read."""
+    """Say whether a file exists or may exist; opening it then gives the reason why it cannot be read."""
     try:
         return path.is_file()
     except OSError:
@@ -48,14 +48,14 @@ def _may_have(path: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(run: Path) -> Path | None:
     """Return the checkpoint that `latest` of a run folder names, or None without one.
 
-    Raises DamagedCheckpointError where `latest` is damaged, or names what is not there or not what it was written for.
+    Raises DamagedCheckpointError where `latest` is damaged, or its checkpoint is missing or has another manifest.
     """
     pointer = run / CHECKPOINTS / LATEST
     if not exists(pointer):
@@ -132,9 +132,9 @@ def candidates(run: Path, resume: str) -> tuple[list[Path], str]:
 
 
 def tidy(run: Path) -> None:
-    """Remove what a killed run left of checkpoints that were not complete. For the one who has locked the folder.
+    """Remove the incomplete checkpoints that a killed run left. Only the rank that has locked the folder may call.
 
-    A complete one that was about to be replaced or deleted gets its name back.
+    A complete checkpoint that was about to be replaced or deleted gets its name back.
     """
     folder = run / CHECKPOINTS
     for path in sorted(folder.iterdir()) if is_folder(folder) and os.access(folder, os.R_OK) else ():
@@ -155,7 +155,7 @@ def tidy(run: Path) -> None:
 
 
 def _is_named(path: Path, final: Path) -> bool:
-    """Say whether `latest` names a checkpoint, which was set aside, under its final name."""
+    """Say whether `latest` names the final name of a checkpoint that was set aside."""
     try:
         return _read_pointer(final.parent / LATEST) == (final.name, read_manifest(path)[1])
     except CheckpointError:
@@ -163,11 +163,11 @@ def _is_named(path: Path, final: Path) -> bool:
 
 
 def commit(partial: Path, keeping: Checkpoint, kept_step: int | None = None) -> Path:
-    """Give a complete checkpoint its final name, move `latest` to it, remove what is not kept; return its path.
+    """Give a complete checkpoint its final name, move `latest` to it, and remove old ones; return its path.
 
-    That of `kept_step` is kept in any case.
+    The checkpoint of `kept_step` is kept in any case.
 
-    Raises OSError: then `latest` and what it names are as before; CheckpointError where only the removing failed.
+    Raises OSError, with `latest` and its checkpoint unchanged. Raises CheckpointError where only the removal failed.
     """
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     folder, digest = final.parent, read_manifest(partial)[1]
@@ -212,11 +212,10 @@ def _validation_loss(checkpoint: Path) -> float | None:
 def kept_steps(
     losses: Mapping[int, float | None], newest: int, keeping: Checkpoint, kept_step: int | None = None
 ) -> set[int]:
-    """Return the steps of the checkpoints to keep: the last ones, every n-th, the best, `kept_step`; nothing after the
-    newest.
+    """Return the steps of the checkpoints to keep: the last ones, every n-th, the best and `kept_step`.
 
-    What is after it is left from a past that the run did not continue from. `losses` are the validation losses of those
-    that there are, by step.
+    Steps after the newest are not kept: the run did not continue from them. `losses` are the validation losses of the
+    existing checkpoints, by step.
     """
     past = sorted(step for step in losses if step <= newest)
     kept = {*past[-keeping.keep :], *(step for step in past if step == kept_step)}
@@ -229,7 +228,8 @@ def kept_steps(
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that is to be deleted: under its final name it is always whole. Return its new path."""
+    """Rename a checkpoint before it is deleted, so that its final name always means a whole one. Return its new
+    path."""
     doomed = checkpoint.with_name(checkpoint.name + OLD + PARTIAL)
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
@@ -237,7 +237,7 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def _delete(doomed: Path) -> None:
-    """Delete what was set aside, the manifest first: without it `tidy` does not take it for a whole one."""
+    """Delete a checkpoint that was set aside. The manifest goes first: without it `tidy` does not restore the rest."""
     (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 

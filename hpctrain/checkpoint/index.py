@@ -46,10 +46,10 @@ class Index:
     def __init__(self, checkpoint: Path):
         self.path = checkpoint
         self.bytes_read = 0
-        """From parts, so far."""
+        """Bytes read from parts so far."""
         self._handles: dict[int, int] = {}
         self.unchecked: list[tuple[int, int, Future]] = []
-        """Stream, first block, CRC-32s, of what was read and is being checked."""
+        """Reads whose blocks are being checked: stream, first block, and the future of the CRC-32s."""
         self.manifest, _ = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
         self.about["data"] = self.manifest.data
@@ -98,8 +98,8 @@ class Index:
     ) -> np.ndarray:
         """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
 
-        What is read of the parts is what the slice needs, up to whole blocks. With `out` they are put there, and are
-        not to be used before `check_all` or the end of a `with`.
+        The parts are read only where the slice needs them, rounded up to whole blocks. With `out` the values are put
+        there; they must not be used before `check_all` or the end of a `with`.
         """
         number = self._number(f"{kind}/{name}")
         if len(self.manifest.tensors[number].shape) == 1:
@@ -127,7 +127,7 @@ class Index:
         return self.read(kind, name, (0, shape[0]), (0, shape[1] if len(shape) > 1 else 1)).reshape(shape)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Check every byte of every file, or of a share of them: (number, of so many).
+        """Check every byte of every file, or of a share of the files: (index, number of shares).
 
         Raises DamagedCheckpointError that names the damaged part and tensor.
         """
@@ -232,7 +232,7 @@ class Index:
             require(count == size, f"{tensor.name} has {size} elements, and the parts have {int(count)} of them")
 
     def _check_coverage(self) -> None:
-        """Refuse rectangles of a tensor that overlap, and so leave others out."""
+        """Refuse rectangles of a tensor that overlap, since some elements are then in no rectangle."""
         for number, tensor in enumerate(self.manifest.tensors):
             rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
             rows, columns = np.unique(rectangles["rows"]), np.unique(rectangles["columns"])
@@ -246,7 +246,7 @@ class Index:
     # ---- parts -------------------------------------------------------------------------------------------------
 
     def _read_rectangle(self, rectangle, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray) -> None:
-        """Fill `out` with rows x columns of a tensor, which a rectangle has."""
+        """Fill `out` with those rows x columns of a tensor that lie in a rectangle."""
         first, left = int(rectangle["rows"][0]), int(rectangle["columns"][0])
         width, taken, stream = int(rectangle["columns"][1]) - left, columns[1] - columns[0], int(rectangle["stream"])
         begin = int(rectangle["start"]) + columns[0] - left
@@ -262,9 +262,9 @@ class Index:
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
     def read_elements(self, stream: int, start: int, out: np.ndarray, following: int = 0) -> None:
-        """Fill flat fp32 `out` from a stream; it is checked after `check_all`.
+        """Fill flat fp32 `out` from a stream; the values are verified after `check_all`.
 
-        `following` says up to which element the caller will read next.
+        `following` is the element up to which the caller will read next.
         """
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
@@ -302,7 +302,7 @@ class Index:
 
     @cached_property
     def _checker(self) -> ThreadPoolExecutor:
-        """Checks what was read while more is being read."""
+        """Threads that check blocks while others are read."""
         return ThreadPoolExecutor(NUM_CHECKERS, "checksums")
 
     def _start_check(self, stream: int, first: int, data: memoryview) -> None:
@@ -319,12 +319,12 @@ class Index:
         self._check(stream, first, result.result())
 
     def check_all(self) -> None:
-        """Wait until all that was read is checked. Raises DamagedCheckpointError."""
+        """Wait until everything read so far has been checked. Raises DamagedCheckpointError."""
         while self.unchecked:
             self._check_oldest()
 
     def _check(self, stream: int, first: int, crcs: list[int]) -> None:
-        """Refuse blocks of a stream, from a first one on, that have other CRC-32s than theirs."""
+        """Refuse blocks of a stream, from `first` on, whose CRC-32s differ from the recorded ones."""
         begin = self.manifest.streams[stream].first_block + first
         for number, expected in enumerate(self._blocks[begin : begin + len(crcs)].tolist()):
             if crcs[number] != expected:
@@ -344,7 +344,7 @@ class Index:
         return self._damaged(text, self.manifest.parts[about.part].file)
 
     def _check_rest(self, part: int) -> None:
-        """Check the size of a part and all of it that is in no stream."""
+        """Check the size of a part, and all its bytes outside of streams."""
         about = self.manifest.parts[part]
         taken = [extent for stream in self._streams_of[part] for extent in self._extents(stream)]
         crc32 = 0
@@ -369,7 +369,7 @@ class Index:
         return data
 
     def _pread_into(self, part: int, offset: int, view: memoryview, end: int = 0) -> None:
-        """Fill `view` from a part; the kernel may fetch as much again, up to `end`, meanwhile."""
+        """Fill `view` from a part. The kernel may read ahead as many bytes again, up to `end`."""
         file = self.manifest.parts[part].file
         try:
             handle, following = self._handle(part), offset + len(view)
@@ -385,7 +385,7 @@ class Index:
             raise self._damaged(f"ends at byte {offset + count}", file)
 
     def _handle(self, part: int) -> int:
-        """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
+        """Return an open handle of a part, and check the part's size. Raises OSError, DamagedCheckpointError."""
         if part not in self._handles:
             about = self.manifest.parts[part]
             size = look_at(self.path / about.file).st_size

@@ -22,7 +22,7 @@ LARGE_BYTES, LARGE_ALIGNMENT, ALIGNMENT = 16 << 20, 1 << 20, 4096
 """Large streams begin at a multiple of the stripe size of parallel file systems, others at one of a page."""
 AT_ONCE_BYTES = 8 << 20
 SYNC_BYTES = 64 << 20
-"""After so many bytes a thread syncs what is written, so that the sync at the end has little to do."""
+"""A thread syncs after each so many written bytes, so that little is left for the sync at the end."""
 
 
 class SparseFile(io.FileIO):
@@ -57,9 +57,9 @@ class PartLayout:
 
     num_bytes: int
     streams: dict[int, Extent]
-    """By rank."""
+    """The extent of each rank's stream, by rank."""
     writes: tuple[tuple[int, bytes], ...]
-    """What HDF5 needs, all that is in no stream: offsets and bytes."""
+    """Offsets and bytes that HDF5 needs outside of streams."""
     rest_crc32: int
 
     def describe(self, file: str) -> Part:
@@ -98,7 +98,7 @@ def _allocate(part: h5py.File, name: str, count: int) -> Extent:
 
 
 def gaps(extents: Sequence[Extent], num_bytes: int) -> Iterator[Extent]:
-    """Yield what is in none of some extents of a file, in order."""
+    """Yield the extents of a file that lie in none of the given ones, in order."""
     at = 0
     for offset, size in sorted(extents):
         if offset > at:
@@ -109,8 +109,10 @@ def gaps(extents: Sequence[Extent], num_bytes: int) -> Iterator[Extent]:
 
 
 def decompress(data: bytes | bytearray, block_bytes: int) -> bytes | bytearray:
-    """Return a block of `block_bytes` as older versions packed it: bytes sorted by their place in a number, deflated,
-    or as they were. Raises zlib.error, ValueError."""
+    """Return a decompressed block of `block_bytes`, as older versions packed it. Raises zlib.error, ValueError.
+
+    Their bytes are sorted by place in a number and deflated, or stored as they were.
+    """
     if len(data) == block_bytes:
         return data
     result = np.frombuffer(zlib.decompress(data, bufsize=block_bytes), np.uint8)
@@ -118,9 +120,9 @@ def decompress(data: bytes | bytearray, block_bytes: int) -> bytes | bytearray:
 
 
 def write_stream(path: Path, layout: PartLayout, rank: int, buffer: np.ndarray) -> np.ndarray:
-    """Write a rank's array, uint8, into a part, what HDF5 needs if the rank is the part's first, and sync.
+    """Write a rank's array, uint8, into a part, and sync. The first rank of the part also writes what HDF5 needs.
 
-    Returns the blocks. Raises OSError; the others of the part may write at the same time.
+    Returns the CRC-32s of the blocks. Raises OSError. Other ranks may write the same part at the same time.
     """
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
     try:
@@ -136,7 +138,7 @@ def write_stream(path: Path, layout: PartLayout, rank: int, buffer: np.ndarray) 
 
 
 def _write_array(handle: int, extent: Extent, buffer: np.ndarray) -> np.ndarray:
-    """Write while a thread computes the CRC-32s and another moves what is written on to the disk."""
+    """Write an array while one thread computes the CRC-32s and another syncs written bytes to the disk."""
     crcs, synced, since = [], [], 0
     with ThreadPoolExecutor(1, "checksums") as checker, ThreadPoolExecutor(1, "sync") as sync:
         for start in range(0, extent.num_bytes, AT_ONCE_BYTES):

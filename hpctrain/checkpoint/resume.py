@@ -14,9 +14,9 @@ class Choice(NamedTuple):
     """The checkpoint to continue from."""
 
     checkpoint: Path | None
-    """None: there is none yet."""
+    """The checkpoint's path; None: there is no checkpoint yet."""
     lines: tuple[str, ...]
-    """What to say about those that were passed over."""
+    """Messages about the checkpoints that were passed over."""
 
 
 def choose_checkpoint(world: World, run: Path, resume: str) -> Choice:
@@ -53,7 +53,7 @@ def _verify_together(world: World, path: Path) -> DamagedCheckpointError | None:
 
 
 def verify_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Check everything in a checkpoint, or a share of it: (number, of so many). Raises CheckpointError."""
+    """Check a whole checkpoint, or a share of it: (index, number of shares). Raises CheckpointError."""
     with Index(path) as index:
         if share[0] == 0:
             check_contents(index)

@@ -30,11 +30,11 @@ from hpctrain.sharding.parameters import whole_rows
 
 T = TypeVar("T")
 BY_NODE_ABOVE = 512
-"""More ranks than this write one part a node, unless the job says otherwise."""
+"""With more ranks than this, each node writes one part, unless the job says otherwise."""
 
 
 class ShardSlice(NamedTuple):
-    """Elements of a tensor of a shard, and where in the stream of this rank they begin."""
+    """Elements of a tensor of a shard, and the position in this rank's stream where they begin."""
 
     shard: Shard
     tensor: StateTensor
@@ -74,7 +74,7 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
 
 
 def in_background(work: Callable[[], T]) -> "Future[T]":
-    """Have a thread do one thing, which does not keep the process from ending."""
+    """Run a function in a thread that does not keep the process from ending."""
     future = Future()
 
     def run() -> None:
@@ -90,8 +90,8 @@ def in_background(work: Callable[[], T]) -> "Future[T]":
 class Saver:
     """Writes the checkpoints of a run, one at a time. All ranks create one, and all call each method.
 
-    `start` takes a snapshot and returns. Whenever no rank `is_writing`, all call `advance`: after the first time rank 0
-    completes the checkpoint, after the second it is there. `finish` waits for that.
+    `start` takes a snapshot and returns. All ranks call `advance` whenever no rank `is_writing`. The first call lets
+    rank 0 complete the checkpoint; the second returns it. `finish` waits for that.
     """
 
     def __init__(
@@ -129,12 +129,13 @@ class Saver:
         self._committing = False
         self.step, self._validation_loss, self._since = 0, None, 0.0
         self.seconds = 0.0
-        """Of the last save, from the snapshot to the complete checkpoint."""
+        """Duration of the last save in seconds, from the snapshot to the complete checkpoint."""
         self.longest_seconds = 0.0
-        """The most of all saves so far."""
+        """Duration of the longest save so far, in seconds."""
 
     def _part_of(self, counts: list[int]) -> tuple[int, tuple[int, ...]]:
-        """Return the number of the part that this rank writes into, and its ranks; none where it has no elements."""
+        """Return the number of the part that this rank writes into, and the part's ranks; no ranks if it has no
+        elements."""
         own, world, parts = self._world.rank, self._world, self._keeping.parts
         by_node = parts == "node" or (parts == "auto" and world.size > BY_NODE_ABOVE)
         groups: dict[object, list[int]] = {}
@@ -151,16 +152,16 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Say whether this rank's thread is at work."""
+        """Say whether this rank's thread is still writing."""
         return self._background is not None and not self._background.done()
 
     @property
     def in_flight(self) -> bool:
-        """Say whether a checkpoint was started that is not there yet; all ranks say the same."""
+        """Say whether a checkpoint was started and is not complete yet; all ranks say the same."""
         return self._background is not None
 
     def start(self, step: int, validation_loss: float | None = None) -> None:
-        """Take a snapshot of the state after a step, and begin to write it. The last one must be there."""
+        """Take a snapshot of the state after a step, and begin to write it. The last checkpoint must be complete."""
         assert not self.in_flight, "one save is in flight at a time"
         self._since = time.monotonic()
         self.step = step
@@ -174,7 +175,7 @@ class Saver:
         return partial_folder(self._run, self.step)
 
     def _snapshot(self) -> np.ndarray:
-        """Copy what this rank owns into host memory that is used again each time; return it as uint8."""
+        """Copy this rank's state into host memory that each save reuses; return it as uint8."""
         if self._buffer is None:
             size = 4 * self._own.elements
             self._buffer = self._accelerator.host_buffer(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
@@ -204,7 +205,7 @@ class Saver:
         return WrittenStream(self._part, layout.streams[rank].offset, blocks, part)
 
     def check_finite(self, step: int) -> None:
-        """Refuse a state after `step` from which nobody could continue. All ranks must call.
+        """Refuse a state after `step` that is not finite. All ranks must call.
 
         Raises CorruptionError on all ranks.
         """
@@ -213,7 +214,7 @@ class Saver:
             raise CorruptionError(self._refusal(step, bad))
 
     def _not_finite(self, buffer: np.ndarray) -> str | None:
-        """Return what of a snapshot is not finite, in words; None where all is."""
+        """Describe the part of a snapshot that is not finite; None where everything is."""
         values = torch.from_numpy(buffer).view(torch.float32)[: self._own.elements]
         if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
             return None
@@ -236,10 +237,10 @@ class Saver:
         )
 
     def advance(self) -> Path | None:
-        """Continue a checkpoint of which no rank is writing any more; return its path once it is there.
+        """Continue a checkpoint that no rank is writing any more; return its path once it is complete.
 
-        Raises CheckpointError on all ranks where one could not write, CorruptionError where what is to be written is
-        not finite; what was there before stays. All ranks must call.
+        Raises on all ranks: CheckpointError where one could not write, CorruptionError where the state is not finite.
+        Earlier checkpoints stay. All ranks must call.
         """
         assert self._background is not None, "something was started"
         error = self._background.exception()
@@ -261,7 +262,7 @@ class Saver:
         return result
 
     def finish(self) -> Path | None:
-        """Wait until what was started is there; return its path, or None if nothing was. All ranks must call.
+        """Wait until the started checkpoint is complete; return its path, or None without one. All ranks must call.
 
         Raises CheckpointError as `advance` does.
         """

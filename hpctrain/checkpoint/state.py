@@ -40,7 +40,7 @@ def make_empty(folder: Path) -> None:
 
 @contextmanager
 def writing(where: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Enclose what writes a checkpoint, of so many bytes. Raises CheckpointError where the disk refuses."""
+    """Wrap code that writes a checkpoint of so many bytes. Raises CheckpointError where the disk refuses."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,7 @@ class StateTensor(NamedTuple):
 
     kind: str
     at: Interval
-    """Within the group's flat array."""
+    """The interval in the group's flat array."""
     values: torch.Tensor
     """fp32 [at.size]."""
 
@@ -98,7 +98,7 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
 def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shard]) -> None:
     """Fill weights from a checkpoint of any layout, to start from them. All ranks must call.
 
-    Raises CheckpointError on all ranks, also where it is of another model.
+    Raises CheckpointError on all ranks, also where the checkpoint is of another model.
     """
     with world.all_or_none(), Index(checkpoint) as index:
         theirs, ours = read_job(index).model, model
@@ -113,7 +113,7 @@ def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shar
 
 
 def _load_weights(index: Index, shard: Shard) -> None:
-    """Fill weights and masters of a shard; what both have in fp32 is read once."""
+    """Fill weights and masters of a shard; elements that both hold in fp32 are read once."""
     for region in shard.group.regions(shard.group.stored):
         weights, both = shard.group.weights_at(region.at), region.at.intersect(shard.updated)
         read_region(index, MODEL, region, weights)
@@ -125,7 +125,7 @@ def _load_weights(index: Index, shard: Shard) -> None:
 
 
 def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Tensor) -> None:
-    """Fill flat `target` with the elements of a rectangle, from the whole parameter; padding is zero."""
+    """Fill flat `target` with a stored region, taken from the whole parameter; padding is zero."""
     is_direct = target.dtype == torch.float32 and target.device.type == "cpu"
     values = target.detach() if is_direct else torch.empty(region.at.size)
     parts = list(whole_rows(region.parameter, region.box, region.elements))
@@ -139,7 +139,7 @@ def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Ten
 
 
 def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:
-    """Return the job that a checkpoint is of, without what is gone, of which `say` hears.
+    """Return the job that wrote a checkpoint, without keys that no longer exist; these are reported by `say`.
 
     Raises CheckpointError if this version does not know such jobs.
     """
@@ -157,9 +157,9 @@ def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:
 
 
 def read_plan(index: Index, job: Job, say: Callable[[str], None] = ignore) -> Plan:
-    """Return the plan that wrote a checkpoint of a job, without what is gone, of which `say` hears.
+    """Return the plan that wrote a checkpoint of a job, without keys that no longer exist; these are reported by `say`.
 
-    Raises CheckpointError where it is none for its model.
+    Raises CheckpointError where the plan does not fit the job's model.
     """
     try:
         plan = parse_plan(index.about["plan"], f"{index.path}: plan", say)
@@ -203,8 +203,8 @@ def check_same_run(
 
     Return the job and the plan that wrote it, and the cluster whose links chose its algorithms, where it was a run's.
 
-    `say` hears of keys of that job which are gone. Raises CheckpointError that names the first key that differs, with
-    both values.
+    `say` reports keys of that job which no longer exist. Raises CheckpointError that names the first key that differs,
+    with both values.
     """
     with Index(checkpoint) as index:
         their_job = read_job(index, say)

@@ -1,4 +1,4 @@
-"""Ranks take their devices, and learn what those of all families can do."""
+"""Ranks take their devices, and detect what the devices of all families can do."""
 
 import itertools
 import os
@@ -35,18 +35,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # NCCL where HPCTRAIN_NATIVE=1 asks for it.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
 SHARED_LIBRARY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
-"""With which NCCL serves ranks that share a device, where `HPCTRAIN_NATIVE=1` asks for it: for tests. It refuses two
-ranks of one host and one device, and takes the host from NCCL_HOSTID. Ranks then talk by sockets, slowly."""
+"""Variables with which NCCL serves ranks that share a device; for tests, with `HPCTRAIN_NATIVE=1`. NCCL refuses two
+ranks on one host and one device, and takes the host from NCCL_HOSTID. These ranks then use sockets, slowly."""
 ALONE = Ability(False, "a single rank sends no messages")
-"""Not probed: that starts torch and the device once more, which takes seconds."""
+"""The answer for a single rank. It is not probed, since a probe starts torch and the device once more, for seconds."""
 
 
 def bind_accelerator(world: World, in_one_order: bool = True) -> Accelerator:
-    """Take this rank's device, and use it from now on, in groups made from now on too. All ranks must call.
+    """Take this rank's device and use it from now on, also in new groups. All ranks must call.
 
-    A second call returns the same. `in_one_order` says whether sums of the maker's library must have one order. Ranks
-    take devices as `choose_devices` says. Raises TopologyError on all of them where there are too few, where a rank
-    would compute on its host without having been told to, and where a maker's library of collectives is not there.
+    A second call returns the same. `in_one_order` says whether sums of the maker's library must have one order.
+    `choose_devices` says which rank takes which device.
+
+    Raises TopologyError on all ranks: where there are too few devices, where a rank would compute on its host without a
+    request for that, and where a maker's library of collectives is missing.
     """
     if world.accelerator is not None:
         return world.accelerator
@@ -98,14 +100,14 @@ def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devic
 
 
 def shares_library() -> bool:
-    """Say whether ranks that share a device are to use the maker's library, as a test of it."""
+    """Say whether ranks that share a device use the maker's library, which is a test of it."""
     return os.environ.get(NATIVE_VARIABLE) == "1"
 
 
 def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -> Ability:
     """Say whether this rank can use its maker's library of collectives, and why not where it cannot.
 
-    Raises TopologyError where its family has several ranks, which could use it if it were installed.
+    Raises TopologyError where its family has several ranks that could use the library if it were installed.
     """
     kind = KINDS.get(accelerator.kind)
     if kind is None or not kind.library:
@@ -129,11 +131,11 @@ def native_ability(accelerator: Accelerator, sharers: int, num_ranks: int = 1) -
 def confirm_direct(
     world: World, accelerator: Accelerator, families: Mapping[str, FamilyAbilities]
 ) -> dict[str, FamilyAbilities]:
-    """Return the abilities, where a family is `direct` only if messages between processes show it. All ranks must call.
+    """Return the abilities; a family stays `direct` only if messages between processes prove it. All ranks must call.
 
-    A message of a rank to itself, which a child process has tried, goes by another road than one between ranks. Of two
-    families between whose first ranks messages fail, one is not `direct`: the one that has no messages of its own to
-    show, or else the later one.
+    A child process has sent a message to itself, which takes another path than one between ranks. Where messages
+    between the first ranks of two families fail, one of the two is not `direct`. It is the family that has no messages
+    inside it to prove the ability, or else the later one.
     """
     result = dict(families)
     members = {name: world.topology.ranks_of(name) for name in families}
@@ -170,8 +172,10 @@ def _visible_devices(name: str) -> list[str]:
 
 
 def _no_devices() -> list[str]:
-    """Return the devices of a rank on its host: none. Raises TopologyError where the host has some that torch does not
-    see, unless this rank was told to compute on its host."""
+    """Return no devices, for a rank that computes on its host.
+
+    Raises TopologyError where the host has devices that torch does not see, unless HPCTRAIN_DEVICE names the host.
+    """
     there = driver_files()
     if there and os.environ.get(DEVICE_VARIABLE) != "cpu":
         kind, path = there[0]
@@ -206,11 +210,11 @@ def _device(kind: DeviceKind, index: int, family: str, sharers: int) -> Accelera
 def choose_devices(
     topology: Topology, visible: Sequence[tuple[str, ...]], sharing: bool = False
 ) -> dict[int, tuple[int, str]]:
-    """Return by rank, of those with devices, the index of its device and its name. Pure.
+    """Return the index and the name of each device-using rank's device, by rank. Pure.
 
-    `visible` has by rank the names of what it sees; no two devices of any hosts share a name. Ranks choose in their
-    order, each the first it sees that is not taken, whatever MPI says of their hosts. If they are `sharing`, those that
-    see the same take it in turn. Raises TopologyError where a rank sees none that is not taken.
+    `visible` has for each rank the names of the devices that it sees; no two devices of any hosts share a name. Ranks
+    choose in their order, each the first visible device that is free, whatever MPI says of their hosts. With `sharing`,
+    ranks that see the same devices take them round-robin. Raises TopologyError where a rank sees no free device.
     """
     result: dict[int, tuple[int, str]] = {}
     taken: set[str] = set()

@@ -9,8 +9,9 @@ tracers show:
 | `hpctrain bridge`        | all                 | messages of groups of several families         |
 | `hpctrain alarms`        | all                 | questions and answers of watchdogs, failures   |
 
-A group is its ranks and a tag on one of the first two (`hpctrain.comm.transports.members`). A communicator for each
-group would be more to make at the start, and more to revoke where ranks are lost; of them MPI has a limited number.
+A group is its ranks and a tag on one of the first two (`hpctrain.comm.transports.members`). One communicator for each
+group would be more to make at the start, and more to revoke where ranks are lost. MPI also has a limited number of
+them.
 """
 
 import time
@@ -21,7 +22,7 @@ from hpctrain.comm.topology import DOMAIN, Place, split_families
 
 
 class FamilyCommunicators:
-    """MPI's communicators of one world, as this rank sees them. Whoever made them closes them."""
+    """MPI's communicators of one world, as this rank sees them. The code that makes them closes them."""
 
     def __init__(self, mpi, families: Sequence[str]):
         """All ranks must call, with the family of each rank."""
@@ -32,7 +33,7 @@ class FamilyCommunicators:
         self.bridge = self._named(parent.Dup(), "hpctrain bridge")
         self.alarms = self._named(parent.Dup(), "hpctrain alarms")
         self.made_at: int = parent.bcast(time.time_ns())
-        """When rank 0 made them, in ns: the same on all ranks, and another number for each start."""
+        """Time at which rank 0 made them, in ns: the same on all ranks, and different for each start."""
         members = [rank for rank, family in enumerate(self.families) if family == own]
         self._positions = {rank: position for position, rank in enumerate(members)}
 
@@ -41,7 +42,7 @@ class FamilyCommunicators:
         return comm
 
     def route(self, ranks: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator on which a group with this rank sends, and the numbers of its ranks there."""
+        """Return the communicator of a group that contains this rank, and the numbers of the group's ranks there."""
         own = self.families[self.rank]
         if any(self.families[rank] != own for rank in ranks):
             return self.bridge, tuple(ranks)
@@ -58,10 +59,11 @@ class FamilyCommunicators:
 
 
 def gather_places(mpi, own: Place, memory_bytes: int = 0) -> list[Place]:
-    """Return where all ranks are. All ranks must call, with what their devices have of memory (`split_families`).
+    """Return the places of all ranks. All ranks must call, each with its device's memory (for `split_families`).
 
-    A host is where ranks share memory as MPI sees it, which may be less than what has one name: each node of Slurm is
-    a host to MPICH, and so is each container. Further hosts of a name have the first of their ranks behind it.
+    A host is a set of ranks that share memory as MPI sees it. That may be less than all ranks with the same host name:
+    to MPICH each node of Slurm is a host, and so is each container. A further host with the same name has the number of
+    its first rank appended.
     """
     comm = mpi.COMM_WORLD
     sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)

@@ -1,4 +1,4 @@
-"""The operations of a group: one row for all that is asked by an operation's name.
+"""The operations of a group: one row for each operation's properties.
 
 | operation        | ranks of one host          | by messages        | by domains                 | library        |
 |------------------|----------------------------|--------------------|----------------------------|----------------|
@@ -8,7 +8,8 @@
 | `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
 
 `send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has the methods,
-`hpctrain.comm.collectives` who does them, `hpctrain.comm.network` their seconds. A further operation begins here.
+`hpctrain.comm.collectives` their implementations, and `hpctrain.comm.network` their seconds. To add an operation, begin
+here.
 """
 
 from typing import NamedTuple
@@ -20,17 +21,18 @@ class OperationRow(NamedTuple):
     """The facts that follow from the name of an operation."""
 
     transfers: int = 1
-    """How often each rank's share of the tensor goes to every other rank: the factor of its bytes and of its price."""
+    """Number of times that each rank's share of the tensor goes to every other rank; the bytes and the cost grow with
+    it."""
     phases: tuple[str, ...] = ()
-    """The operations that it consists of, where it is done by domains."""
+    """The operations that it consists of, where it works by domains."""
     is_sum: bool = False
-    """Whether parts of others are received before they are summed, which takes memory."""
+    """Whether a rank receives parts of others before it sums them, which takes memory."""
     doubles: bool = False
-    """Whether small tensors may go whole, by recursive doubling."""
+    """Whether small tensors may be sent whole, by recursive doubling."""
     has_same_bytes: bool = False
     """Whether all ranks of a group bring the same number of bytes."""
     is_launched: bool = False
-    """Whether a maker's library does it, or parts of it, on memory of devices."""
+    """Whether a maker's library does all or parts of it on device memory."""
 
 
 OPERATIONS = {
@@ -46,7 +48,7 @@ OPERATIONS = {
 
 
 def row_of(operation: str) -> OperationRow:
-    """Return the row of an operation. Raises CommError for a name that has none."""
+    """Return the row of an operation. Raises CommError for an unknown name."""
     row = OPERATIONS.get(operation)
     if row is None:
         raise CommError(f"no operation '{operation}'; groups have {', '.join(OPERATIONS)}")

@@ -9,18 +9,20 @@ from hpctrain.comm.operations import row_of
 from hpctrain.config.clusters.cluster import Cluster
 
 MOST_DOUBLED_BYTES = 1 << 20
-"""Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""
+"""Largest tensor for recursive doubling. It needs two more copies of the tensor, other algorithms memory for a part.
+For larger tensors the cost of rounds is small."""
 LEAST_PART_BYTES = 8
-"""Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
+"""Fewest bytes of a tensor for each rank. A tensor with less has no part for each of them, and is not reduced by
+domains."""
 SEGMENT_BYTES = 4 << 20
-"""Bounds the memory for what is received before it is reduced: this much from each peer at once."""
+"""Bytes received from each peer at once before they are reduced; bounds the memory."""
 SAME_MEMORY = 1.1
-"""Devices of one name are of one family up to this ratio of their memory: drivers and ECC take a few percent of it."""
+"""Largest memory ratio of devices with one name in one family: drivers and ECC take a few percent."""
 GIB = 1 << 30
 
 
 DOMAIN = ":"
-"""Stands between the name of a host and the number of one of its domains of shared memory."""
+"""Separates the name of a host and the number of one of its domains of shared memory."""
 
 
 class Place(NamedTuple):
@@ -29,19 +31,19 @@ class Place(NamedTuple):
     host: str
     family: str
     kind: str = "cpu"
-    """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
+    """Kind of its device: cpu, cuda, rocm and so on. MPI may not touch tensors in memory of other kinds than cpu."""
 
     @property
     def host_name(self) -> str:
-        """The name of the host, of which MPI may make several (`hpctrain.comm.mpi_communicators.gather_places`)."""
+        """The name of the host, which MPI may split into several (`hpctrain.comm.mpi_communicators.gather_places`)."""
         return self.host.partition(DOMAIN)[0]
 
 
 def split_families(places: Sequence[Place], memory_bytes: Sequence[int]) -> list[Place]:
-    """Return the places, where devices of one name and two sizes of memory are two families. Pure.
+    """Return the places, where devices with one name and different memory are in different families. Pure.
 
-    A100s of 40 and of 80 GB become `a100-40` and `a100-80`; those of one size stay `a100`. A rank without a number of
-    bytes keeps its family.
+    A100s of 40 and of 80 GB become `a100-40` and `a100-80`; those of one size stay `a100`. A rank whose memory is not
+    known keeps its family.
     """
     names: dict[tuple[str, int], str] = {}
     for family in dict.fromkeys(place.family for place in places):
@@ -63,10 +65,10 @@ def places_of(cluster: Cluster) -> tuple[Place, ...]:
 
 
 def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool) -> list[str]:
-    """Return the algorithms from which a group may choose; the first one where nothing is known of its links.
+    """Return the algorithms from which a group may choose; the first one where its links are not known.
 
-    `by_domains` says whether it has domains. There is no ring: it sends the same bytes as an exchange, and takes a
-    latency more for each rank. Raises CommError for an unknown operation.
+    `by_domains` says whether it has domains. There is no ring: it sends the same bytes as an exchange, and takes one
+    more latency for each rank. Raises CommError for an unknown operation.
     """
     if not row_of(operation).doubles:
         return ["domains" if by_domains else "exchange"]
@@ -78,13 +80,13 @@ def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool)
 
 @dataclass(frozen=True)
 class Route:
-    """The way a group communicates."""
+    """The kind of medium that a group communicates through, and its domains."""
 
     kind: str
     """alone, shared (memory of one host), messages or hierarchical."""
     reason: str
     domains: tuple[tuple[int, ...], ...] = ()
-    """For hierarchical ones: positions in the group of the ranks that are near each other."""
+    """Domains of a hierarchical route: positions in the group of ranks that are near each other."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Topology:
 
     places: tuple[Place, ...]
     shares_memory: bool = True
-    """Whether ranks of one host communicate through its memory; not where their hosts are pretended."""
+    """Whether ranks of one host communicate through its memory; false where their hosts are pretended."""
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -101,14 +103,14 @@ class Topology:
 
     @property
     def has_devices(self) -> bool:
-        """Some rank computes on something else than its host."""
+        """Say whether some rank computes on something else than its host."""
         return any(place.kind != "cpu" for place in self.places)
 
     def ranks_of(self, family: str) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
 
     def ranks_on_host(self, rank: int) -> int:
-        """Return how many ranks have the host of this one, by its name: an MPI may not let all of them share memory."""
+        """Return the number of ranks on this rank's host, by its name: an MPI may not let all of them share memory."""
         return sum(place.host_name == self.places[rank].host_name for place in self.places)
 
     def are_together(self, one: int, other: int) -> bool:
@@ -116,7 +118,8 @@ class Topology:
         return self.places[one].host == self.places[other].host
 
     def domains(self, ranks: Sequence[int], by: str) -> tuple[tuple[int, ...], ...]:
-        """Return positions in `ranks` that agree in `by` (family or host), in the order in which each first appears."""
+        """Return the domains of `ranks`: positions that agree in `by` (family or host), in order of first
+        appearance."""
         result: dict[str, list[int]] = {}
         for position, rank in enumerate(ranks):
             result.setdefault(getattr(self.places[rank], by), []).append(position)

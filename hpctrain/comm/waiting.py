@@ -1,8 +1,8 @@
-"""Ranks wait for each other politely, and not for ever: in a call, or in steps that somebody else drives.
+"""Ranks wait for each other without using a core, and with a timeout: in a call, or in steps that other code drives.
 
-Communication is *steps*: a generator that yields wherever it must wait for somebody else. Who drives the steps decides
-how the waiting is done: a blocking call waits politely (`complete`), a lane continues with something else meanwhile.
-Collectives are therefore written once for both.
+Communication is *steps*: a generator that yields wherever it must wait. The driver of the steps decides how to wait: a
+blocking call yields and sleeps (`complete`), a lane continues with something else meanwhile. Collectives are therefore
+written once for both.
 """
 
 import math
@@ -21,8 +21,8 @@ from hpctrain.config.errors import CommError
 YIELDS = 2000
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
-# Who knows when it will come sleeps until so much before, the most that a sleeper usually wakes late; but no longer
-# than this at once: MPI moves what else is in flight only when it is called.
+# Where the time of an event is known, a rank sleeps until this much earlier: sleepers usually wake so late at most.
+# One sleep is limited too: MPI moves other messages only when it is called.
 WAKE_SECONDS = 200e-6
 LONGEST_KNOWN_SLEEP_SECONDS = 5e-3
 
@@ -32,12 +32,12 @@ class Phase:
     """A part of a run, and how long an operation may take in it."""
 
     name: str
-    """Such as "the first step"."""
+    """Name of the phase, such as "the first step"."""
     seconds: float
     key: str
-    """Of the job, which sets the seconds."""
+    """Key of the job that sets the timeout."""
     remedy: str = ""
-    """What to do where no key of the job sets them."""
+    """Advice for an error, where no key of the job sets the timeout."""
 
     def __str__(self) -> str:
         remedy = self.remedy or f"raise {self.key} if it was only slow"
@@ -45,21 +45,21 @@ class Phase:
 
 
 class Patience:
-    """The time that a rank waits for others before it gives up; it follows changes of the phase."""
+    """The time that a rank waits for others before it gives up; it changes with the phase."""
 
     def __init__(self, phase: Phase):
         self.phase = phase
         self.grace_seconds = 0.0
-        """Longer than that, where a watchdog is to speak first."""
+        """Additional seconds, where a watchdog is to report first."""
         self.meanwhile: Callable[[], object] | None = None
-        """Called before each look: moves what is in flight where no thread may call MPI. Else ranks that wait for
-        different operations would wait for each other."""
+        """Called before each poll, where no thread may call MPI: it moves operations in flight. Otherwise ranks that
+        wait for different operations would wait for each other."""
         self.since = 0.0
-        """When the phase of a block began, in `time.monotonic`: for it no operation is older."""
+        """Start of the current phase's block, in `time.monotonic`: no operation counts as older."""
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Wait as a phase says in this block, and as before after it."""
+        """Use the timeout of a phase in this block, and the previous one after it."""
         before, self.since = (self.phase, self.since), time.monotonic()  # first: the watchdog's thread reads both
         self.phase = phase
         try:
@@ -102,26 +102,26 @@ Ready = Callable[[], bool]
 
 
 class Condition(NamedTuple):
-    """A condition that an operation waits for before it can take its next step."""
+    """A condition that an operation needs before its next step."""
 
     ready: Ready
-    """Polled; once it was true it is not called again."""
+    """Polled until it returns True, and not called again."""
     awaited: str
-    """Named in the error after the timeout."""
+    """Name of the condition in the error after the timeout."""
     not_before: Callable[[], float] | None = None
-    """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
+    """Returns the `time.monotonic` before which polling is of no use, or 0; called after each poll."""
     moving_until: Callable[[], float] | None = None
-    """For rehearsals: until when, in `time.monotonic`, bytes of this step are on the pretended network. 0: none are;
-    infinite: some are, and the end is not known."""
+    """For rehearsals: returns the `time.monotonic` until which bytes of this step are on the pretended network. 0: none
+    are; infinite: some are, and the end is not known."""
 
 
 Steps = Iterator[Condition]
 
 
 def complete(steps: Steps, operation: str, patience: Patience) -> Any:
-    """Drive steps to their end, and return what they return.
+    """Drive steps to their end, and return their result.
 
-    Raises CommError where something does not come within the patience.
+    Raises CommError where a condition does not come true within the patience.
     """
     while True:
         try:
@@ -132,7 +132,7 @@ def complete(steps: Steps, operation: str, patience: Patience) -> Any:
 
 
 def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
-    """Wait for several things; all of them are polled, since polling may be what moves them."""
+    """Wait for several conditions; all of them are polled, since polling may move them."""
     open_ones = [r for r in ready if not r()]
 
     def all_ready() -> bool:
@@ -144,7 +144,7 @@ def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
 
     def not_before() -> float:
         known = times()
-        return max(known) if known and all(known) else 0.0  # as long as one moves when it is polled, all are
+        return max(known) if known and all(known) else 0.0  # poll all of them as long as one of them moves by polling
 
     def moving_until() -> float:
         known = times()

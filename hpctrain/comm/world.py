@@ -43,10 +43,10 @@ T = TypeVar("T")
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 PAIRED = tuple(name for name, axis in AXES.items() if not axis.stores)
-"""Groups that sum half precision, which ranks exchange each with each."""
-# How long a rank that failed waits for the others to say that they failed too, before it takes all down.
+"""Groups whose sums in half precision are exchanges, for which each pair of ranks is connected."""
+# Seconds that a failed rank waits for the others to report that they failed too, before it aborts all.
 AGREEMENT_SECONDS = 2.0
-# The first to speak ends the others, who leave it the time: little where they cannot know whether there is one.
+# The first rank to report ends the others, which wait for it: briefly, where they cannot know of such a rank.
 STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 
 
@@ -60,32 +60,32 @@ class World:
         timeout_seconds: float,
         owns_mpi: bool = False,
     ):
-        """It closes its `communicators`, and ends MPI if it `owns_mpi`. Nothing is started, and nobody is asked."""
+        """It closes its `communicators`, and ends MPI if it `owns_mpi`. No other rank is involved."""
         self._mpi, self._owns_mpi, self.communicators = communicators.mpi, owns_mpi, communicators
         self.rank, self.size = communicators.rank, len(places)
         self.hosts = tuple(place.host for place in places)
-        """The hosts of all ranks; those of `topology` are pretended ones in a rehearsal."""
+        """The hosts of all ranks. In a rehearsal those in `topology` are pretended ones."""
         self.settings = Settings(Topology(tuple(places)))
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
         self.space = MessageSpace(communicators, self.patience)
         self.everybody = self.space.members(range(self.size))
-        """All ranks, for small objects."""
+        """The members of all ranks, for small objects."""
         self.watchdog = Watchdog(communicators, places, self.patience, self._abort)
         self._record = self.watchdog.recorder.add_group("world", range(self.size))
         self._engine: ProgressEngine | None = None
         self._numbers: Lane | None = None
-        """That of gathers of numbers."""
+        """Lane of `gather_numbers`."""
         self._made: list[Group | Channel] = []
 
     @classmethod
     def start(
         cls, timeout_seconds: float = 1800.0, watched: bool = True, rehearsed: Sequence[Place] | None = None
     ) -> "World":
-        """Start MPI and check that the launcher's promise was kept. All ranks must call.
+        """Start MPI and check that it has as many ranks as the launcher promised. All ranks must call.
 
-        Without `watched` who waits for too long raises CommError himself, and does not end the others. Where ranks are
-        to impersonate the `rehearsed` devices, MPI's communicators are made for these devices' families; another number
-        of devices than ranks is left to `rehearse`, which refuses it.
+        Without `watched` a rank that waits for too long raises CommError itself, and does not end the others. Where
+        ranks impersonate the `rehearsed` devices, MPI's communicators are made for these devices' families. If the
+        number of devices is not that of ranks, `rehearse` refuses it later.
 
         Raises LaunchError where `srun` or `mpirun` of another MPI started N jobs of one rank instead of one of N.
         """
@@ -131,7 +131,7 @@ class World:
         return world
 
     def configure(self, **changes) -> None:
-        """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
+        """Change some of the `Settings` of new groups. All ranks must call."""
         bound = changes.get("accelerator", self.accelerator)
         assert self._engine is None or bound is self.accelerator, "the lanes' thread is bound to one device"
         self.settings = replace(self.settings, **changes)
@@ -153,22 +153,22 @@ class World:
         return self.topology.places[self.rank]
 
     def is_near(self, one: int, other: int) -> bool:
-        """Say whether a message between two ranks stays where links are fast; all ranks say the same."""
+        """Say whether a message between two ranks uses fast links only; all ranks say the same."""
         network = self.settings.network
         return network.is_near(one, other) if network else self.topology.are_together(one, other)
 
     def enter(self, phase: Phase) -> None:
-        """Begin another part of the run. All ranks should, at about the same time; nobody waits."""
+        """Begin another phase of the run. All ranks should, at about the same time; nobody waits."""
         self.patience.phase = phase
         self.watchdog.recorder.note_phase(phase.name)
 
     def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False) -> "Group":
         """Return a group of `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it continues while the ranks compute. A group that is for tensors of the
-        host alone (`on_host`) connects no library of devices.
+        With `overlapped`, operations started on it continue while the ranks compute. A group for tensors of the host
+        alone (`on_host`) connects no library of devices.
         """
-        from hpctrain.comm.groups.group import Group  # torch: not before a mistake would have been reported
+        from hpctrain.comm.groups.group import Group  # imports torch: late, so that mistakes are reported first
 
         backend, instruments, lane = None, Instruments(), None
         if len(ranks) > 1:
@@ -179,7 +179,7 @@ class World:
         return self._keep(Group(ranks, backend, self.patience, instruments, lane))
 
     def pair(self, ranks: tuple[int, int]) -> "Group":
-        """Return a group of two ranks by the route of messages between stages. Both must call."""
+        """Return a group of two ranks with the route of messages between stages. Both must call."""
         from hpctrain.comm.groups.group import Group
 
         instruments = self._instruments("pair", ranks)
@@ -201,14 +201,14 @@ class World:
 
     @contextmanager
     def freeing(self):
-        """Free at its end what is made in this block, such as memory and connections. All ranks must call."""
+        """Free memory, connections and other objects made in this block when it ends. All ranks must call."""
         count = len(self._made)
         yield
         self._free(count)
 
     def _free(self, count: int) -> None:
-        """Free all that was made but the first `count`. All ranks must call."""
-        if self._engine is not None:  # first of all: what a lane moves may be in memory of another group
+        """Free all objects made by this world except the first `count`. All ranks must call."""
+        if self._engine is not None:  # first: a lane may move tensors in memory of another group
             self._engine.finish()
         for made in reversed(self._made[count:]):
             made.close()
@@ -224,12 +224,13 @@ class World:
         self.watchdog.announce_folder(folder)
 
     def _combine(self, operation: str, value: object, function: Callable[[list], T]) -> T:
-        """Return what `function`, which must not raise, makes on rank 0 of the values of all ranks. It is recorded."""
+        """Return the result of `function`, which must not raise, on rank 0 for the values of all ranks. It is
+        recorded."""
         with self.recorded(operation):
             return self.everybody.combine(value, function, operation)
 
     def recorded(self, operation: str) -> AbstractContextManager:
-        """Record what all ranks do together in a block."""
+        """Record a block in which all ranks do something together."""
         return self.watchdog.recorder.recorded(self._record, operation)
 
     def _instruments(self, name: str, ranks: Sequence[int], which: str = "") -> Instruments:
@@ -243,7 +244,7 @@ class World:
         return RouteMaker(self.space, self.settings)
 
     def _moving(self) -> "ProgressEngine":
-        """Return what moves this rank's lanes; it starts with the first."""
+        """Return the engine that moves this rank's lanes; it starts with the first lane."""
         from hpctrain.comm.progress.lanes import ProgressEngine
 
         if self._engine is None:
@@ -287,9 +288,9 @@ class World:
         self.agree(error)
 
     def on_first_rank(self, make: Callable[[], T]) -> T:
-        """Return on every rank what rank 0 makes: a small plain object. An HpctrainError there is raised on all.
+        """Return the result of `make` on rank 0, a small plain object, on every rank. All ranks must call.
 
-        All ranks must call.
+        An HpctrainError there is raised on all ranks.
         """
         result = None
         with self.all_or_none():
@@ -314,7 +315,7 @@ class World:
     def gather_numbers(self, numbers: Sequence[float]) -> "Operation":
         """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call.
 
-        To `wait` for it returns [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it is done
+        The wait for it returns [ranks, numbers] (float64) on rank 0, and no rows on others, as soon as it has ended
         there.
         """
         import numpy as np
@@ -344,17 +345,17 @@ class World:
 
     @property
     def library(self) -> str:
-        """The MPI library, by its own words."""
+        """The version text of the MPI library."""
         return self._mpi.Get_library_version().splitlines()[0].replace("\t", " ").strip()
 
     @property
     def raw_mpi(self):
-        """mpi4py's module, for what is to be compared with it."""
+        """The mpi4py module, for comparisons with plain MPI."""
         return self._mpi
 
     def close(self) -> None:
-        """Free what was made, and end MPI if it was started here. All ranks must call."""
-        self.agree(None)  # nobody takes leave while another one may still be killed, or hang
+        """Free everything made by this world, and end MPI if it was started here. All ranks must call."""
+        self.agree(None)  # no rank ends while another one may still be killed, or hang
         self._free(0)
         if self._engine is not None:
             self._engine.close()
@@ -368,12 +369,12 @@ class World:
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks after an error on this one; the message is printed once. Any rank may call.
 
-        Where every rank failed by the same error (a mistake in a file), they detect it within `AGREEMENT_SECONDS`;
-        rank 0 prints it and all exit in order. Where others still run, this rank prints it and aborts them.
+        Where every rank failed by the same error (a mistake in a file), they detect it within `AGREEMENT_SECONDS`. Rank
+        0 prints it and all exit in order. Where others still run, this rank prints it and aborts them.
         """
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)
-        for made in self._made:  # nobody may wait in them any longer
+        for made in self._made:  # no rank may wait in them any longer
             made.abandon()
         is_first = self.watchdog.note_failure(error)
         if self._everybody_failed():
@@ -382,7 +383,7 @@ class World:
             if self._engine is not None:
                 self._engine.close()  # its thread calls MPI
             self._mpi.Finalize()
-            # MPICH takes leave of its launcher when the process exits; who skips that looks killed, and all are killed.
+            # MPICH signs off from its launcher at exit. A process that skips that looks killed, and all are killed.
             sys.exit(code)
         time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)

@@ -15,14 +15,14 @@ from hpctrain.config.errors import DataError
 from hpctrain.config.paths import is_file, read_bytes, read_json
 
 FIELDS = ("messages", "conversations")
-"""Where records have their chat, unless another field is named."""
+"""Fields of a record that hold its chat, unless another field is named."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 ASSISTANT = "assistant"
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BEGIN, END, OTHER = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Code points that no text has. The first two are put around what `{% generation %}` encloses, and taken away again;
-the third is said in place of an answer, to see where it begins."""
+"""Code points that no text contains. The first two enclose the output of `{% generation %}` and are removed again. The
+third stands in for an answer, to see where the answer begins."""
 
 
 class Chat(NamedTuple):
@@ -44,7 +44,7 @@ class Rendered(NamedTuple):
 
 
 def chat_of(record: Mapping[str, Any], value: Sequence, where: str) -> Chat:
-    """Return a record's chat. Raises DataError where a message is none."""
+    """Return a record's chat. Raises DataError for a malformed message."""
     messages = []
     for number, message in enumerate(value, 1):
         if not isinstance(message, Mapping):
@@ -72,7 +72,7 @@ class ChatTemplate:
     """A template of Jinja, in the environment that the transformers library gives it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str):
-        """`special_tokens` are `bos_token` and the like. Raises DataError for what is no template."""
+        """`special_tokens` are `bos_token` and the like. Raises DataError where `source` is no valid template."""
         from jinja2 import TemplateError
 
         self._origin, self._special, self._error = origin, special_tokens, TemplateError
@@ -83,10 +83,10 @@ class ChatTemplate:
             raise DataError(f"{origin}: the chat template cannot be read: {error}") from None
 
     def render(self, chat: Chat, where: str) -> Rendered:
-        """Return the text of a chat, and the spans of it that are of the assistant.
+        """Return the text of a chat, and the spans of it that are the assistant's.
 
-        These are what the template marks by `{% generation %}`; else of each message of the assistant what the template
-        writes after its prompt for an answer, with the token that ends it. Raises DataError, with where it is.
+        These are the spans inside `{% generation %}`, where the template has it. Else each span begins after the
+        template's prompt for an answer, and includes the token that ends the answer. Raises DataError, with `where`.
         """
         text = self._text(chat, len(chat.messages), False, where)
         if self._marks:
@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 def _unmarked(text: str, where: str) -> Rendered:
-    """Return a text without its marks, and the spans that they enclosed."""
+    """Return a text without its marks, and the spans that the marks enclosed."""
     parts, learnt, at = re.split(f"([{BEGIN}{END}])", text), [], 0
     begin = None
     for part in parts:

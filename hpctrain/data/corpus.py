@@ -39,12 +39,12 @@ class Summary:
     tokens: int
     vocab_size: int
     wanted_vocab_size: int
-    """More than `vocab_size` if BPE has no more pairs to merge."""
+    """The vocabulary size that was asked for: more than `vocab_size` if BPE had no more pairs to merge."""
     text_bytes: int
     unigram_entropy_nats: float
     file_bytes: int
     special_tokens: int
-    """How often the text of a special token stands in plain text."""
+    """Number of times that the text of a special token occurs in plain text."""
     skipped: dict[str, int]
     """Number of files left out, by reason: "not text" (not UTF-8, or has zero bytes), "empty", "unreadable"."""
 
@@ -60,11 +60,11 @@ class Document:
     """Path relative to the folder that was searched: the same on another machine."""
     num_bytes: int
     place: RecordPlace | None = None
-    """Where it is in a file of records or of tokens; None where it is a file of text."""
+    """The place in a file of records or of tokens; None for a file of text."""
 
 
 class NotTextError(Exception):
-    """A file is not UTF-8 text, from the byte that it names."""
+    """The error that a file is not UTF-8 text, with the position of the first wrong byte."""
 
 
 def prepare(
@@ -244,7 +244,7 @@ def _documents(
                         skipped["empty"] += 1
             continue
         if path.suffix == ".idx" and is_file(path.with_suffix(".bin")):
-            continue  # it is read with its tokens
+            continue  # the index is read with its .bin
         if path.suffix == ".bin" and index_of(path):
             with open_tokens(path) as tokens:
                 ends = [*tokens.documents.tolist()[1:], tokens.num_tokens]
@@ -289,7 +289,7 @@ def texts_in(path: Path) -> Iterator[str]:
             if 0 in more:
                 raise NotTextError(at + data.index(0))
             cut = len(data) if is_last else data.rfind(b"\n") + 1 or len(data)
-            try:  # a character that the cut is in stays for the next part
+            try:  # a character that the cut would split goes to the next part
                 text, num_bytes = codecs.utf_8_decode(data[:cut], "strict", is_last)
             except UnicodeDecodeError as error:
                 raise NotTextError(at + error.start) from None
@@ -299,20 +299,20 @@ def texts_in(path: Path) -> Iterator[str]:
 
 
 class Passage(NamedTuple):
-    """A part of a document that is encoded at once."""
+    """A part of a document that is encoded in one piece."""
 
     text: str
     begins_document: bool = False
     is_learnt: bool = True
     ids: np.ndarray | None = None
-    """Tokens that a file has already."""
+    """Token ids, where the file has tokens already."""
     spans: list[tuple[int, int]] | None = None
-    """Of a chat: the characters that are learnt."""
+    """Spans of characters that the model learns; for chats."""
     ends_document: bool = False
 
     @property
     def size(self) -> int:
-        """The number of characters, or of tokens that a file has already."""
+        """Number of characters, or of tokens where the file has tokens already."""
         return len(self.text) if self.ids is None else len(self.ids)
 
     @property
@@ -371,7 +371,7 @@ class _Reader:
 
 
 def _sample(documents: Iterable[Document], fields: Fields) -> Iterator[str]:
-    """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
+    """Yield the text that BPE is trained on: the first documents in their shuffled order."""
     num_bytes, reader = 0, _Reader(fields)
     for document in documents:
         for passage in reader.passages(document):
@@ -410,14 +410,14 @@ def _encode(
                 writer.append(ids, is_learnt)
                 last = int(ids[-1]) if len(ids) else last
             done += passage.num_bytes
-        on_progress(min(done, total), total)  # what a template writes is not of the files
+        on_progress(min(done, total), total)  # text that a template adds is not in the files
     return special
 
 
 def _encode_passages(
     batch: Sequence[Passage], tokenizer: Tokenizer, keeps_special: bool
 ) -> Iterator[list[tuple[np.ndarray, bool]]]:
-    """Yield for each passage its ids, cut where learnt ones begin and end, and which of them are learnt."""
+    """Yield the ids of each passage, cut where learnt ones begin and end, with a flag on each piece."""
     first = [passage.text for passage in batch if passage.begins_document and passage.ids is passage.spans is None]
     later = [passage.text for passage in batch if not passage.begins_document]
     chats = [passage.text for passage in batch if passage.spans is not None]
@@ -438,7 +438,7 @@ def _encode_passages(
 
 
 def _cut_at_spans(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[np.ndarray, bool]]:
-    """Return runs of ids, each learnt or not: learnt is a token with a character in one of the spans."""
+    """Return runs of ids, each learnt or not. A token is learnt if one of its characters is in a span."""
     learnt = np.zeros(len(ids), bool)
     for start, stop in spans:
         learnt |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)

@@ -18,7 +18,7 @@ from hpctrain.config.paths import is_file, read_bytes
 SIGNATURE = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""By the code of an index."""
+"""The numpy dtype for each dtype code of an index."""
 OTHER_HEADS = {
     b"\x93NUMPY": "an array of numpy",
     b"\x1f\x8b": "compressed by gzip",
@@ -30,13 +30,13 @@ OTHER_HEADS = {
     struct.pack("<i", 20240520): "a file of llm.c or modded-nanogpt, whose first 1,024 bytes are a header",
     struct.pack("<i", 20240801): "a file of llm.c, whose first 1,024 bytes are a header",
 }
-"""How other files begin that are called .bin."""
+"""The first bytes of other kinds of files that are also called .bin."""
 LOOKED_AT = 4096
-"""Tokens at the start of a file that are looked at."""
+"""Number of tokens at the start of a file that are examined."""
 FEWEST_LOOKED_AT = 64
-"""Of fewer tokens nothing can be said."""
+"""Fewest pairs of 2-byte numbers from which a file of 4-byte tokens can be recognised."""
 MOST_HIGH_HALF = 15
-"""Of 4-byte tokens: the high half of ids below a million."""
+"""The largest high half of a 4-byte token with an id below a million."""
 
 
 class IndexedTokens(NamedTuple):
@@ -47,7 +47,7 @@ class IndexedTokens(NamedTuple):
 
 
 def index_of(path: Path) -> Path | None:
-    """Return the index that lies beside a `.bin` file; None where there is none."""
+    """Return the index in the folder of a `.bin` file; None where it has none."""
     index = path.with_suffix(".idx")
     return index if is_file(index) else None
 

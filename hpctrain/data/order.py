@@ -17,7 +17,7 @@ from hpctrain.sharding.intervals import Interval
 
 NO_TOKEN = -1  # the id in rows that only fill up a batch; the loss leaves out such a target
 MIXED_AT_ONCE = 1024  # consecutive positions, of which each source has its share
-ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
+ROUNDS = 16  # rounds of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are too rare
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -91,7 +91,7 @@ class Sequences:
         self.has_loss_mask = mask_documents or source.answers is not None
         """Whether the loss leaves some targets out."""
         self._learnt_from = source.turns + (mask_documents & np.isin(source.turns, source.documents))
-        """For each turn the first token that the loss is of."""
+        """For each turn, the index of the first token that counts in the loss."""
         if source.answers is not None:
             self._learnt_from = np.maximum(self._learnt_from, source.answers)
         self.num_sequences = max(0, interval.size - 1) // sequence_length
@@ -115,7 +115,7 @@ class Sequences:
         return batch
 
     def first_tokens(self, positions: np.ndarray) -> np.ndarray:
-        """Return the file's index of the first token of sequences at int64 positions that count through all epochs."""
+        """Return the index in the file of each sequence's first token; int64 positions count through all epochs."""
         epochs, sequences = np.divmod(positions, self.num_sequences)
         if self.shuffle:
             sequences = permute(sequences, self.num_sequences, self.seed, epochs)
@@ -131,12 +131,12 @@ class Sequences:
         return np.maximum(self.source.documents[self._document_of(tokens)] - first, 0)
 
     def loss_mask(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each target of sequences whether the loss is of it, bool [positions, length]."""
+        """Return for each target of sequences whether it counts in the loss, bool [positions, length]."""
         targets = self.first_tokens(positions)[:, None] + np.arange(1, self.sequence_length + 1)
         return targets >= self._learnt_from[self._turn_of(targets)]
 
     def count_targets(self, positions: np.ndarray) -> int:
-        """Return how many targets of sequences the loss is of."""
+        """Return how many targets of sequences count in the loss."""
         if not self.has_loss_mask:
             return len(positions) * self.sequence_length
         first = self.first_tokens(positions) + 1
@@ -144,7 +144,7 @@ class Sequences:
 
     @property
     def num_targets(self) -> int:
-        """Number of targets of an epoch that the loss is of."""
+        """Number of targets in an epoch that count in the loss."""
         if not self.has_loss_mask:
             return self.num_sequences * self.sequence_length
         first = np.array([self.interval.start + 1])
@@ -153,7 +153,7 @@ class Sequences:
         )
 
     def _learnt_before(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how many tokens before these, of the whole file, the loss is of."""
+        """Return how many tokens of the file before each of these count in the loss."""
         ends = np.append(self.source.turns[1:], self.source.num_tokens)
         in_turns = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._learnt_from))])
         turn = self._turn_of(tokens - 1)
@@ -167,15 +167,15 @@ class Sequences:
 
     @property
     def identity(self) -> str:
-        """The text that distinguishes these sequences from others; a run that is continued must have the same."""
+        """A text that identifies these sequences; a run that continues must have the same."""
         return f"{self.source.identity} {tuple(self.interval)}"
 
 
 class Mixture:
-    """Sequences of several sources, by weight. Which one is where follows from (seed, step) alone.
+    """Sequences of several sources, by weight. The sequence at a place follows from (seed, step) alone.
 
-    Every `MIXED_AT_ONCE` positions have, but for one sequence, the share of each source that its weight says, in a
-    permuted order. Each source goes through its own epochs.
+    In every `MIXED_AT_ONCE` positions each source has its share by weight, to within one sequence, in a permuted order.
+    Each source goes through its own epochs.
     """
 
     def __init__(self, sources: Sequence[Sequences], weights: Sequence[float], seed: int = 0):
@@ -196,11 +196,11 @@ class Mixture:
 
     @property
     def num_targets(self) -> int:
-        """Number of targets that the loss is of, of an epoch of each source."""
+        """Number of targets that count in the loss, in one epoch of each source."""
         return sum(source.num_targets for source in self.sources)
 
     def by_source(self, positions: np.ndarray) -> Iterator[tuple[Sequences, np.ndarray, np.ndarray]]:
-        """Yield for each source which of the positions are its own, bool, and these in its own count."""
+        """Yield each source, a mask of the positions that are its own (bool), and their numbers in its own count."""
         numbers, inner = self.place(positions)
         for number, source in enumerate(self.sources):
             own = numbers == number
@@ -218,7 +218,7 @@ class Mixture:
         return numbers, before[numbers, columns] + slots - start_of
 
     def _num_before(self, groups: np.ndarray) -> np.ndarray:
-        """Return how many sequences of each source come before a group of positions, int64 [sources, groups]."""
+        """Return how many sequences of each source precede a group of positions, int64 [sources, groups]."""
         counts = np.array([np.floor(groups * (MIXED_AT_ONCE * share)) for share in self._shares], dtype=np.int64)
         counts[self._remainder] = 0
         counts[self._remainder] = groups * MIXED_AT_ONCE - counts.sum(axis=0)
@@ -228,8 +228,8 @@ class Mixture:
 def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, Interval]:
     """Cut the tokens into (train, validation), the last `validation_fraction` being validation.
 
-    The cut is at the start of the document nearest to that. If validation would then be less than half or more than
-    twice of what was asked for (as in a file of one document), it is at the exact token.
+    The cut is at the nearest start of a document. It is at the exact token if validation would otherwise be less than
+    half, or more than twice, of the requested size, as in a file of one document.
     """
     wanted = round(source.num_tokens * validation_fraction)
     cut = source.num_tokens - wanted
@@ -277,20 +277,20 @@ class Batch:
         return self._filled(rows, Sequences.document_starts, self.sequences.sequence_length, 0)
 
     def loss_mask(self, rows: Interval) -> np.ndarray | None:
-        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all that there are."""
+        """Return bool [rows.size, positions]: whether each target counts in the loss; None: all targets count."""
         if not self.sequences.has_loss_mask:
             return None
         return self._filled(rows, Sequences.loss_mask, self.sequences.sequence_length, 0).astype(bool)
 
     def num_targets(self) -> int:
-        """Return how many tokens of the whole batch the loss is of; 0 where all are of prompts."""
+        """Return how many targets of the whole batch count in the loss; 0 where all are in prompts."""
         placed = self.sequences.by_source(np.arange(self.first, self.stop))
         return sum(source.count_targets(inner) for source, _, inner in placed)
 
     def _filled(
         self, rows: Interval, get: Callable[[Sequences, np.ndarray], np.ndarray], length: int, filler: int
     ) -> np.ndarray:
-        """Return int64 [rows.size, length] of all rows, of which those from `stop` on have the filler in all places."""
+        """Return int64 [rows.size, length] for all rows; rows from `stop` on are filled with the filler."""
         if not 0 <= rows.start <= rows.stop:
             raise ValueError(f"rows {rows.start} to {rows.stop} of a batch")
         positions = np.arange(*rows.shift(self.first).intersect(Interval(self.first, self.stop)), dtype=np.int64)
@@ -341,7 +341,7 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, Any
 
 
 def check_targets(data: Data, training: AnySequences, validation: AnySequences | None, num_validated: int) -> None:
-    """Raise DataError where the loss would be of no token: of none in training, or of none that is validated with."""
+    """Raise DataError where no target would count in the loss, in training or in validation."""
     why = "every token is of a prompt, or the first of its document"
     if training.num_targets == 0:
         raise DataError(f"{data.tokens}: has no token to learn: {why}; give texts with answers")

@@ -19,7 +19,7 @@ class Texts(NamedTuple):
     """The texts of one record."""
 
     prompt: str
-    """The context, which the loss leaves out; empty where a file has none."""
+    """The context, which does not count in the loss; empty where a file has none."""
     text: str
 
     @property
@@ -39,14 +39,14 @@ class Fields(NamedTuple):
 
 
 PLAIN = Fields()
-"""Texts alone, which are called `text`."""
+"""Fields of records with plain texts, in a field called `text`."""
 
 
 class RecordPlace(NamedTuple):
     """The place of a record in its file."""
 
     group: int
-    """What is read together with it; groups are shuffled, and not the records of one."""
+    """The unit that is read at once: groups are shuffled, records inside of one are not."""
     row: int = 0
 
 

@@ -21,7 +21,7 @@ MIN_BPE_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
 # Names for the end of a document in well-known tokenizers: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 ANCHOR = "\n"
-"""Put before a text that follows another one, where the tokenizer would put a blank before it."""
+"""Text put before a text that continues another one, where the tokenizer would otherwise insert a blank."""
 ENCODING_PARTS = ("normalizer", "pre_tokenizer", "model")
 """The parts of a `tokenizer.json` that decide which ids a text becomes."""
 
@@ -87,11 +87,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return all of it as text, for `from_json`."""
+        """Return the whole tokenizer as text, for `from_json`."""
 
     @abstractmethod
     def encoding_rules(self) -> object:
-        """Return what decides which ids a text becomes; equal for tokenizers whose ids mean the same."""
+        """Return what decides the ids of a text; equal for tokenizers whose ids mean the same."""
 
     @staticmethod
     def from_json(text: str, origin: str = "tokenizer") -> "Tokenizer":

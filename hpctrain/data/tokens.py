@@ -64,9 +64,9 @@ class TokenSource:
         self.documents = documents
         """int64, ascending: where each document starts; [0] where the file does not say."""
         self.answers = answers
-        """int64: where in each turn the answer starts, which alone is to be learnt; None: all is."""
+        """int64: the position in each turn where the answer starts. Only answers are learnt; None: everything is."""
         self.turns = documents if turns is None else turns
-        """int64, ascending: where each turn starts, a prompt and its answer; a document without several is one."""
+        """int64, ascending: where each turn starts. A turn is a prompt and its answer, or a whole document."""
         self.declares_vocabulary = vocab_size is not None
         self.tokenizer_json = tokenizer_json
         self._tokens: np.ndarray | None = tokens
@@ -106,7 +106,8 @@ class TokenSource:
 
     @property
     def least_vocabulary(self) -> int:
-        """The least token ids of a model: all those of the tokenizer; of a `.bin` up to the largest token."""
+        """The smallest vocabulary of a model for these tokens: the tokenizer's, or in a `.bin` the largest token +
+        1."""
         return self.vocab_size if self.declares_vocabulary else self.largest_token + 1
 
     @cached_property
@@ -153,7 +154,7 @@ class TokenSource:
         return blocks.size
 
     def close(self) -> None:
-        """Let go of the file; reading afterwards raises ValueError."""
+        """Close the file; reading afterwards raises ValueError."""
         self._tokens = None
 
     def __enter__(self) -> Self:
@@ -336,7 +337,7 @@ class TokenWriter:
 
     @property
     def partial(self) -> Path:
-        """The path of the file while it is not whole."""
+        """The temporary path of the file while it is incomplete."""
         return self.path.with_name(self.path.name + ".partial")
 
     def __enter__(self) -> Self:
@@ -360,9 +361,9 @@ class TokenWriter:
         self._answers.append(self.num_tokens)
 
     def append(self, ids: np.ndarray, learnt: bool = True) -> None:
-        """Add token ids, integers [tokens], which the loss is of or not. After an answer a prompt begins a turn.
+        """Add token ids, integers [tokens], which count in the loss or not. A prompt after an answer begins a new turn.
 
-        Raises DataError for one that is not in the vocabulary.
+        Raises DataError for an id that is not in the vocabulary.
         """
         self._has_answers |= not learnt
         if len(ids) == 0:

@@ -1,6 +1,6 @@
-"""Files of texts in another form than they are read in: compressed ones, and JSON files whose objects are records.
+"""Converts files that cannot be read directly: compressed ones, and JSON files whose objects are records.
 
-They are written anew, as text or JSON Lines, into a folder that is removed at the end.
+They are written as text or JSON Lines, into a folder that is removed at the end.
 """
 
 import gzip
@@ -18,14 +18,14 @@ from hpctrain.data.records import MAX_LINE_BYTES, PLAIN, Fields, field_of_chat
 
 COMPRESSED = (".gz", ".zst")
 MOST_LIST_BYTES = 2_000_000_000
-"""Of a JSON file that is one list of records: it is read whole."""
+"""Most bytes of a JSON file that is one list of records, since such a file is read whole."""
 
 
 class Unpacked:
-    """The folder of files that are written anew; use it in a `with`."""
+    """The folder of converted files; use it in a `with`."""
 
     def __init__(self, parent: Path):
-        """`parent` is where space is: the folder of the token file."""
+        """`parent` is a folder with free space: that of the token file."""
         self._parent = parent
         self._folder: Path | None = None
         self._originals: dict[Path, Path] = {}
@@ -43,7 +43,7 @@ class Unpacked:
             error.args = (text,)
 
     def replace(self, path: Path, name: str, fields: Fields) -> tuple[Path, str]:
-        """Return the file to read in the place of one, and its name. Raises DataError for one that is damaged."""
+        """Return the file to read instead of `path`, and its name. Raises DataError for a damaged file."""
         result = path
         if path.suffix in COMPRESSED:
             result, name = self._decompress(path), name.removesuffix(path.suffix)

@@ -42,11 +42,11 @@ from hpctrain.sharding.grid import TensorGrid
 
 SAFETY = 2.0
 REFERENCE_DTYPE = "fp32"
-"""The dtype that pinned operators are to compute in, and whose losses others are compared with."""
+"""Dtype of the reference: that of pinned operators, and of the losses that others are compared with."""
 SMALLEST_INPUT = 2.0**-14
-"""Inputs are numbers of bf16 that fp16 has too, so that all families get the same; smaller ones are zeros."""
+"""Inputs are numbers of both bf16 and fp16, so that all families get the same; smaller ones become zeros."""
 INPUT_ERROR = 2.0**-20
-"""The error of inputs by which sensitivity is measured: small, and far above the roundoff of float64."""
+"""Relative error of inputs by which sensitivity is measured: small, and far above the roundoff of float64."""
 
 
 class OperatorError(NamedTuple):
@@ -54,7 +54,7 @@ class OperatorError(NamedTuple):
 
     operator: str
     result: str
-    """`output`, or `d NAME`."""
+    """Name of the result: `output`, or `d NAME` for a gradient."""
     dtype: str
     error: float
     bound: float
@@ -62,11 +62,11 @@ class OperatorError(NamedTuple):
     """How many results are not finite although they are in float64 (`count`), where the first is (`at`), and what it
     is in float64 (`expected`)."""
     repeats: bool
-    """Whether a second time gave the same bits."""
+    """Whether a repetition gave the same bits."""
     mended_error: float | None = None
-    """The error where the operator computes in fp32: tried where this one is beyond its bound."""
+    """Error of the operator in fp32, which is tried where `error` is beyond its bound."""
     override: str | None = None
-    """The setting that mends it."""
+    """The setting that makes the operator compute in fp32, where that mends the error."""
 
     @property
     def is_beyond(self) -> bool:
@@ -85,7 +85,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def draw(operator: str, name: str, shape: Sequence[int], deviation: float) -> torch.Tensor:
-    """Return numbers that depend on the names alone, in fp32: the same on every host and in every dtype."""
+    """Return fp32 numbers that depend on the names alone: the same on every host and in every dtype."""
     seed = zlib.crc32(f"{operator}/{name}".encode())
     values = np.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)) * np.float32(deviation)
     rounded = torch.from_numpy(np.asarray(values)).to(torch.bfloat16).float()
@@ -109,9 +109,9 @@ class Case:
     """The inputs of an operator, and its results in float64."""
 
     def __init__(self, operator: Operator, deviation: float = 1.0):
-        """The operator is one by torch's kernels.
+        """`operator` computes by torch's own kernels.
 
-        Values have so large a standard deviation; weights what gives outputs as large as inputs.
+        Values have the standard deviation `deviation`. Weights are scaled so that outputs are as large as inputs.
         """
         self.operator, self.deviation, name = operator, deviation, operator.name
         self.values = {key: draw(name, key, shape, deviation) for key, shape in operator.values.items()}
@@ -135,7 +135,7 @@ class Case:
         self.sensitivity = {
             key: _error(result, self.expected[key]) / INPUT_ERROR for key, result in rounded.results(output).items()
         }
-        """By result: how much larger than those of the inputs its errors are."""
+        """For each result, the ratio of its relative error to that of the inputs."""
 
     def digest(self) -> int:
         """Return a number that differs where inputs do."""
@@ -166,7 +166,7 @@ class Case:
         return output.detach()
 
     def error_bound(self, name: str, result: torch.Tensor, dtype: torch.dtype) -> float:
-        """Return the largest error of a result that rounding explains."""
+        """Return the largest error of a result that rounding can explain."""
         fp32, largest = roundoff(torch.float32), self.expected[name].abs().max().item()
         rounds = result.dtype == dtype or self.operator.rounds_inside
         unit = roundoff(dtype) if rounds else fp32
@@ -176,7 +176,7 @@ class Case:
 
 
 def _with_error(tensor: torch.Tensor, error: float) -> torch.Tensor:
-    """Return numbers with relative errors of at most so much, the same each time."""
+    """Return numbers with relative errors of at most `error`, the same each time."""
     if not error:
         return tensor
     return tensor * (1 + error * (2 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1)) - 1))
@@ -188,7 +188,7 @@ def _forward(operator: Operator, inputs: CaseInputs, pinned: torch.dtype | None 
 
 
 def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, divided by the largest number of what is expected."""
+    """Return the largest difference, divided by the largest expected number."""
     largest, difference = expected.abs().max().item(), (result.double() - expected).abs().max().item()
     return difference / largest if largest else difference
 
@@ -229,10 +229,10 @@ class RankAlignment:
     family: str
     model: str
     digests: Mapping[str, int]
-    """A number that inputs have, by operator."""
+    """Digest of the inputs of each operator, by operator."""
     compared: Sequence[OperatorError]
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of the first steps, by dtype."""
+    """Losses of the first steps, by dtype."""
 
 
 def align_rank(
@@ -294,9 +294,10 @@ def align(
     deviation: float = 1.0,
     steps: int = 0,
 ) -> list[RankAlignment]:
-    """Compare all operators on every rank's device, and train the first steps on one of each family; return what all
-    ranks saw. `dtypes` are this rank's. All ranks must call. Raises TopologyError where inputs differ between hosts,
-    JobError where a rank does not have the kernels that the job asks for.
+    """Compare all operators on every rank's device, and train the first steps on one of each family.
+
+    Returns the findings of all ranks. `dtypes` are this rank's. All ranks must call. Raises TopologyError where inputs
+    differ between hosts, JobError where a rank does not have the kernels that the job asks for.
     """
     job, _ = resolve_kernels(world, accelerator, job, range(world.size), dtypes)
     findings = align_rank(accelerator, job, dtypes, rows, positions, deviation, world.rank, world.place.host)

@@ -64,7 +64,7 @@ class WholeModel:
         return self._stage.forward(ids, expected, training=False, starts=given)[0].item()
 
     def keep(self, positions: int) -> None:
-        """Begin anew, and keep keys and values of so many positions from now on; 0: keep none."""
+        """Clear the cache, and keep keys and values of up to so many positions from now on; 0: keep none."""
         self._first = 0
         for layer in self._stage.layers:
             if isinstance(layer, Block):
@@ -78,11 +78,11 @@ class Sampling:
     """The rules by which the next token is sampled."""
 
     temperature: float = 0.8
-    """0: the likeliest."""
+    """Temperature of sampling; 0: always the likeliest token."""
     top_k: int = 50
-    """Among so many tokens."""
+    """Number of likeliest tokens to sample from."""
     top_p: float = 1.0
-    """Among the likeliest tokens that have so much probability together."""
+    """Probability mass: tokens are sampled from the likeliest ones that reach it together."""
     seed: int = 0
     stop: tuple[str, ...] = field(default=())
     """Texts after which to end, in addition to the tokenizer's end of a document."""
@@ -94,15 +94,15 @@ class Evaluation(NamedTuple):
     """The loss of a model on some tokens."""
 
     loss: float
-    """Nats for each predicted token."""
+    """Mean loss of a predicted token, in nats."""
     perplexity: float
     sequences: int
     tokens: int
-    """Of which the loss is the mean."""
+    """Number of tokens in the mean loss."""
     left_out: int
-    """Tokens of the sequences that training does not learn either."""
+    """Number of tokens in the sequences that training leaves out of the loss too."""
     masks: tuple[str, ...]
-    """What the loss does not count, and attention does not see."""
+    """What the loss leaves out, and what attention does not see, in words."""
 
 
 def evaluate(
@@ -150,8 +150,8 @@ class Generator:
     def text(self, prompt: str, num_tokens: int, sampling: Sampling = Sampling(), cached: bool = True) -> str:
         """Return at most `num_tokens` sampled tokens after the prompt, as text.
 
-        With `cached` keys and values of what was read are kept; without, all is computed anew for each token. Where the
-        context is full, its older half is dropped.
+        With `cached` the keys and values of earlier tokens are kept. Without it they are computed again for each token.
+        Where the context is full, its older half is dropped.
         """
         start = [*self.tokenizer.begin, *self.tokenizer.encode(prompt).tolist()] or [self.tokenizer.separator or 0]
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -168,7 +168,7 @@ class Generator:
         return self.tokenizer.decode(written)
 
     def _logits(self, start: Sequence[int], written: Sequence[int], cached: bool):
-        """Yield the logits of the token after `start` and all that is written by then."""
+        """Yield logits for each next token, after `start` and all tokens that `written` has by then."""
         limit = self.job.data.sequence_length
         context, taken = list(start)[-limit:], 0
         self._model.keep(limit if cached else 0)

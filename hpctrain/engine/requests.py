@@ -1,6 +1,6 @@
 """Requests to end or to save before the last step of a run: a signal, a file in its folder, the end of its batch job.
 
-Any rank may notice a request. All ranks agree on it with the sums that end a step, and so act at the same step.
+Any rank may notice a request. The sums at the end of a step include requests, so all ranks act at the same step.
 """
 
 import time
@@ -16,11 +16,12 @@ from hpctrain.config.errors import InterruptionError
 
 STOP_FILE, SAVE_FILE = "stop", "save"
 MARGIN_SECONDS = 60.0
-"""Kept before the end of a batch job, plus two steps and two checkpoints that take as long as the longest so far."""
+"""Seconds kept free before the end of a batch job, in addition to two steps and two checkpoints as long as the longest
+so far."""
 
 
 class StepRequests(NamedTuple):
-    """The requests of a step. The numbers of ranks that ask are summed, so that these become true where one asks."""
+    """The requests of a step. Ranks sum them, so that a request is true where any rank has it."""
 
     interrupt: bool = False
     """Save, end, and be started again."""
@@ -28,7 +29,7 @@ class StepRequests(NamedTuple):
     """Save, and end for good."""
     save: bool = False
     writing: bool = False
-    """A checkpoint is being written; all ranks complete it in the first step in which none of them is at it."""
+    """A checkpoint is being written; all ranks complete it in the first step in which no rank is writing."""
 
     @property
     def ends(self) -> bool:
@@ -39,11 +40,11 @@ NO_REQUESTS = StepRequests()
 
 
 class EarlyEnd(NamedTuple):
-    """Why a run ended before its last step."""
+    """The reason why a run ended before its last step."""
 
     by: str
     continues: bool
-    """Whether it is to be started again."""
+    """Whether the run is to be started again."""
 
 
 @dataclass
@@ -52,20 +53,20 @@ class Requests:
 
     signals: StopSignals
     folder: Path | None = None
-    """Where the files of requests are; looked at by one rank alone."""
+    """Folder of request files; set on one rank alone."""
     end_time: float | None = None
-    """Of the batch job, in seconds since 1970; known to one rank alone."""
+    """End of the batch job, in seconds since 1970; set on one rank alone."""
     now: Callable[[], float] = time.time
     longest_step: float = field(default=0.0, init=False)
     longest_save: float = field(default=0.0, init=False)
 
     def check(self) -> StepRequests:
-        """Return what is asked of this rank now."""
+        """Return the requests that this rank notices now."""
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
         return StepRequests(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
 
     def reason(self, asked: StepRequests, world: World) -> str:
-        """Say, on rank 0, what asked for an end that all ranks agreed on. All ranks must call."""
+        """Return, on rank 0, the reason for an end that all ranks agreed on. All ranks must call."""
         received = world.gather_objects(self.signals.received)
         signals = []
         for name in dict.fromkeys(filter(None, received)):
@@ -76,7 +77,7 @@ class Requests:
         return f"the file {STOP_FILE} in the run folder" if asked.stop else "the end of the batch job"
 
     def fulfilled(self, asked: StepRequests) -> None:
-        """Remove the files of requests that were followed."""
+        """Remove the files of fulfilled requests."""
         for name, is_done in ((STOP_FILE, asked.stop), (SAVE_FILE, asked.save or asked.stop)):
             if self.folder is not None and is_done:
                 (self.folder / name).unlink(missing_ok=True)

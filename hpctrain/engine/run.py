@@ -1,4 +1,4 @@
-"""One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and who watches its steps."""
+"""One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and its observers."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -111,7 +111,10 @@ class Run:
         self.leg = Leg(self, world, prepared)
 
     def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
-        """Choose what all ranks continue from, whatever their view of the file system; return what is said of it."""
+        """Choose the checkpoint that all ranks continue from; return messages about the choice.
+
+        The choice does not depend on a rank's view of the file system.
+        """
         self.checkpoint, news = choose_checkpoint(world, self.path, job.checkpoint.resume)
         with world.all_or_none():
             if self.lock and self.checkpoint is None:
@@ -147,7 +150,7 @@ class Run:
         self.leg.abandon()
 
     def hear(self, lines: Iterable[str | None]) -> None:
-        """Say those of some lines that there are."""
+        """Print those of the lines that are not None or empty."""
         for text in lines:
             if text:
                 self.console.say(text)
@@ -175,7 +178,7 @@ class Leg:
     """
 
     def __init__(self, run: Run, world: World, prepared: Prepared):
-        """Make weights and who watches them, and say what is trained. Raises TrainingError where they do not fit."""
+        """Make weights and observers, and say what is trained. Raises TrainingError where they do not fit."""
         self._run, self._world, self._prepared = run, world, prepared
         self.job, self._described = prepared.job, prepared.described
         self._groups = ExitStack()
@@ -194,7 +197,7 @@ class Leg:
             self._trainer.initialise()
         self._first_step = self._trainer.steps_done + 1
         self.overrun: float | None = None
-        """Of a rehearsal that is closed: the largest share of time by which a rank was behind its device."""
+        """Largest share of time by which a rank lagged behind its device, in a closed rehearsal."""
         refuse_if_interrupted(world, run.signals)
         self._introduce()
 
@@ -266,7 +269,7 @@ class Leg:
             self.job.checkpoint,
             run.console.say,
             run.checkpoint,
-            begins=self._metrics.flush,  # what continues from it has the metrics of all its steps
+            begins=self._metrics.flush,  # a run that continues from it has the metrics of all its steps
             ends=self._live.note_save if run.lock else lambda step, checkpoint, seconds: None,
         )
         try:
@@ -280,8 +283,10 @@ class Leg:
         return last, ended
 
     def close(self) -> None:
-        """End after the last step: what was measured is written, observers say what they have found, and the groups of
-        the plan are freed, with the weights that lie in their memory."""
+        """End after the last step: write measurements, let observers report, and free the groups of the plan.
+
+        The weights in their memory are freed too.
+        """
         self._end_steps()
         self._run.hear(observer.finish() for observer in self._observers)
         self.overrun = self._trainer.overrun()
@@ -297,14 +302,14 @@ class Leg:
         self._metrics.flush()
 
     def note_end(self, last: dict, ended: EarlyEnd | None, summary: dict) -> None:
-        """Compare a run that is complete with its families alone, add that to its summary, and keep it; for rank 0."""
+        """Compare a complete run with its families alone, add that to its summary, and keep it; for rank 0."""
         if last and not ended and self._families:
             summary["yardstick"] = yardstick(self._families, last["tokens_per_second"])
             self._run.console.say(format_yardstick(summary["yardstick"]))
         self._live.note_end(self._trainer.steps_done, self.job.train.steps, summary)
 
     def _note_findings(self, step: int, jumps: Sequence[Jump]) -> None:
-        """Say and note what was found in a step, and that output was lost; for rank 0."""
+        """Report and record the findings of a step, and lost output; for rank 0."""
         for jump in jumps:
             self._run.console.say(str(jump))
             self._run.folder.note(JUMP, text=str(jump), **jump._asdict())
@@ -312,14 +317,17 @@ class Leg:
             self._run.folder.note(LOST, step, text)
 
     def _leave_steps_out(self, why: str) -> None:
-        """Take note that figures of the steps so far mean nothing."""
+        """Record that the figures of the steps so far are not valid."""
         self._tracker.forget()
         self._run.console.forget_speed()
         if self._run.lock:
             self._live.note_slower(why)
 
     def _note_overflow(self, needed_bytes: int) -> str:
-        """Note what this rank's device would have needed, if its plan was predicted to fit; return what is said."""
+        """Record the bytes that this rank's device would have needed, if its plan was predicted to fit.
+
+        Returns a message about that.
+        """
         cluster, rank = self._described.cluster, self._world.rank
         stages = Predictor(Setup.of_job(self.job), self._prepared.plan, cluster).memory
         stage = next(stage for stage in stages if rank in stage.ranks)
@@ -332,7 +340,8 @@ class Leg:
         return f"{more}; {note_overflow(cluster, cluster.devices[rank].family, overflow)}"
 
     def _about(self) -> dict[str, str]:
-        """Return what checkpoints say of the run in addition to its job and its plan. All ranks must call."""
+        """Return the texts that checkpoints keep of the run, in addition to its job and its plan. All ranks must
+        call."""
         network = self._world.settings.network
         assert network is not None, "a prepared run has one"
         return {
@@ -343,7 +352,7 @@ class Leg:
         }
 
     def _kept(self) -> str:
-        """Return what the checkpoint that the run began with keeps of a model of Hugging Face."""
+        """Return the Hugging Face files that the run's first checkpoint keeps."""
         start = self.job.train.start_from
         begun = self._run.checkpoint or (locate_checkpoint(start) if start else None)
         if begun is None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, what is said about them, and what happens where one fails."""
+"""The checkpoints of a run: when they are written, the messages about them, and what happens where one fails."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from hpctrain.config.errors import CheckpointError, HpctrainError
 from hpctrain.config.job import Checkpoint
 
 SAID_SECONDS = 1.0
-"""A wait for the last checkpoint that is longer is said aloud."""
+"""Seconds of waiting for the last checkpoint above which the wait is printed."""
 
 
 class Saves:
@@ -32,13 +32,13 @@ class Saves:
         self.saver, self._keys, self._say = saver, keys, say
         self._begins, self._ends = begins, ends
         self.latest = latest
-        """The newest complete one that this run knows of."""
+        """The newest complete checkpoint that this run knows of."""
 
     def step_is_done(self, metrics: Mapping, is_due: bool, is_last: bool, others_write: bool) -> None:
         """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
 
-        `others_write` says whether any rank was at work on one in this step. Raises CheckpointError and CorruptionError
-        on all ranks.
+        `others_write` says whether any rank was writing one in this step. Raises CheckpointError and CorruptionError on
+        all ranks.
         """
         if self.saver.in_flight and not others_write:
             self._try(self.saver.advance, is_last)

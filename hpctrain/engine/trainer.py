@@ -33,9 +33,10 @@ LOOK_AT = (
     "let `hpctrain align` compare the operators with float64 on each family, and look at the losses of the steps before"
     " (hpctrain report)"
 )
-"""After numbers that are not finite, where weights are."""
+"""Advice after a loss or gradient that is not finite, where the weights are finite."""
 MOST_DRAWING_THREADS = 8
-"""Of a rank with a device, whose cores are idle while it draws its weights: other ranks of its host draw too."""
+"""Most threads with which a rank with a device draws its weights: its other cores are idle then, but other ranks of its
+host draw too."""
 
 
 REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)|(\d+) bytes more than")
@@ -43,7 +44,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def requested_bytes(message: str) -> int:
-    """Return how many bytes a device had not, by torch's message or a pretended one's; 0 if it does not say."""
+    """Return the bytes of a failed allocation, by the message of torch or a pretended device; 0 if it does not say."""
     match = REQUESTED.search(message)
     if not match:
         return 0
@@ -61,8 +62,11 @@ class Trainer:
         plan: Plan,
         on_overflow: Callable[[int], str] | None = None,
     ):
-        """`job` is resolved: its vocabulary size and dtype are values. `on_overflow` takes the bytes that a device
-        would have needed at the least, and returns what is said of its note for the next start; "" without one."""
+        """`job` is resolved: its vocabulary size and dtype are values.
+
+        `on_overflow` takes the fewest bytes that a device would have needed. It records them for the next start, and
+        returns a message, or "" without a record.
+        """
         self._on_overflow = on_overflow
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
@@ -72,14 +76,16 @@ class Trainer:
             self.optimizer = Optimizer(self.layout, job.train, scale if has_fp16 else None)
             self.pipeline = Pipeline(self.layout, self.optimizer)
         self._is_warm = False
-        """Whether a step was done by this process, which has loaded all kernels then."""
+        """Whether this process has completed a step, and so has loaded all kernels."""
         self.tokens_per_step = job.train.global_batch * job.data.sequence_length
         self.steps_done = 0
 
     @contextmanager
     def _running(self, what: str):
-        """Enclose what is computed on the device. Raises TrainingError where its memory does not suffice; where that
-        was noted for the next start, it is a MemoryOverflowError."""
+        """Wrap computation on the device. Raises TrainingError where its memory does not suffice.
+
+        It is a MemoryOverflowError where the overflow was recorded for the next start.
+        """
         try:
             with self.accelerator.running():
                 yield
@@ -122,7 +128,7 @@ class Trainer:
         self.layout.store.refresh()
 
     def step(self, sequences: AnySequences, asked: StepRequests = NO_REQUESTS) -> tuple[SavedMetrics, StepRequests]:
-        """Train one step; return its metrics, and what is asked of any rank."""
+        """Train one step; return its metrics, and the requests of all ranks."""
         step = self.steps_done
         batch = Batch.of_step(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
@@ -232,7 +238,7 @@ class Trainer:
         return None
 
     def _replicas(self) -> Replicas | None:
-        """Return what compares weights that several ranks hold, where there are such and the job asks for it."""
+        """Return an object that compares weights held by several ranks, where there are any and the job asks for it."""
         if not self.job.watch.replicas_every:
             return None
         holders = [group.ranks for group in self.layout.holding.shard_groups]
@@ -240,7 +246,7 @@ class Trainer:
         return replicas if replicas.exist else None
 
     def _end_before(self, error: CorruptionError, saves: Saves) -> str:
-        """Save the state before a step that was not completed, if it is sound; return what is to be said.
+        """Save the state before an incomplete step, if it is sound; return a message about it.
 
         All ranks must call.
         """

@@ -125,7 +125,7 @@ def summarise(alignments: "Sequence[RankAlignment]", tolerance: float) -> dict:
 
 
 def _severity(entry: Mapping) -> tuple[bool, float]:
-    """Return whether an error is beyond its bound, and its share of that."""
+    """Return whether an error is beyond its bound, and its ratio to the bound."""
     return entry["beyond"], entry["error"] / entry["bound"] if entry["bound"] else entry["error"]
 
 
@@ -144,7 +144,7 @@ def _compare_losses(alignments: "Sequence[RankAlignment]", tolerance: float) -> 
 
 
 def mean_relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the mean over steps of how far a loss is from another's; infinite where one is no number."""
+    """Return the mean over steps of the relative difference of two losses; infinite where one is no number."""
     differences = [
         abs(a - b) / abs(b) if math.isfinite(a) and b else math.inf for a, b in zip(losses, others, strict=True)
     ]

@@ -13,7 +13,7 @@ from hpctrain.config.bounds import MOST_NUMBER, MOST_RANKS, MOST_SECONDS, MOST_W
 from hpctrain.config.tables import keys_of
 
 MOST_LISTED = 1_000_000
-"""The most that a command does or prints one by one: tokens, sequences, steps."""
+"""Most items that a command handles or prints one by one: tokens, sequences, steps."""
 INT64 = 2**63
 MOST_NAME_BYTES = 255
 """The longest name of a file, by the limits of Linux."""

@@ -111,7 +111,7 @@ def _verify_all(checkpoints: list[Path]) -> None:
 
 
 def _ending(path: Path) -> dict:
-    """Return what a run's flight records say of its end; empty if it ended in order."""
+    """Return the end of a run according to its flight records; empty if it ended in order."""
     from hpctrain.comm.watchdog.diagnosis import post_mortem
     from hpctrain.comm.watchdog.flight import FOLDER
 

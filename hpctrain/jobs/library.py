@@ -29,15 +29,15 @@ class PlanResult:
     """The plan that a search found for a job on a cluster. A notebook shows it as a picture."""
 
     job: Job
-    """With values for its dtype and vocabulary."""
+    """The job, with values for its dtype and vocabulary."""
     cluster: Cluster
     plan: Plan
     prediction: Prediction
-    """Of a step: seconds by part, memory, interval, assumed inputs."""
+    """Prediction of a step: seconds by part, memory, interval, assumed inputs."""
     summary: dict
     """Everything that `hpctrain plan search --json` prints."""
     result: SearchResult
-    """The other plans too."""
+    """The search result, with the other plans."""
 
     @property
     def reasons(self) -> list[str]:

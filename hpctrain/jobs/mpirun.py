@@ -1,4 +1,4 @@
-"""`hpctrain mpirun`: write the start of a job on families with software of their own, for mpirun."""
+"""`hpctrain mpirun`: write a script that starts a job by mpirun, with separate software for each family."""
 
 import shlex
 from pathlib import Path

@@ -39,7 +39,7 @@ from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
 
 SHOWN_REASONS = 3
-"""Of a search, without --verbose."""
+"""Number of reasons of a search that are shown without --verbose."""
 out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")
 
 
@@ -254,7 +254,7 @@ def format_search(summary: dict, result: SearchResult, cluster: Cluster, verbose
 
 
 def tiles_table(result: SearchResult) -> Table:
-    """Return a row for each kind of tile: who computes what of the model, how full its memory is, and how long."""
+    """Return a row for each kind of tile: its ranks, its part of the model, its memory use and its seconds."""
     best = result.best
     columns = ("family", "tiles", "grid", "items", "rows", "memory, MiB", "of", "computes, s")
     tiles = table(*columns, numbers={*columns[4:], "tiles"})

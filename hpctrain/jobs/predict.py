@@ -21,7 +21,7 @@ from hpctrain.planner.prediction.predictor import Prediction, predict
 from hpctrain.planner.prices.setup import Setup
 
 LEAST_SHARE = 5e-4
-"""Of a step, that a line of its parts shows."""
+"""Smallest share of a step for which the line of parts shows a part."""
 
 
 @click.command("predict")
@@ -107,7 +107,7 @@ def profile_source(families: Sequence[str]) -> str:
 
 
 def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
-    """Return the parts of a step in a line, the largest first, and how much of them is hidden behind others."""
+    """Return the parts of a step in one line, the largest first, and how much of them is overlapped."""
     hidden = -parts.get("hidden", 0.0) / step_seconds
     shares = {part: seconds / step_seconds for part, seconds in parts.items() if part != "hidden"}
     ordered = sorted(shares.items(), key=lambda pair: -pair[1])
@@ -117,7 +117,7 @@ def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
 
 
 def _parts_table(summary: dict) -> Table:
-    """Return the parts of a step in seconds, and as shares of it; those that are hidden are negative."""
+    """Return the parts of a step in seconds and as shares of it; overlapped ones are negative."""
     rows = table("part", "s", "of the step", "", numbers={"s", "of the step"})
     parts, step = summary["breakdown_seconds"], summary["step_seconds"]
     hidden = -parts.get("hidden", 0.0)

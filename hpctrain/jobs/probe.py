@@ -190,7 +190,7 @@ def check_writable(path: Path, force: bool) -> None:
 
 
 def _format_machine(path: Path) -> str:
-    """Say what is in a cluster file, in some lines."""
+    """Describe a cluster file in some lines."""
     cluster = load_cluster(path)
     lines = [f"wrote {path}: {cluster.describe()}"]
     for name, family in cluster.families.items():

@@ -18,9 +18,9 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import Box, Parameter, whole_rows
 
 BLOCK = 1 << 16
-"""Elements. Seeding a generator takes 10 microseconds, drawing a block 400."""
+"""Elements of a block. Seeding a generator takes 10 microseconds, drawing a block 400."""
 ELEMENTS_AT_ONCE = 16 * BLOCK
-"""What a thread draws before it copies: 4 MiB, of which a cache has a part."""
+"""Elements that a thread draws before it copies them: 4 MiB, which fit in part into a cache."""
 
 
 def _standard_normal(seed: int, name: str, elements: Interval) -> np.ndarray:
@@ -73,7 +73,7 @@ def fill_initial(
 
 
 def _parts(parameter: Parameter, box: Box, elements: Interval) -> Iterator[tuple[Interval, slice, int]]:
-    """Cut elements of a box into what is drawn at once: rows, columns, and where they are among the elements."""
+    """Cut elements of a box into parts that are drawn at once: rows, columns, and position among the elements."""
     rows_at_once = max(1, ELEMENTS_AT_ONCE // math.prod(parameter.shape[1:]))
     for rows, columns, taken in whole_rows(parameter, box, elements):
         for first in range(rows.start, rows.stop, rows_at_once):

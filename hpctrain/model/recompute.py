@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 Recompute = Callable[[torch.Tensor], torch.Tensor]
-"""Computes a result once more from the same input: by the same operations, so the same bits, and the same layout."""
+"""Recomputes a result from the same input, with the same operations: the same bits, in the same layout."""
 
 
 class _View(NamedTuple):
@@ -66,9 +66,9 @@ class Dropping:
         self._dropped: dict[int, _Dropped] = {}
 
     def drop(self, result: torch.Tensor, compute: Recompute, given: torch.Tensor) -> None:
-        """Let graphs keep `given` in place of a result. The first use in a backward pass computes it again, for all.
+        """Let graphs keep `given` instead of a result. The first use in a backward pass recomputes it, for all uses.
 
-        Whoever calls holds the result until all operators that read it have run.
+        The caller holds the result until all operators that read it have run.
         """
         kept = self.pack(given.detach())
         self._dropped[_address(result)] = _Dropped(result, lambda: compute(_unpack(kept)))
@@ -78,15 +78,15 @@ class Dropping:
         return dropped is not None and dropped.is_there
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | _View:
-        """Return what a graph keeps in the place of a tensor."""
+        """Return the object that a graph keeps instead of a tensor."""
         return self._dropped[_address(saved)].place(saved) if self.drops(saved) else saved
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Enclose the forward pass.
+        """Wrap the forward pass.
 
         Each tensor that a graph keeps refers to `pack`, and so to this object, until the last backward pass of the
-        block. So what is computed again, and from what, is left to the graph, which lets go of it by operator.
+        block. So the graph itself keeps the recompute functions and their inputs, and frees them operator by operator.
         """
         try:
             with saved_tensors_hooks(self.pack, _unpack):

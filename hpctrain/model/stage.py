@@ -33,15 +33,14 @@ class Saved:
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     targets: torch.Tensor | None = None
     loss: torch.Tensor | None = None
-    """The summed loss, on the last stage. It is there after the backward pass: the head may compute it then."""
+    """The summed loss, on the last stage. It is valid after the backward pass, since the head may compute it there."""
     documents: Documents | None = None
-    """Where attention stays inside of them."""
+    """Documents that attention must stay inside, or None."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
-    """After the input pass of a backward pass that is split: for each layer, the last first, its additions to
-    gradients of weights."""
+    """Additions to gradients of weights that a split backward pass has deferred: for each layer, the last first."""
 
     def forget_masks(self) -> None:
-        """Let go of the masks of a pass: what computes again in the backward pass makes its own."""
+        """Drop the masks of a pass: recomputing in the backward pass makes its own."""
         if self.documents:
             self.documents.forget_masks()
 
@@ -57,8 +56,7 @@ def initialise(store: Store, model: Model, seed: int, num_threads: int = 1) -> N
 
 
 def _forget_numbers(value: torch.Tensor) -> None:
-    """Let go of the numbers of a tensor, of which only the place in the graph is needed; Megatron's
-    `deallocate_output_tensor`."""
+    """Free the numbers of a tensor whose place in the graph alone is needed; Megatron's `deallocate_output_tensor`."""
     value.data = value.new_empty(()).expand(value.shape)
 
 
@@ -124,12 +122,12 @@ class Stage:
         result = value.detach()
         saved.loss = result if self.is_last else None
         saved.forget_masks()
-        if keeps_graph:  # they go out and may be gone before the graph is
+        if keeps_graph:  # they are sent, and may be freed before the graph
             _forget_numbers(value)
         return result, saved
 
     def _traced(self, layers: Iterable[LayerModule], what: str) -> Iterator[LayerModule]:
-        """Yield layers; what is done until the next one is asked for is a span of the trace, if there is one."""
+        """Yield layers. The time between one layer and the next is a span of the trace, if there is one."""
         tracer = self._tracer
         if tracer is None:
             yield from layers

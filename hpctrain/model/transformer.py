@@ -57,13 +57,14 @@ class Cache:
 
 @dataclass(frozen=True)
 class Computing:
-    """The way in which a rank computes its layers, beside what the model and the tensor grid say."""
+    """Settings by which a rank computes its layers, in addition to the model and the tensor grid."""
 
     kernels: Kernels = field(default_factory=Kernels)
     parts: int = 1
-    """Into so many parts each product of a block next to a collective is cut, so that it overlaps another part."""
+    """Number of parts into which a product next to a collective is cut, so that the collective overlaps another
+    part."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
+    """Dtype in which an operator computes, by operator (a key of `[precision.overrides]`)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TileContext:
 
 
 class LayerModule:
-    """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
+    """The items of one layer, with handles of their weights, which are valid while the stage has them gathered."""
 
     def __init__(self, items: Interval, context: TileContext):
         self.items, self.model, self.axes, self._store = items, context.model, context.axes, context.store
@@ -89,7 +90,7 @@ class LayerModule:
         self._names = {item: [p.name for p in item_parameters(self.model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Return hidden states for ids, or hidden states; the head has a `loss` in its place.
+        """Return hidden states from ids or hidden states. The head has `loss` instead.
 
         With `documents` attention stays inside of them.
         """

@@ -1,7 +1,7 @@
-"""A device, as engine and routes know it.
+"""A device as the engine and the routes see it.
 
-Work on a device is queued on *streams* and done later, in order on each; an *event* marks a place in a stream. MPI
-knows nothing of either: it may see a buffer only after an event after the last write to it has passed.
+Work on a device is queued on *streams*, and each stream does its work in order. An *event* marks a place in a stream.
+MPI knows neither streams nor events. It may see a buffer only when an event after the last write has passed.
 """
 
 import os
@@ -28,9 +28,9 @@ OVERFLOWS = (
     "out_of_device_memory",
 )
 UNCLEAR = ("unhandled_cuda_error", "unhandled cuda error", "cublas_status_not_initialized")
-"""What NCCL and cuBLAS say where they could not allocate, and of other faults as well."""
+"""Error texts that NCCL and cuBLAS use for failed allocations, and for other faults as well."""
 FULL_BYTES = 512 << 20
-"""A device with less free memory is full: NCCL takes 0.1 to 0.4 GB for a communicator."""
+"""A device with less free memory than this counts as full: NCCL takes 0.1 to 0.4 GB for a communicator."""
 
 
 class DeviceMemory(NamedTuple):
@@ -38,28 +38,28 @@ class DeviceMemory(NamedTuple):
 
     total: int
     used: int
-    """By this process, now."""
+    """Bytes that this process uses now."""
     peak: int
-    """The most that this process used so far."""
+    """The most bytes that this process has used so far."""
 
 
 class ExportedMemory(NamedTuple):
     """Memory of a device that another process may open."""
 
     memory: torch.Tensor
-    """uint8."""
+    """The memory as uint8."""
     handle: bytes
-    """What the other process opens it by."""
+    """The handle by which another process opens the memory."""
 
 
 class BufferPool:
-    """Host buffers that are used again and again; what was taken once is kept. Any thread may call."""
+    """Reusable host buffers; memory that was allocated once is kept. Any thread may call."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]):
         self._allocate = allocate
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.num_bytes = 0
-        """That were allocated so far."""
+        """Bytes allocated so far."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 [a power of two, at least `num_bytes`]; pair with `release`."""
@@ -86,59 +86,58 @@ class Accelerator(ABC):
     """
 
     shares_memory = False
-    """Whether its memory is that of all ranks of the host together."""
+    """Whether all ranks of the host share the device's memory."""
     measured_dtypes: tuple[str, ...] = ("fp32", "bf16")
     """Names of the dtypes in which a probe measures products."""
     time_scale = 1.0
-    """How many seconds of `now` are one of the device: of pretended ones more than 1."""
+    """Seconds of `now` for each second of the device: more than 1 on a pretended device."""
 
     overridden: Sequence[str] = ()
-    """Which of a site's variables were replaced when it was bound, and by what."""
+    """Variables of the site that were replaced when the device was bound, each with its new value."""
 
     def __init__(self, kind: str, family: str, device: torch.device, model: str):
         self.kind, self.family, self.device = kind, family, device
         self.model = model
-        """What its maker calls it."""
+        """The maker's name of the device model."""
         self.staging = BufferPool(self.host_buffer)
-        """Host memory through which tensors go that MPI cannot be given."""
+        """Host buffers for tensors that MPI cannot be given directly."""
 
     @cached_property
     def launches(self) -> LaunchOrder:
-        """The order in which the vendor's library gets its operations."""
+        """The order in which the vendor's library receives this rank's operations."""
         return LaunchOrder(self)
 
     @abstractmethod
     def bind(self, in_one_order: bool = True) -> None:
-        """Make it the device of this process, and make its results the same in every run where sums are to be
-        `in_one_order`."""
+        """Make it the device of this process. With `in_one_order` its results are the same bits in every run."""
 
     def sum_in_one_order(self, always: bool) -> None:  # noqa: B027
-        """Have the same bits in every run, as after `bind`, or not: hosts always have."""
+        """Choose whether results are the same bits in every run, as in `bind`. On hosts they always are."""
 
     def use(self) -> None:  # noqa: B027
-        """Make it the current device of the calling thread. Every thread that queues work or calls MPI does so first;
-        hosts have nothing to set."""
+        """Make it the current device of the calling thread. Every thread calls this before it queues work or calls MPI.
+        Hosts have nothing to set."""
 
     @abstractmethod
     def memory(self) -> DeviceMemory: ...
 
     def free_bytes(self) -> int | None:
-        """Return what nobody uses of the device's memory now; None where the driver does not say it."""
+        """Return the free bytes of the device's memory; None where the driver does not report them."""
         return None
 
     def reserved_bytes(self) -> int:
-        """Return what of its memory no plan may fill: context, libraries, fragmentation; nothing on hosts."""
+        """Return the bytes of its memory that no plan may fill: context, libraries, fragmentation. On hosts it is 0."""
         return 0
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was queued is done."""
+        """Wait until all queued work is done."""
 
     def release(self) -> None:  # noqa: B027
-        """Give memory that was freed, and is kept to be used again, back to the device. Most keep none."""
+        """Return cached free memory to the device. Most devices cache none."""
 
     def running(self) -> AbstractContextManager:
-        """Enclose all that is computed on the device; for devices that must see it."""
+        """Wrap all computation on the device, for devices that must observe it."""
         return nullcontext()
 
     def now(self) -> float:
@@ -150,7 +149,8 @@ class Accelerator(ABC):
         return time.monotonic()
 
     def stopwatch(self) -> Callable[[], float]:
-        """Start to measure; return a function that returns the seconds that the device took until then."""
+        """Start a measurement; return a function that returns the seconds until the device has done the work queued by
+        then."""
         self.synchronize()
         start = time.perf_counter()
 
@@ -161,82 +161,86 @@ class Accelerator(ABC):
         return read
 
     def step_stopwatch(self) -> Callable[[], float]:
-        """Start to measure a step, which waits for the device in its middle; return a function that returns its
-        seconds. What is queued after that wait counts to the next step, which a device with a queue begins at once."""
+        """Start to measure a step; return a function that returns its seconds.
+
+        A step waits for the device in its middle. Work queued after that wait counts to the next step, which a device
+        with a queue begins at once.
+        """
         return self.stopwatch()
 
     def compute_stopwatch(self) -> Callable[[], float]:
         """Start to measure; return a function that returns the seconds of computing since.
 
-        Other processes' noise is left out.
-
-        Ranks that share processor cores are slower by as much as they share.
+        Noise of other processes is left out. Ranks that share processor cores do slow each other down, and that counts.
         """
         return self.stopwatch()
 
     @property
     def overrun(self) -> float | None:
-        """The share of time by which a rank is behind its pretended device (docs/rehearsal.md); None for real ones."""
+        """The share of time by which a rank lags behind its pretended device (docs/rehearsal.md); None on real
+        devices."""
         return None
 
     @abstractmethod
     def new_stream(self) -> Stream: ...
 
     def launch_stream(self) -> Stream:
-        """Return a stream that nobody shares, and that goes first: operations on it wait for other ranks."""
+        """Return a stream of its own with high priority, since operations on it wait for other ranks."""
         return self.new_stream()
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager:
-        """Let what this thread queues inside the block go to a stream."""
+        """Queue the work of this thread on a stream, inside the block."""
 
     @abstractmethod
     def queued(self) -> Event:
-        """Return the place after all that this thread has queued, on the stream that it uses now."""
+        """Return an event after all work that this thread has queued on its current stream."""
 
     def wait_for(self, event: Event) -> None:  # noqa: B027
-        """Let what this thread queues from now on, on the stream that it uses, start after an event. The host
-        continues. Devices that do everything at once have nothing to wait for."""
+        """Let work that this thread queues on its current stream from now on start after an event. The host continues.
+        Devices without a queue have nothing to wait for."""
 
     def view_for_mpi(self, data: torch.Tensor) -> object | None:
-        """Return bytes in memory of the device as an array that MPI is given, or None: then it is given the address."""
+        """Return device memory as an array that MPI accepts; None: MPI is given the address."""
         return None
 
     def export_memory(self, num_bytes: int) -> ExportedMemory | None:
-        """Return new memory of the device for other processes of the host; None where none can open it.
+        """Return new device memory that other processes of the host can open; None where none can.
 
-        Pair with `free_memory`. Raises what the driver's library raises.
+        Pair with `free_memory`. Passes on the errors of the driver's library.
         """
         return None
 
     def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
-        """Return what another process has exported, as uint8. Pair with `close_memory`. Raises as `export_memory`."""
+        """Return memory that another process has exported, as uint8. Pair with `close_memory`. Raises as
+        `export_memory`."""
         raise NotImplementedError(f"memory of {self.kind} is not opened by other processes")
 
     def close_memory(self, imported: torch.Tensor) -> None:  # noqa: B027
-        """Close what was imported, before its owner frees it."""
+        """Close imported memory, before its owner frees it."""
 
     def free_memory(self, exported: torch.Tensor) -> None:  # noqa: B027
-        """Free what was exported, and is open nowhere."""
+        """Free exported memory that no process has open."""
 
     def finish_queued(self) -> None:
-        """Return when what this thread has queued on its stream is done, whatever other streams still do."""
+        """Return when the work that this thread has queued on its stream is done. Other streams may still be busy."""
         done = self.queued()
         while not done.query():
             os.sched_yield()
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Copy between the device and a host buffer. Each direction has a stream that does nothing else.
+        """Copy between the device and a host buffer, on a stream for this direction alone.
 
-        It starts at once, whatever else is queued: what it reads must be there. Keep both tensors until the event.
+        The copy starts at once, whatever else is queued: the source must be complete. Keep both tensors until the
+        event.
         """
 
     def move(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         """Copy between the device and a host buffer after an event; return the event of its end. The host continues.
 
-        Copies of each direction have a stream of their own where the device has streams, other than those of `copy`:
-        what waits for computation must not delay a message. Keep both tensors until the event.
+        On devices with streams each direction has one for `move`, separate from that of `copy`: a copy that waits for
+        computation must not delay a message. Keep both tensors until the event.
         """
         self.wait_for(after)
         target.copy_(source)
@@ -244,14 +248,14 @@ class Accelerator(ABC):
 
     @abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 host memory that the device copies from and to by itself (pinned)."""
+        """Return pinned host memory, uint8, which the device reads and writes by itself."""
 
     @abstractmethod
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is in memory of the device, which the host must not touch."""
+        """Say whether a tensor is in device memory, which the host must not touch."""
 
     def compiles(self) -> Ability:
-        """Say whether functions can be compiled for the device: tried, which takes seconds. Never raises."""
+        """Say whether functions can be compiled for the device, by a trial that takes seconds. Never raises."""
         return try_compile(self.device)
 
     @abstractmethod
@@ -260,9 +264,9 @@ class Accelerator(ABC):
 
 
 def describe_overflow(error: BaseException | None, accelerator: Accelerator) -> str | None:
-    """Return in a line what an error says of memory that did not suffice; None for other errors.
+    """Return the line of an error that says that memory did not suffice; None for other errors.
 
-    An error of ours is what caused it on this rank: the text of another rank's overflow is none of this one.
+    For an error of hpctrain its cause on this rank is examined: the text of another rank's overflow does not count.
     """
     while isinstance(error, HpctrainError):
         error = error.__cause__

@@ -21,17 +21,17 @@ deterministic."""
 
 
 class Compiled:
-    """Pure functions compiled for one device, anew for each shape, so that bits depend on no shape that came before.
+    """Pure functions compiled for one device, once for each shape, so that results do not depend on earlier shapes.
 
-    They change none of their tensors, call nobody, and do nothing but operations of torch: else their first call
-    raises.
+    The functions must not change their tensors or communicate, and may use only torch operations. Otherwise their first
+    call raises.
     """
 
     def __init__(self):
         self._made: dict[tuple, Callable] = {}
 
     def __call__(self, function: Callable, *tensors: torch.Tensor, **constants):
-        """Return what a function makes of tensors and of arguments that are constants. Autograd sees nothing of it."""
+        """Return the result of a function of tensors and constants. Autograd does not record it."""
         key = function, *((each.shape, each.stride(), each.dtype) for each in tensors), *constants.values()
         made = self._made.get(key)
         if made is not None:
@@ -41,10 +41,10 @@ class Compiled:
 
 
 def _compile(function: Callable, tensors: list[torch.Tensor], constants: dict) -> tuple[Any, Callable]:
-    """Return what a function makes of tensors, and what makes it of others like them.
+    """Return the result of a function, and a callable that computes it for other tensors of the same shapes.
 
-    That is the callable that torch compiles itself. The one that torch returns looks first at what it is called with,
-    which takes longer than the call. Which tensors it takes and returns, in which order, is seen in the first call.
+    It is the callable that torch compiles itself. The wrapper that torch returns first checks its arguments, which
+    takes longer than the call. The first call shows which tensors go in and out, and in which order.
     """
     from torch._dynamo.eval_frame import innermost_fn
     from torch._inductor.compile_fx import compile_fx
@@ -82,7 +82,7 @@ def _compile(function: Callable, tensors: list[torch.Tensor], constants: dict) -
 
 
 def _place(tensor: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
-    """Return where a tensor is among others. Raises RuntimeError where torch hands over copies."""
+    """Return the index of a tensor among others. Raises RuntimeError where torch passes copies."""
     for place, each in enumerate(among):
         if each is tensor:
             return place
@@ -94,10 +94,10 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 
 
 def try_compile(device: torch.device) -> Ability:
-    """Say whether functions can be compiled for a device, by a small one: it takes a few seconds. Never raises."""
+    """Say whether functions can be compiled for a device, by compiling a small one for a few seconds. Never raises."""
     try:
         run, x = Compiled(), torch.linspace(-1, 1, 64, device=device).view(4, 16)
-        results = run(_trial, x), run(_trial, x)  # the second one is called as all later ones are
+        results = run(_trial, x), run(_trial, x)  # the second call takes the path of all later ones
         if all(torch.allclose(each, _trial(x), atol=1e-5) for each in results):
             return Ability(True, "torch.compile gives the same numbers as operations one by one")
         return Ability(False, "torch.compile gives other numbers than operations one by one")

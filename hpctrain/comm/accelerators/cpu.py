@@ -33,14 +33,14 @@ DONE = Done()
 
 
 class CpuAccelerator(Accelerator):
-    """The processor, one thread of it for each rank."""
+    """The host's processor; each rank uses one thread of it."""
 
     shares_memory = True
 
     def __init__(self, family: str = "cpu"):
         super().__init__("cpu", family, torch.device("cpu"), _processor_name())
         self.threads_per_core = 1.0
-        """How many computing threads of all ranks of the host share a core, 1 or more; set by `bind_accelerator`."""
+        """Computing threads of the host's ranks for each core, 1 or more; set by `bind_accelerator`."""
 
     def bind(self, in_one_order: bool = True) -> None:
         """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory."""
@@ -48,7 +48,7 @@ class CpuAccelerator(Accelerator):
         keep_freed_memory()
 
     def memory(self) -> DeviceMemory:
-        """`total` is the host's, which its ranks share."""
+        """Return the memory of this process; `total` is that of the host, which its ranks share."""
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status)
         used, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
@@ -58,7 +58,7 @@ class CpuAccelerator(Accelerator):
         pass
 
     def compute_stopwatch(self) -> Callable[[], float]:
-        """Measure this thread's processor time: what other processes take of the cores does not count.
+        """Measure the processor time of this thread: time that other processes take does not count.
 
         Ranks of this host that share cores do count, since they compute at the same time in training. The shortest of
         several wall times would not show them: a short measurement often has a core to itself.
@@ -83,7 +83,7 @@ class CpuAccelerator(Accelerator):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        return False  # MPI may touch all that there is
+        return False  # MPI may touch all memory of the host
 
     def products_per_second(self, dtype: torch.dtype) -> float:
         a, b = (torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=dtype) for _ in range(2))
@@ -104,7 +104,7 @@ def _processor_name() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what is freed: a step frees and takes the same activations again and again.
+    """Make glibc's malloc keep freed memory: each step allocates the same activations again.
 
     Without this each of them is mapped anew, a page fault for every 4 KiB. Other C libraries are left alone.
     """

@@ -1,4 +1,4 @@
-"""The kinds of devices that torch drives, as data, and which of them this process has: asked before torch is there.
+"""The kinds of devices that torch drives, as data, and the detection of this process' kind before torch is imported.
 
 `TorchAccelerator` is the one class behind all of them; a new maker is one more entry of `KINDS`.
 """
@@ -32,23 +32,23 @@ VENDOR_WORDS = r"\b(nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics)\b"
 
 
 class Ability(NamedTuple):
-    """An answer to whether something works, and how that is known."""
+    """An answer to whether something works, and the evidence for it."""
 
     works: bool
     reason: str
 
 
 class DeviceKind(NamedTuple):
-    """A maker's devices, as torch, drivers and libraries call them."""
+    """The devices of one maker, with the names that torch, drivers and libraries use."""
 
     name: str
     maker: str
     torch_type: str
-    """What `torch.device` and `torch.get_device_module` call it."""
+    """The name for `torch.device` and `torch.get_device_module`."""
     driver_files: tuple[str, ...]
-    """One of these is there where a driver is."""
+    """Files of the driver; at least one of them exists where the driver is installed."""
     device_files: tuple[str, ...] = ()
-    """Those of them that prove a device for computing: `/dev/dri` and WSL's `/dev/dxg` are there for displays too."""
+    """Driver files that prove a compute device. `/dev/dri` and WSL's `/dev/dxg` do not: they exist for displays too."""
     visibility: tuple[str, ...] = ()
     """Variables by which a launcher or a user hides devices."""
     library: str = ""
@@ -56,25 +56,25 @@ class DeviceKind(NamedTuple):
     groups: str = ""
     """The class of process groups by which torch uses the library."""
     not_summed: tuple[str, ...] = ()
-    """Dtypes that the library does not sum: they are exchanged, and summed by ourselves."""
+    """Dtypes that the library does not sum: hpctrain exchanges the values and sums them itself."""
     debug: str = ""
-    """The variable by which the library says more."""
+    """The variable that makes the library more verbose."""
     network: str = ""
-    """The variable that names the network by which the library's ranks find each other."""
+    """The variable that names the network on which the library's ranks find each other."""
     uses_cupy: bool = False
-    """Whether CuPy is built for it, which then makes streams, and views of device memory for MPI."""
+    """Whether CuPy supports it; CuPy then provides streams, and views of device memory for MPI."""
     plugin: str = ""
-    """The package that adds it to torch; empty where torch has it."""
+    """The package that adds it to torch; empty where torch has it built in."""
     build: str = ""
-    """What the version of a torch that is built for it ends in; empty where it does not say."""
+    """The suffix in the version of a torch that is built for it; empty where the version does not tell."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that are set where they are not, before the device is used."""
+    """Variables with defaults that are set before the device is used, unless the site has set them."""
     in_one_order: tuple[tuple[str, str], ...] = ()
-    """The same, where sums of the library must have one order."""
+    """Variables with defaults like those of `environment`, set where sums of the library must have one order."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """Variables that have these values whatever a site has set: with others a rank would wait, or end, by torch."""
+    """Variables that are set even against the site's values: with others torch would block or end a rank."""
     pins_memory: bool = True
-    """Whether host buffers can be pinned: not for a device that tests pretend."""
+    """Whether host buffers can be pinned; false for the pretended device of tests."""
 
 
 CUDA = DeviceKind(
@@ -100,7 +100,7 @@ CUDA = DeviceKind(
         ("TORCH_FR_BUFFER_SIZE", "0"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
     ),
-    # Both let switches sum, in an order that changes from call to call.
+    # Both settings let switches sum, in an order that changes from call to call.
     in_one_order=(("NCCL_NVLS_ENABLE", "0"), ("NCCL_COLLNET_ENABLE", "0")),
     overrides=(
         # Threads of torch would end the process at an error, before hpctrain can say where.
@@ -149,7 +149,7 @@ NPU = DeviceKind(
     environment=(("HCCL_DETERMINISTIC", "true"),),  # the same order in every sum
 )
 KINDS = {kind.name: kind for kind in (CUDA, ROCM, XPU, NPU)}
-"""By the name that jobs, cluster files and HPCTRAIN_DEVICE have for it."""
+"""The kinds, by the name that jobs, cluster files and HPCTRAIN_DEVICE use."""
 
 
 def may_be_there(kind: DeviceKind) -> bool:
@@ -165,7 +165,8 @@ def may_be_there(kind: DeviceKind) -> bool:
 def set_environment(
     kind: DeviceKind, in_one_order: bool, environment: MutableMapping[str, str] = os.environ
 ) -> list[str]:
-    """Set a kind's variables, before torch and the library read them; say which of a site's were replaced."""
+    """Set a kind's variables before torch and the library read them; return which of the site's values were
+    replaced."""
     for name, value in (*kind.environment, *(kind.in_one_order if in_one_order else ())):
         environment.setdefault(name, value)
     replaced = []
@@ -179,7 +180,7 @@ def set_environment(
 
 
 LEGACY = "NCCL_"
-"""Before names by which torch had variables of its own; it complains where they are set, so they are not."""
+"""Prefix of torch's former variables. Torch complains where they are set, so hpctrain does not add them."""
 
 
 class DriverFile(NamedTuple):
@@ -190,7 +191,7 @@ class DriverFile(NamedTuple):
 
 
 def driver_files() -> list[DriverFile]:
-    """Return what shows that this host has devices, whatever torch sees of them."""
+    """Return the driver files which prove that this host has devices, whatever torch sees of them."""
     every = [DriverFile(kind, path) for kind in KINDS.values() for path in kind.device_files]
     return [each for each in every if os.path.exists(each.path)]
 
@@ -211,24 +212,25 @@ def torch_module(kind: DeviceKind) -> ModuleType | None:
 
 
 class DetectedDevice(NamedTuple):
-    """A rank's words about its device before it takes one."""
+    """The device that a rank reports before it takes one."""
 
     kind: str
-    """cpu or one of `KINDS`; or what was asked for and may be missing, which `bind_accelerator` detects."""
+    """cpu or one of `KINDS`; or the kind that was requested and may be missing, which `bind_accelerator` detects."""
     family: str
     memory_bytes: int = 0
-    """Of a device whose name decides its family, and maybe not alone: see `split_families`."""
+    """Memory of a device whose family follows from its name, and maybe from its memory too (`split_families`); else
+    0."""
 
 
 def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice:
     """Return the kind of this process' device and its family.
 
-    The kind is HPCTRAIN_DEVICE, else what torch sees; the family HPCTRAIN_FAMILY, else from the device's name. Where no
-    driver is, torch is not asked: it takes a second to load.
+    The kind is HPCTRAIN_DEVICE, else the kind that torch sees. The family is HPCTRAIN_FAMILY, else it follows from the
+    device's name. Where no driver is installed torch is not loaded, which saves a second.
     """
     asked = environment.get(DEVICE_VARIABLE, "auto")
     candidates = [kind for kind in KINDS.values() if asked in (kind.name, "auto") and may_be_there(kind)]
-    if asked in ("cuda", "rocm"):  # torch drives both by the same names: the one that it is built for
+    if asked in ("cuda", "rocm"):  # torch drives both by the same names: take the one that it is built for
         candidates = [KINDS["cuda"], KINDS["rocm"]]
     for kind in candidates:
         if module := torch_module(kind):
@@ -252,8 +254,10 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def use_device_early(device: DetectedDevice, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Make the device that this rank will likely take the current one, and return its index: before MPI starts, since
-    an MPI that moves device memory looks at that once. None, and nothing done, without a device or a local rank.
+    """Make the device that this rank will probably take the current one, before MPI starts; return its index.
+
+    An MPI that moves device memory looks at the current device once, when it starts. Without a device or a local rank
+    nothing is done, and None is returned.
     """
     number, kind = local_rank(environment), KINDS.get(device.kind)
     module = torch_module(kind) if kind and number is not None else None

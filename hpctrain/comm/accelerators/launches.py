@@ -19,9 +19,9 @@ from hpctrain.comm.progress.operation import EndingDevice, Event, Operation
 from hpctrain.comm.waiting import wait_until
 
 LOOK_SECONDS = 0.5
-"""Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
+"""Seconds between two checks for an error that a library noticed by itself, such as a lost peer."""
 MOST_IN_FLIGHT = 128
-"""How many operations may wait on a device: fewer than a flight record has slots."""
+"""Most operations that may wait on a device: fewer than a flight record has slots."""
 
 
 class Stream(Protocol):
@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class LaunchingDevice(EndingDevice, Protocol):
-    """A device as far as launches need it; see `Accelerator`."""
+    """The interface of a device that launches need; see `Accelerator`."""
 
     def use(self) -> None: ...
 
@@ -45,14 +45,14 @@ class LaunchingDevice(EndingDevice, Protocol):
 
 
 class Watched(Protocol):
-    """A communicator that notices by itself that a peer or a network is gone."""
+    """A communicator that notices a lost peer or network by itself."""
 
     def look(self) -> None:
-        """Take note of an error, and abort."""
+        """Record an error of the library, and abort the communicator."""
         ...
 
     def check(self) -> None:
-        """Raise CommError where an error was noted."""
+        """Raise CommError where an error was recorded."""
         ...
 
 
@@ -65,25 +65,26 @@ class LaunchOrder:
         self._nothing_watched = threading.Event()
         self._in_flight: deque[Operation] = deque()
         self._composite: Operation | None = None
-        """The last operation of which the library does parts, as messages come, if it is on a lane."""
+        """The last operation on a lane of which the library does only parts, between messages."""
         self.blocks = False
         """Whether the host waits for the end of each operation before it continues, as in the first step of a process.
 
-        Kernels are loaded at their first launch, which may wait until the device is idle: for an operation, and so for
-        other ranks."""
+        A kernel is loaded at its first launch. Loading may wait until the device is idle. It may so wait for an
+        operation, and for other ranks.
+        """
         self.meanwhile: Callable[[], object] = lambda: None
-        """Moves lanes while the host waits so: other ranks may wait for their messages."""
+        """Moves lanes while the host waits for an operation: other ranks may wait for their messages."""
 
     @cached_property
     def stream(self) -> Stream:
-        """The stream on which the device does all of them."""
+        """The stream on which the device does all operations of the library."""
         return self.accelerator.launch_stream()
 
     def watch(self, watched: Watched) -> None:
-        """Have errors of a communicator end every wait of this rank.
+        """Let errors of a communicator end every wait of this rank.
 
-        One thread looks at all of them: a thread that wakes takes the interpreter's lock from the main thread, which
-        then waits for a core.
+        One thread checks all communicators: a thread that wakes takes the interpreter's lock from the main thread,
+        which then waits for a core.
         """
         self._watched.append(watched)
         if len(self._watched) == 1:
@@ -108,21 +109,21 @@ class LaunchOrder:
                 self._nothing_watched.set()
 
     def look(self) -> None:
-        """Take note of what the device has done. Raises CommError where a communicator has noticed an error."""
+        """Record which operations the device has ended. Raises CommError where a communicator has noticed an error."""
         for each in self._watched:
             each.check()
         self.note_ended()
 
     def note_ended(self) -> None:
-        """Take note of what the device has done."""
+        """Record which operations the device has ended."""
         while self._in_flight and self._in_flight[0].ended:
             self._in_flight.popleft().note_end()
 
     def begin(self, operation: Operation, lane: Lane | None = None) -> None:
-        """Begin an operation that no other launch may divide, when the one before it has launched all of its parts.
+        """Begin an operation that no other launch may divide, when the previous one has launched all of its parts.
 
-        What the library does whole is launched now. Of others it does parts, as messages come; they move on a `lane`,
-        or are of a blocking call, whose steps the caller takes. Raises CommError.
+        An operation that the library does alone is launched now. Others have parts for the library, between messages.
+        They move on a `lane`, or the caller takes their steps in a blocking call. Raises CommError.
         """
         composite, self._composite = self._composite, None
         if composite is not None:
@@ -148,7 +149,7 @@ class LaunchOrder:
             self._wait_for(operation, "the device, in its first step")
 
     def _wait_for(self, launch: Operation, awaited: str) -> None:
-        """Let the host wait, which looks for errors and moves lanes meanwhile."""
+        """Let the host wait for a launch, while it checks for errors and moves lanes."""
 
         def is_over() -> bool:
             ended = launch.ended

@@ -19,15 +19,16 @@ from hpctrain.config.errors import TopologyError
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
 MEASURED_SIZE, MEASURED_PRODUCTS = 4096, 8
 SHARED_STREAMS = 24
-"""How many streams routes by messages share without CuPy. Torch has 32, and hands them out round-robin."""
+"""Number of streams that message routes share without CuPy. Torch has 32, and hands them out round-robin."""
 LIBRARY_BYTES = 1 << 30
-"""For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
+"""Memory reserved for the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank
+has a few."""
 FRAGMENTATION_SHARE = 0.04
-"""Of a device's memory, that a caching allocator is taken to lose in blocks that do not fit what comes."""
+"""Share of a device's memory that a caching allocator is assumed to lose to fragmentation."""
 ROCM_MAJOR = 10_000_000
-"""By how much a version of ROCm, as CuPy has it in one number, grows with the first of its three."""
+"""Factor of the major version in CuPy's number for a version of ROCm."""
 EXACT_BYTES = 4 << 20
-"""Host buffers from this size on are pinned as they are: of what is offloaded, twice the bytes could be too many."""
+"""Smallest host buffers that are pinned at their exact size. Rounding up could double the bytes of offloaded state."""
 
 
 class TorchAccelerator(Accelerator):
@@ -48,7 +49,7 @@ class TorchAccelerator(Accelerator):
         self._module, self._given_cupy = module, cupy
         self._outside = 0
         self._num_streams = 0
-        # A copy must never come to lie behind an operation that waits for another rank: streams of their own.
+        # Copies have streams of their own: none may queue behind an operation that waits for another rank.
         self._copy_streams = [self._pooled_stream(priority=-1) for _ in range(2)]
 
     @cached_property
@@ -57,18 +58,18 @@ class TorchAccelerator(Accelerator):
         return self._given_cupy or (import_cupy() if self._kind.uses_cupy else None)
 
     def use(self) -> None:
-        """Make it the current device of the calling thread, for torch, for CuPy and for an MPI that asks the driver."""
+        """Make it the current device of the calling thread: for torch, for CuPy, and for an MPI that asks the
+        driver."""
         if hasattr(self._module, "set_device"):
             self._module.set_device(self._index)
         if self.cupy is not None:
             self.cupy.cuda.Device(self._index).use()
 
     def bind(self, in_one_order: bool = True) -> None:
-        """Use this device; sum in fp32 and in the same order in every run; run backward passes in the thread that asks
-        for them.
+        """Use this device; sum in fp32 and in the same order in every run; run backward passes in the calling thread.
 
-        The last is for MPI: torch's own threads would communicate in backward passes, which an MPI without full
-        support for threads does not allow.
+        The last is for MPI: torch's own threads would communicate in backward passes, which an MPI without full support
+        for threads does not allow.
         """
         self.overridden = set_environment(self._kind, in_one_order)
         self.use()
@@ -85,8 +86,8 @@ class TorchAccelerator(Accelerator):
         torch.backends.cudnn.deterministic = always
 
     def _measure_outside(self) -> int:
-        """Return the bytes that are taken by others than torch's allocator: the driver's context and libraries, once
-        they are loaded; of a shared device those of all its ranks so far."""
+        """Return the bytes used outside of torch's allocator: the driver's context and loaded libraries. On a shared
+        device all its ranks so far count."""
         if not hasattr(self._module, "mem_get_info"):
             return 0
         one = torch.ones(64, 64, device=self.device)
@@ -96,8 +97,11 @@ class TorchAccelerator(Accelerator):
         return max(0, total - free - self._module.memory_reserved(self._index))
 
     def memory(self) -> DeviceMemory:
-        """`total` is this rank's even share of the device. `used` and `peak` are what torch's allocator has reserved,
-        with what it cannot use: other programs cannot have it either."""
+        """Return the memory of this rank. `total` is its even share of the device.
+
+        `used` and `peak` are the bytes that torch's allocator has reserved. They include unusable ones, which other
+        programs cannot have either.
+        """
         module, index = self._module, self._index
         if hasattr(module, "mem_get_info"):
             total = module.mem_get_info(index)[1]
@@ -109,15 +113,18 @@ class TorchAccelerator(Accelerator):
         return self._module.mem_get_info(self._index)[0] if hasattr(self._module, "mem_get_info") else None
 
     def reserved_bytes(self) -> int:
-        """Return what of this rank's share no plan may fill: the driver's context and what others use, as measured when
-        the device was bound; buffers of a library of collectives; and what fragmentation is taken to lose."""
+        """Return the bytes of this rank's share that no plan may fill.
+
+        They are the driver's context and other users' memory, measured when the device was bound; the buffers of a
+        library of collectives; and an allowance for fragmentation.
+        """
         total = self.memory().total
         library = LIBRARY_BYTES if self._kind.library and self._sharers == 1 else 0
         reserved = self._outside // self._sharers + library + int(FRAGMENTATION_SHARE * total)
         return min(reserved, total // 2)
 
     def synchronize(self) -> None:
-        """Wait until everything that was queued on any stream is done, collectives included."""
+        """Wait until all work queued on any stream is done, collectives included."""
         self._module.synchronize()
 
     def step_stopwatch(self) -> Callable[[], float]:
@@ -132,15 +139,16 @@ class TorchAccelerator(Accelerator):
         return self._module.Stream(self.device, priority=priority)
 
     def new_stream(self) -> Stream:
-        """Return a stream that is nobody else's: CuPy's, since those of torch's pool come again after 32.
+        """Return a stream that nothing else uses: one of CuPy, since torch's pool repeats after 32.
 
-        Without CuPy it is one of a few: where two routes share one, one waits for the other's copies, and for no rank.
+        Without CuPy it is one of a few shared ones. Routes on the same stream then wait for each other's copies, but
+        for no rank.
         """
         if self.cupy is not None:
             with self.cupy.cuda.Device(self._index):
                 made = self.cupy.cuda.Stream(non_blocking=True)
             stream = self._module.ExternalStream(made.ptr, device=self.device)
-            stream.hpctrain_owner = made  # it ends with the last who uses it
+            stream.hpctrain_owner = made  # it lives as long as its last user
             return stream
         self._num_streams += 1
         return self._shared_streams[self._num_streams % SHARED_STREAMS]
@@ -189,7 +197,7 @@ class TorchAccelerator(Accelerator):
             exact = register_memory(num_bytes, self._module.cudart())
             if exact is not None:
                 return exact
-            with suppress(RuntimeError):  # of the driver's last error, which the next launch would report as its own
+            with suppress(RuntimeError):  # clear the driver's last error, which the next launch would report as its own
                 torch.ones(1, device=self.device)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._kind.pins_memory)
 
@@ -199,8 +207,8 @@ class TorchAccelerator(Accelerator):
     def view_for_mpi(self, data: torch.Tensor) -> Any:
         """Return device bytes as a CuPy array over the same memory; None without CuPy.
 
-        DLPack would wait for a stream; here nothing is queued and nothing waits. The caller knows that the bytes are
-        there.
+        DLPack would wait for a stream; here nothing is queued and nothing waits. The caller must know that the bytes
+        are complete.
         """
         if self.cupy is None or not self.is_on_device(data) or not data.numel():
             return None
@@ -216,7 +224,7 @@ class TorchAccelerator(Accelerator):
             return None
         runtime = self.cupy.cuda.runtime
         with self.cupy.cuda.Device(self._index):
-            address = runtime.malloc(num_bytes)  # not torch's: a handle opens the whole of what a driver was asked for
+            address = runtime.malloc(num_bytes)  # not torch's allocator: a handle opens the driver's whole allocation
             try:
                 handle = runtime.ipcGetMemHandle(address)
             except Exception:
@@ -247,8 +255,10 @@ class TorchAccelerator(Accelerator):
 
 
 def import_cupy() -> Any:
-    """Return CuPy's module, or None where it is not there or broken. Raises TopologyError for one of another maker or
-    another ROCm than torch is built for: a process has one such runtime."""
+    """Return CuPy's module, or None where it is missing or broken.
+
+    Raises TopologyError for a CuPy of another maker or another ROCm than torch's: a process can have one such runtime.
+    """
     try:
         import cupy  # pyright: ignore[reportMissingImports] - an extra
     except Exception:  # whatever a broken installation raises
@@ -269,8 +279,10 @@ def check_cupy(cuda: Any, hip: str | None) -> None:
 
 
 def visible_devices(kind: DeviceKind) -> list[str]:
-    """Return a name of each device of a kind that this process sees, which no other device of any host has; none
-    without torch's."""
+    """Return a name for each device of a kind that this process sees; empty without torch's module.
+
+    Names are unique among the devices of all hosts.
+    """
     module = torch_module(kind)
     if module is None:
         return []
@@ -283,7 +295,7 @@ def visible_devices(kind: DeviceKind) -> list[str]:
 
 
 class _Registered(mmap.mmap):
-    """Memory that the driver knows until nothing of it is used."""
+    """Pinned memory, which is registered with the driver until its last user is gone."""
 
     unregister: Callable[[], object] | None = None
 
@@ -295,7 +307,7 @@ class _Registered(mmap.mmap):
 def register_memory(num_bytes: int, runtime: Any) -> torch.Tensor | None:
     """Return pinned uint8 memory of exactly so many bytes, or None where the driver refuses it.
 
-    Torch rounds its own up to a power of two. `runtime` is that of `torch.cuda.cudart`.
+    Torch rounds sizes up to a power of two. `runtime` is that of `torch.cuda.cudart`.
     """
     memory = _Registered(-1, num_bytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)

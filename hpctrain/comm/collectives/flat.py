@@ -26,7 +26,7 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 def reduce_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
     """Reduce `parts` (same shape and dtype) first to last into `out`, which may be one of them.
 
-    Half precision is summed in fp32; a result of another dtype than that of the parts is rounded once, at the end.
+    Half precision is summed in fp32. Where `out` has another dtype the result is rounded once, at the end.
     """
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -48,14 +48,14 @@ def reduce_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -
 
 
 def section_of(cut: Interval, start: int, size: int) -> Interval:
-    """Return the `size` elements from `start` on of a cut; fewer, or none, at its end."""
+    """Return `size` elements of a cut from `start` on; fewer, or none, at its end."""
     return Interval(min(cut.start + start, cut.stop), min(cut.start + start + size, cut.stop))
 
 
 class Collectives(Protocol):
-    """Collectives on flat tensors, as steps, that all ranks of the group must take.
+    """Collectives on flat tensors, as steps that all ranks of the group must take.
 
-    Where ranks have devices, `StreamedCollectives` is around them: it returns what is launched there.
+    Where ranks have devices, `StreamedCollectives` wraps them, and returns events of the launched operations.
     """
 
     name: str
@@ -72,28 +72,30 @@ class Collectives(Protocol):
 
 
 class FlatCollectives:
-    """Collectives as steps. Tensors are contiguous, flat and where the transport takes them."""
+    """Collectives as steps. Tensors are contiguous and flat, in memory that the transport accepts."""
 
     def __init__(self, transport: Transport, algorithm: Callable[[int], str]):
-        """`algorithm` names that of an all-reduce by its bytes: all but `doubling` are an exchange."""
+        """`algorithm` names the algorithm of an all-reduce by its bytes: every name but `doubling` means an
+        exchange."""
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.transport, self.algorithm = transport, algorithm
 
     def _others(self) -> list[int]:
-        """Return the other ranks, beginning with the next one, so that not all send to the same one first."""
+        """Return the other ranks, from the next one on, so that ranks do not all send to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _awaited(self, peer: int) -> str:
         return f"rank {peer} of {self.size}"
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        """Send every other rank its tensor of `sent`, and receive that of `received` from it; none that is empty."""
+        """Send each other rank its tensor of `sent`, and receive that of `received` from it. Empty tensors are
+        skipped."""
         ready = [self.transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
         ready += [self.transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
         yield from until_all(ready, f"the other {self.size - 1} ranks")
 
     def barrier(self) -> Steps:
-        """Dissemination (Hensgen, Finkel, Manber 1988): after round k everybody has heard of 2^k others."""
+        """Dissemination (Hensgen, Finkel, Manber 1988): after round k each rank has heard of 2^k others."""
         token, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         distance = 1
         while distance < self.size:
@@ -112,7 +114,7 @@ class FlatCollectives:
         yield from self.all_gather(flat, cuts)
 
     def _doubling(self, flat: torch.Tensor, op: str) -> Steps:
-        """Recursive doubling; ranks beyond a power of two have a partner who works for them."""
+        """Recursive doubling. Each rank beyond a power of two has a partner that works for it."""
         total = flat.to(partial_dtype(flat.dtype, op), copy=True)
         theirs = torch.empty_like(total)
         power = 1 << (self.size.bit_length() - 1)
@@ -156,10 +158,10 @@ class FlatCollectives:
 
 
 class SilentCollectives:
-    """Collectives without others, of a group of one or as if there were none.
+    """Collectives without communication, for a group of one, or for one rank of many that runs alone.
 
-    They leave memory as the real ones would, with numbers that can be computed with: sums are of this rank's part
-    alone; what others would bring is this rank's part again.
+    They fill the same memory as real collectives, with numbers that can be computed with. Sums are this rank's part
+    alone. Instead of the parts of other ranks this rank's part is repeated.
     """
 
     def __init__(self, rank: int, size: int):

@@ -1,9 +1,9 @@
 """Collectives over domains: groups of ranks that are near each other (a family, a host), of any sizes.
 
-Reduce-scatter inside each domain, exchange of shards across, all-gather inside. Each domain's sum of what another one
-owns is cut evenly among its ranks, so that every rank's network carries its part. Each byte crosses between two
-domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D equal ones, however many ranks it has.
-Domains of different size exchange the intersections of their shards' intervals.
+An all-reduce is a reduce-scatter inside each domain, an exchange of shards across domains, and an all-gather inside.
+The part of a domain's sum that another domain owns is cut evenly among the ranks, so that all networks share the load.
+Each byte crosses between two domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D equal
+ones, however many ranks it has. Domains of different size exchange the intersections of their shards' intervals.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 class HierarchicalCollectives:
     """Collectives of a group made of `domains`; each lists positions in the group, in ascending order.
 
-    A tensor is *packed* where the parts of ranks follow each other domain by domain. `owned` says what each domain's
-    ranks own of a packed tensor.
+    A tensor is *packed* where the parts of ranks follow each other domain by domain. `owned` lists the parts of a
+    packed tensor that each domain's ranks own.
     """
 
     def __init__(self, inner: Collectives | None, across: FlatCollectives, domains: Sequence[Sequence[int]]):
         """`inner` is this rank's domain's, None where it is alone; `across` is over the whole group.
 
-        An all-reduce whose algorithm is not `domains` is that of `across`, whose transport connects the domains.
+        An all-reduce by another algorithm than `domains` uses `across` alone, whose transport connects the domains.
         """
         self.rank, self.size, self.algorithm = across.rank, across.size, across.algorithm
         self.name = f"{inner.name if inner else 'alone'} inside, {across.name} across"
@@ -36,15 +36,16 @@ class HierarchicalCollectives:
         self._mine = next(i for i, domain in enumerate(domains) if self.rank in domain)
         self._position = domains[self._mine].index(self.rank)
         self._others = [(self._mine + i) % len(domains) for i in range(1, len(domains))]
-        """The other domains, each starting after itself, so that not all send to the same one first."""
+        """The other domains, beginning with the next one, so that domains do not all send to the same one first."""
 
     def _owned(self, sizes: Iterable[int]) -> list[list[Interval]]:
-        """Return what each domain's ranks own of a packed tensor, by the sizes of their parts in that order."""
+        """Return the parts of a packed tensor that each domain's ranks own, from the sizes of their parts in that
+        order."""
         intervals = itertools.starmap(Interval, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
         return [list(itertools.islice(intervals, len(domain))) for domain in self._domains]
 
     def _owned_by(self, cuts: Sequence[Interval]) -> tuple[list[list[Interval]], bool]:
-        """Return what ranks own of a tensor once it is packed, and whether it is packed as it is cut."""
+        """Return the parts that ranks own once a tensor is packed, and whether its cuts are packed already."""
         owned = self._owned(cuts[member].size for member in self._order)
         return owned, all(cuts[m] == at for m, at in zip(self._order, itertools.chain(*owned), strict=True))
 
@@ -86,7 +87,7 @@ class HierarchicalCollectives:
             for rank, met in self._meetings(d, self._shares(region, d), own)
         ]
         leaving: list[Ready] = []
-        # Theirs is in flight while ours is summed, as far as MPI moves messages without being asked.
+        # The other domains' parts are in flight while ours is summed, if MPI moves messages without polls.
         for d in self._others:
             shares = self._shares(_region(owned[d]), self._mine)
             summed = yield from self._reduce_inside(flat, shares, partial, op)
@@ -99,7 +100,7 @@ class HierarchicalCollectives:
         yield from until_all(leaving, f"the other {len(self._others)} domains to take their shards")
 
     def _reduce_inside(self, flat: torch.Tensor, cuts: Sequence[Interval], dtype: torch.dtype, op: str):
-        """Sum a region over this domain, which is cut among its ranks; return this rank's part, of a `dtype`."""
+        """Sum a region over this domain, cut among its ranks; return this rank's part in `dtype`."""
         own, region = cuts[self._position], _region(cuts)
         summed = torch.empty(own.size, dtype=dtype, device=flat.device)
         if self._inner is None:
@@ -131,7 +132,7 @@ class HierarchicalCollectives:
                 leaving.append(self._transport.send(rank, flat[slice(*met)]))
         yield from self._gather_inside(flat, mine)
         if getattr(self._transport, "is_direct", False):
-            # MPI on a device and the library may wait for each other: all has left before the library continues.
+            # MPI on a device and the library may wait for each other: all messages end before the library continues.
             arriving += leaving
         yield from until_all(arriving, f"the shards of the other {len(self._others)} domains")
         for d in self._others:
@@ -139,12 +140,12 @@ class HierarchicalCollectives:
         yield from until_all(leaving, f"the other {len(self._others)} domains to take their shards")
 
     def _gather_inside(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        """Gather a region, which is cut among the ranks of this domain."""
+        """Gather a region that is cut among the ranks of this domain."""
         region = _region(cuts)
         if self._inner is not None and region.size:
             yield from self._inner.all_gather(flat[slice(*region)], [cut.shift(-region.start) for cut in cuts])
 
 
 def _region(cuts: Sequence[Interval]) -> Interval:
-    """Return what consecutive intervals cover together."""
+    """Return the interval that consecutive intervals cover together."""
     return Interval(cuts[0].start, cuts[-1].stop)

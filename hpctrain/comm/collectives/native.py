@@ -35,15 +35,17 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 # 0: do without any library. 1, with HPCTRAIN_SHARE_DEVICES=1: also where ranks share a device, for tests.
 NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
 CONNECT_SECONDS = 300.0
-"""How long ranks of a new group look for each other, and how long their first messages may take after that."""
+"""Seconds that ranks of a new group have to find each other, and the same again for their first messages."""
 GROUP_SECONDS = 86400.0
-"""After which torch ends an operation, or the process: more than any patience of hpctrain, which says what is late."""
+"""Timeout after which torch ends an operation, or the process. It is longer than any timeout of hpctrain, whose report
+says who is late."""
 ABORT_SECONDS = 3.0
-"""How long a rank waits for a group that it leaves in an error."""
+"""Seconds that a rank waits for a group to abort after an error."""
 ADDRESS_SECONDS = 5.0
-"""How long a rank tries one address of the store before it tries the next."""
+"""Seconds that a rank tries one address of the store before the next."""
 ROUTE_PROBE_ADDRESS = "192.0.2.1"
-"""An address of documentation (RFC 5737): the route to it shows by which address this host is seen. Nothing is sent."""
+"""A documentation address (RFC 5737). The route to it shows the address under which others see this host. Nothing is
+sent."""
 
 
 def group_class(kind: DeviceKind) -> Any:
@@ -71,7 +73,7 @@ def library_ability(kind: DeviceKind) -> Ability:
 def make_group(kind: DeviceKind, members: Members, store: Any, groups: Any = None) -> Any:
     """Return a process group of the members. All must call; where one fails, all raise.
 
-    `store` is that of all ranks; each group has a prefix of its own. `groups` replaces the class, for tests.
+    `store` is shared by all ranks; each group has a prefix of its own. `groups` replaces the class, for tests.
     """
     groups = groups or group_class(kind)
     name = members.bcast(f"hpctrain-{uuid.uuid4().hex}")
@@ -84,7 +86,7 @@ def make_group(kind: DeviceKind, members: Members, store: Any, groups: Any = Non
         "is_high_priority_stream": True,
     }
     for key, value in values.items():
-        if hasattr(options, key):  # makers' options differ
+        if hasattr(options, key):  # each maker's options have other keys
             setattr(options, key, value)
     prefixed = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
     return on_all(members, lambda: groups(prefixed, members.rank, members.size, options))
@@ -93,8 +95,8 @@ def make_group(kind: DeviceKind, members: Members, store: Any, groups: Any = Non
 def open_store(members: Members, host: str) -> Any:
     """Return a store that all members share, served by the first one. All must call; where one fails, all raise.
 
-    `host` is where this member is: those on the first one's host come by its loopback. Others try the name of the
-    first one's host, its full name and its addresses, since some sites resolve only one of them.
+    `host` is this member's host. Members on the first one's host connect through its loopback. Others try the host's
+    name, its full name and its addresses, since some sites resolve only one of them.
     """
     timeout = timedelta(seconds=CONNECT_SECONDS)
     connect = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
@@ -111,7 +113,8 @@ def open_store(members: Members, host: str) -> Any:
 
 
 def own_addresses() -> list[str]:
-    """Return what other hosts may call this one by, the best first: its name, its full name, its addresses."""
+    """Return the addresses under which other hosts may reach this one, the best first: name, full name, IP
+    addresses."""
     name = socket.gethostname()
     result = [name, socket.getfqdn()]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -123,7 +126,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable(addresses: Sequence[str], port: int) -> str:
-    """Return the first of some addresses at which a port answers. Raises CommError with what each one said."""
+    """Return the first of some addresses at which a port answers. Raises CommError with each address' failure."""
     failures = []
     for address in addresses:
         try:
@@ -138,14 +141,15 @@ def reachable(addresses: Sequence[str], port: int) -> str:
 
 
 class Connection:
-    """One process group, watched for errors that it notices by itself.
+    """One process group, watched for errors that the library notices by itself.
 
-    Without that a peer that is gone shows only when somebody's patience ends: the host waits for its device, and the
-    device for the peer. On an error the group is aborted, which ends what waits on the device.
+    Without the watch a lost peer shows only after a timeout: the host waits for its device, and the device for the
+    peer. On an error the group is aborted, which ends the waiting operations on the device.
     """
 
     def __init__(self, name: str, group: Any, launches: LaunchOrder, debug: str = ""):
-        """`launches` are those of the rank, which watch it; `debug` is the variable by which the library says more."""
+        """`launches` is the rank's launch order, which watches the group; `debug` is the variable for more verbose
+        output."""
         self.name, self.group, self._launches = name, group, launches
         self._hint = f". {debug} shows which" if debug else ""
         self._error: str | None = None
@@ -159,8 +163,8 @@ class Connection:
         launches.watch(self)
 
     def look(self) -> None:
-        """Take note of an error, and abort. For `LaunchOrder`."""
-        with self._lock:  # nobody gives it back while it is looked at
+        """Record an error, and abort. For `LaunchOrder`."""
+        with self._lock:  # no shutdown during the check
             if not (self._is_open and self._knows_errors):
                 return
             error = self.group.get_error().name
@@ -176,8 +180,8 @@ class Connection:
     def abort(self) -> None:
         """Leave without the others, whatever is in flight: the group is aborted, not shut down.
 
-        Shutting down waits for what is in flight, and so does who releases it: for a thread of torch's, which may sleep
-        for a minute after an error. It is never released, at the interpreter's exit neither.
+        A shutdown waits for operations in flight. Releasing the group waits too, for a thread of torch that may sleep
+        for a minute after an error. So the group is never released, not even at the interpreter's exit.
         """
         with self._lock:
             if not self._is_open:
@@ -195,7 +199,7 @@ class Connection:
         thread.join(ABORT_SECONDS)
 
     def shutdown(self) -> None:
-        """Give it back in order: all ranks call, and nothing is in flight."""
+        """Shut the group down in order: all ranks call, and nothing is in flight."""
         with self._lock:
             if not self._is_open:
                 return
@@ -204,22 +208,24 @@ class Connection:
 
 
 SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
-# Bounds the memory for what is received before it is summed.
+# Bytes received before they are summed; bounds the memory.
 SEGMENT_BYTES = 64 << 20
 
 
 class NativeCollectives:
-    """Collectives queued on the stream that the caller's thread uses when it takes the steps; they wait for nothing.
+    """Collectives queued on the stream that the caller's thread uses when it takes the steps. The steps never wait.
 
-    Sums are the library's in the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. Others,
-    such as half precision, which it would round at every addition, are exchanged and summed here, in order of rank and
-    at least in fp32. Of several groups a device does one operation at a time (`hpctrain.comm.accelerators.launches`).
+    The library sums the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. It would round
+    half precision at every addition, so such dtypes are exchanged and summed here, in order of rank and at least in
+    fp32. A device does one operation at a time for all groups (`hpctrain.comm.accelerators.launches`).
 
-    Operations are asked for as synchronous ones, which groups do on the stream of the thread. Where one has a stream of
-    its own, it begins after that one, and `wait` orders that one after it. The host waits for neither. Uneven
-    reduce-scatters and all-gathers are asked for as asynchronous ones: of several messages that torch's group starts
-    together as a synchronous one, it records the end on a stream where nothing is, so that nobody would ask the library
-    about a peer that is gone.
+    Operations are requested as synchronous ones, which process groups do on the stream of the thread. A group with a
+    stream of its own begins after that stream, and `wait` orders the thread's stream after it. The host waits for
+    neither.
+
+    Uneven reduce-scatters and all-gathers are requested as asynchronous ones. They are several messages that torch's
+    group starts together. As a synchronous operation torch would record its end on an idle stream, and the library
+    would never be asked about a lost peer.
     """
 
     def __init__(
@@ -227,9 +233,9 @@ class NativeCollectives:
     ):
         """All `members` must call, with their devices bound. `store` is that of all ranks, of `open_store`.
 
-        With `has_pairs` each rank is connected with each other at once, by which half precision is exchanged. That
-        takes megabytes of a device for each. Without it they connect at the first operation that needs it, which all
-        come to. `groups` replaces torch's class of process groups, for tests.
+        With `has_pairs` all pairs of ranks are connected at once; half precision is exchanged over these connections.
+        Each takes megabytes of the device. Without it they connect at the first operation that needs it, which all
+        ranks call. `groups` replaces torch's class of process groups, for tests.
         """
         self.rank, self.size = members.rank, members.size
         self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
@@ -285,7 +291,7 @@ class NativeCollectives:
         self._run("allreduce", [flat], options="AllreduceOptions", op=op)
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Exchange bytes with all others in one call; what this rank has for itself is left out."""
+        """Exchange bytes with all others in one call; this rank's own part is skipped."""
         ours, theirs = (
             [as_bytes(part if peer != self.rank else part[:0]) for peer, part in enumerate(parts)]
             for parts in (sent, received)
@@ -293,7 +299,7 @@ class NativeCollectives:
         self._run("alltoall", theirs, ours, options="AllToAllOptions")
 
     def barrier(self) -> Steps:
-        """Wait for the devices of all ranks: it ends on each when all have come to it."""
+        """Wait for the devices of all ranks: the operation ends on each device when all have reached it."""
         yield from self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
@@ -305,7 +311,7 @@ class NativeCollectives:
         yield from self.all_gather(flat, cuts)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        """Uneven cuts are a reduction to each rank, started together by the group."""
+        """Reduce and scatter. Uneven cuts become a reduction to each rank, started together by the group."""
         if flat.dtype not in self.sums:
             self._exchange(flat, cuts, out, op)
         elif _are_even(cuts):
@@ -316,7 +322,7 @@ class NativeCollectives:
         yield from ()
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        """Uneven cuts are a broadcast from each rank, started together by the group."""
+        """Gather from all ranks. Uneven cuts become a broadcast from each rank, started together by the group."""
         parts = [as_bytes(flat[slice(*cut)]) for cut in cuts]
         if _are_even(cuts):
             whole = as_bytes(flat[: cuts[-1].stop])
@@ -326,7 +332,7 @@ class NativeCollectives:
         yield from ()
 
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
-        """Reduce-scatter by sending each rank its part as it is, half the bytes of partial sums in fp32."""
+        """Reduce-scatter by sending each rank its part unsummed: half the bytes of partial sums in fp32."""
         step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
         buffer = flat.new_empty(self.size, min(step, cuts[self.rank].size))
         for start in range(0, max(cut.size for cut in cuts), step):
@@ -339,11 +345,11 @@ class NativeCollectives:
                 reduce_in_order(of_ranks, out[start : start + own.size], op)
 
     def check(self) -> None:
-        """Raise CommError where the library has noticed that a peer or a network is gone."""
+        """Raise CommError where the library has noticed a lost peer or network."""
         self.connection.check()
 
     def abandon(self) -> None:
-        """Leave without the others; what is in flight is aborted, since waiting for it could be for ever."""
+        """Leave without the others; operations in flight are aborted, since waiting for them could take for ever."""
         self._accelerator.launches.forget(self.connection)
         self.connection.abort()
 
@@ -360,8 +366,8 @@ def connect_native(
 ) -> NativeCollectives:
     """Return the library's collectives over the members. All must call, with their devices bound.
 
-    Raises CommError on all of them where the library refuses, with its words: without it a run would be many times
-    slower, which is for a person to decide. For the others see `NativeCollectives`.
+    Raises CommError on all of them, with the library's message, where the library refuses. A run without it would be
+    many times slower; a person has to decide that. For the other arguments see `NativeCollectives`.
     """
     made: list[NativeCollectives] = []
 

@@ -18,19 +18,19 @@ from hpctrain.comm.transports.window import NoRoomError, SharedWindow
 from hpctrain.comm.waiting import Condition, Steps
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# Of each of a rank's two slots (`_next_slot`), at most. Small enough for the slots of a few ranks to stay in the cache.
+# Most bytes of each of a rank's two slots (`_next_slot`). Slots of a few ranks stay in the cache at this size.
 # Large enough that ranks which share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
 MIN_SLOT_BYTES = 64 * 1024
-# The slots of a group take at most this share of what is free, so that there is headroom for the groups after it.
+# The slots of a group take at most this share of the free shared memory, which leaves room for later groups.
 SHARE_OF_SLOTS = 1 / 16
 ANNOUNCED = 0
-"""The window's counter of how far a rank has come."""
-# Nothing large is put into shared memory unless it leaves this share of what is free to others.
+"""Index of the window's counter that announces a rank's progress."""
+# A large allocation in shared memory must leave this share of the free bytes to others.
 SHARE_LEFT_FREE = 0.5
-# Below this, everybody reduces everything: one announcement instead of two.
+# Below this size each rank reduces the whole tensor: one announcement instead of two.
 SMALL_BYTES = 8 * 1024
-# How many parts of slots are kept as tensors: making one takes longer than copying a small message.
+# Number of cached views of slots: making one takes longer than copying a small message.
 KEPT_VIEWS = 1024
 
 
@@ -40,7 +40,7 @@ class SharedCollectives:
     name = "shared memory"
 
     def __init__(self, members: Members, ranks_on_host: int):
-        """All ranks must call. `ranks_on_host` are those of all groups, who share its memory."""
+        """All ranks must call. `ranks_on_host` is the number of ranks of all groups that share the host's memory."""
         self._ranks_on_host = max(ranks_on_host, members.size)
         self.rank, self.size = members.rank, members.size
         self._members = members
@@ -50,7 +50,7 @@ class SharedCollectives:
         self._window = SharedWindow(members, 2 * self._slot_bytes)
         self._regions: list[SharedWindow] = []
         self._readable: list[SharedWindow] = []
-        """Regions of which each rank has a part of its own, that all the others read."""
+        """Regions of `allocate`: each rank has its own part, and the others read it."""
         self._announced = 0
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
@@ -58,8 +58,8 @@ class SharedCollectives:
     def allocate(self, num_bytes: int, is_common: bool = False) -> torch.Tensor | None:
         """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
 
-        Collectives on tensors inside them need no copies through slots. If `is_common` all ranks get the same memory,
-        which is for no collective. All ranks must call with the same size.
+        Collectives on tensors inside them need no copies through slots. With `is_common` all ranks get the same memory,
+        which no collective may use. All ranks must call with the same size.
         """
         parts_on_host = self._ranks_on_host // self.size if is_common else self._ranks_on_host
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
@@ -75,7 +75,8 @@ class SharedCollectives:
         return region.bytes[0 if is_common else self.rank]
 
     def _views_of_all(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return this tensor of each rank, as this rank sees them; None if it is not in memory of `allocate`."""
+        """Return this rank's views of all ranks' parts of a tensor; None if the tensor is not in memory of
+        `allocate`."""
         for region in self._readable:
             start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
             stop = start + flat.numel() * flat.element_size()
@@ -84,7 +85,7 @@ class SharedCollectives:
         return None
 
     def _announce(self) -> Steps:
-        """Say that this rank has come so far, and wait until all have."""
+        """Announce that this rank has reached the next point, and wait until all have."""
         window = self._window
         self._announced = value = self._announced + 1
         window.publish(ANNOUNCED, value)
@@ -96,8 +97,8 @@ class SharedCollectives:
     def _next_slot(self) -> int:
         """Return which of a rank's two slots is next; all ranks alternate between the same ones.
 
-        Two suffice: who writes the third chunk, into the slot of the first, knows that all have read the first, since
-        all have announced the second.
+        Two suffice. The third chunk goes into the slot of the first. By then all ranks have announced the second chunk,
+        and so have read the first.
         """
         self._slot ^= 1
         return self._slot
@@ -134,7 +135,7 @@ class SharedCollectives:
         cuts = cut_evenly(chunk.numel(), self.size)
         own = slice(*cuts[self.rank])
         reduce_in_order([copy[own] for copy in copies], chunk[own], op)
-        # Others still read this slot, each a part of its own: nobody reads ours before the second announcement.
+        # Others still read this slot, each its own part. No rank reads our result before the second announcement.
         copies[self.rank][own].copy_(chunk[own])
         yield from self._announce()
         for other, cut in enumerate(cuts):
@@ -146,7 +147,7 @@ class SharedCollectives:
         for other, cut in enumerate(cuts):
             if other != self.rank:
                 views[self.rank][slice(*cut)].copy_(views[other][slice(*cut)])
-        yield from self._announce()  # nobody reads this rank's memory any longer
+        yield from self._announce()  # no rank reads this rank's memory any longer
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
         own = cuts[self.rank]

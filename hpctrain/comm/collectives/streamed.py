@@ -1,4 +1,4 @@
-"""Collectives on tensors of devices: on another stream than the caller's, after what was queued there."""
+"""Collectives on tensors of devices: on a separate stream, after the work queued on the caller's stream."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,25 +36,25 @@ class StreamedCollectives:
         transport: DeviceTransport,
         natives: Sequence[NativeCollectives] = (),
     ):
-        """`natives` are those of the vendor's library that `inner` uses: they report a failed peer."""
+        """`natives` are the collectives of the vendor's library that `inner` uses; they report a failed peer."""
         self._natives = natives
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner, self._accelerator, self._transport = inner, accelerator, transport
         self.is_launched = isinstance(inner, ByMemory)
-        """Whether the library does all of what is asked for tensors of the device."""
+        """Whether the library does the whole operation for tensors of the device."""
         self.stream = accelerator.launches.stream if natives else accelerator.new_stream()
-        """Where the device does them."""
+        """The device's stream for these operations."""
 
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
 
     def launches_of(self, tensor: torch.Tensor) -> LaunchOrder | None:
-        """Return the order of launches in which an operation on a tensor is alone; None where it is in none."""
+        """Return the launch order that an operation on a tensor belongs to; None where it belongs to none."""
         order = self._accelerator.launches
         is_alone = self._natives or (self._transport.is_direct and order.has_library)
         return order if is_alone and self._accelerator.is_on_device(tensor) else None
 
     def barrier(self) -> Steps:
-        """Wait for hosts: what is queued on devices may still be in flight."""
+        """Wait for hosts: work queued on devices may still be in flight."""
         return self._run(self._inner.barrier(), None)
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
@@ -70,7 +70,7 @@ class StreamedCollectives:
         return self._run(steps, self._accelerator.queued() if self._accelerator.is_on_device(flat) else None)
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
-        """Take steps after what was `queued`; return the event of their end if they are of memory of the device."""
+        """Take steps after the event `queued`; return the event of their end if they work on device memory."""
         if queued is not None:
             self.stream.wait_event(queued)
         while True:
@@ -87,7 +87,7 @@ class StreamedCollectives:
         return done
 
     def _look(self, ready: Ready) -> bool:
-        """Move messages too, whatever it is that is waited for: other ranks may be waiting for them.
+        """Say whether a condition is true, and move messages: other ranks may be waiting for them.
 
         Raises CommError where a library has noticed that the others are gone.
         """
@@ -98,9 +98,9 @@ class StreamedCollectives:
 
 
 class ByMemory:
-    """Takes tensors in memory of the device by one route, and those of the host by another.
+    """Chooses one route for tensors in device memory, and another for those of the host.
 
-    For groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
+    It is for groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
     """
 
     def __init__(self, device: Collectives, host: Collectives, accelerator: Accelerator):

@@ -1,4 +1,4 @@
-"""Channels: what neighbouring stages of a pipeline send each other, copied when it is sent."""
+"""Channels: messages between neighbouring stages of a pipeline, copied when they are sent."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +18,7 @@ from hpctrain.config.errors import CommError
 
 
 class Channel(ABC):
-    """A two-way channel between this rank and a peer. What is sent is copied, and may be changed at once."""
+    """A two-way channel between this rank and a peer. A tensor is copied by `send`, and may be changed at once."""
 
     route_name: str
     reason: str
@@ -32,14 +32,15 @@ class Channel(ABC):
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with the next message, which must have its size."""
-        # Overlapped for the trace: what the sender did until it sent is no communication.
+        # The trace counts it as overlapped: the sender's work before the send is no communication.
         steps = self._receiving(tensor)
         Operation(self._instruments, "receive", tensor.nbytes, steps, self._patience, is_overlapped=True).wait()
 
     def expect(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
+        """Announce the tensor for the next message: contiguous, and of the message's size.
 
-        `receive` must be called with what was expected, in that order. Messages that wait in slots need it not.
+        `receive` must be called with the announced tensors, in that order. Channels whose messages wait in slots do not
+        need the call.
         """
 
     @abstractmethod
@@ -49,11 +50,11 @@ class Channel(ABC):
     def _receiving(self, tensor: torch.Tensor) -> Steps: ...
 
     def abandon(self) -> None:  # noqa: B027
-        """Leave without the other end: `close` will wait for nobody."""
+        """Leave without the other end: `close` will not wait for it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it uses. Both ends must call; a second call does nothing."""
+        """Free the channel's resources. Both ends must call; a second call does nothing."""
 
 
 class SharedChannel(Channel):
@@ -108,7 +109,7 @@ class MessageChannel(Channel):
         self.route_name, self.reason = outgoing.route_name, outgoing.reason
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = outgoing.transport.polls_freely
-        """Whether receives are posted when they are expected."""
+        """Whether receives are posted as soon as they are announced."""
         self._in_flight: deque[Operation] = deque()
         self._expected: deque[tuple[torch.Tensor, Operation]] = deque()
 
@@ -119,7 +120,7 @@ class MessageChannel(Channel):
         yield from ()
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Let a message move when those that were expected before it are there, where receives are posted early."""
+        """Post a receive after all those announced before it, where receives are posted early."""
         if self._posts_early:
             self._expected.append((tensor, self._incoming.start_receive(tensor)))
 

@@ -2,9 +2,10 @@
 
 Every operation must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape and
 any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on every
-rank, and in every run whose network is described by the same figures. Where the maker's library does an operation on a
-device, to wait for it means that the device waits: the host continues, and must not look at the result before the
-device is there.
+rank, and in every run whose network is described by the same figures.
+
+The maker's library may do an operation on a device. To wait for it means that the device waits: the host continues, and
+must not read the result before the device has it.
 """
 
 from collections.abc import Sequence
@@ -31,38 +32,38 @@ if TYPE_CHECKING:
     from hpctrain.comm.collectives.native import NativeCollectives
 
 REDUCTIONS = ("sum", "max", "min")
-# Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
+# Number of sizes whose even cuts are cached: computing them takes as long as moving a small message.
 KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
 class BackendPart(Protocol):
-    """Something of which a process, a device or MPI has a limited number."""
+    """A resource of which a process, a device or MPI has a limited number."""
 
     def close(self) -> None:
-        """Give it back. All ranks must call."""
+        """Release the resource. All ranks must call."""
         ...
 
 
 @dataclass
 class Backend:
-    """The means by which a group communicates: its collectives, its messages, and why these.
+    """The means by which a group communicates: its collectives, its messages, and the reasons.
 
-    `groups/maker.py` makes it; `hpctrain.comm.collectives` says which class of collectives is whose.
+    `groups/maker.py` makes it; `hpctrain.comm.collectives` lists the classes of collectives and their uses.
     """
 
     collectives: Collectives
     transport: Transport | None
-    """None where nobody is sent anything."""
+    """The messages of the group; None where its ranks send none."""
     reason: str
     parts: Sequence[BackendPart] = ()
-    """What was made for it, in this order."""
+    """Resources of this backend, in the order in which they were made."""
     natives: "Sequence[NativeCollectives]" = ()
-    """Those of them that are of a maker's library."""
+    """The collectives by a maker's library among the parts."""
     is_open: bool = True
 
     def abandon(self) -> None:
-        """Leave without the others: end what waits for them on devices. `close` will do nothing."""
+        """Leave without the others: end operations on devices that wait for them. `close` will do nothing."""
         if self.is_open:
             self.is_open = False
             for native in self.natives:
@@ -79,9 +80,9 @@ class Backend:
 class Group:
     """Some ranks that communicate. A group of one does nothing, at no cost.
 
-    An operation that is called by its name blocks. One that is *started* is overlapped where the group has a lane, and
-    has ended when `start_...` returns where it has none: the same bits, and the same code for who calls. Either way who
-    started it waits for it, once.
+    An operation that is called by its name blocks. A *started* one is overlapped where the group has a lane. Where it
+    has none the operation has ended when `start_...` returns. Both give the same bits to the same calling code, which
+    waits for each started operation once.
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Group:
 
     @property
     def bytes_sent(self) -> Sequence[int]:
-        """The bytes sent to each rank by position, as messages of the whole group; not those inside its domains."""
+        """The bytes sent to each rank by position in messages of the whole group, without those inside its domains."""
         return self._backend.transport.bytes_sent if self._backend.transport else (0,)
 
     @property
     def is_overlapped(self) -> bool:
-        """Say whether what is started continues while the rank computes."""
+        """Say whether started operations continue while the rank computes."""
         return self._lane is not None
 
     def _begin(self, name: str, steps: Steps, *tensors: torch.Tensor, is_started: bool = False) -> Operation:
-        """Give an operation its place in the order of this rank. Unless it is overlapped, it has ended then."""
+        """Give an operation its place in this rank's order. Unless it is overlapped, it has ended on return."""
         lane, launches, device = self._lane if is_started else None, None, None
         if isinstance(self._collectives, StreamedCollectives) and OPERATIONS[name].is_launched:
             launches = self._collectives.launches_of(tensors[0])
@@ -137,7 +138,7 @@ class Group:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Operation:
-        """Sum in place over all ranks; leave the tensor alone until the operation was waited for."""
+        """Sum in place over all ranks; do not touch the tensor before the wait for the operation."""
         return self._begin("all_reduce", self._all_reduce(tensor, "sum"), tensor, is_started=True)
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Steps:
@@ -155,7 +156,7 @@ class Group:
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
     ) -> Operation:
-        """Start a `reduce_scatter` of sums; leave both tensors alone until it was waited for."""
+        """Start a `reduce_scatter` of sums; do not touch the tensors before the wait for the operation."""
         steps = self._reduce_scatter(tensor, out, cuts, "sum")
         return self._begin("reduce_scatter", steps, tensor, out, is_started=True)
 
@@ -170,12 +171,12 @@ class Group:
         return self._collectives.reduce_scatter(flat, cuts, into, op)
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor:
-        """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`. Return the tensor."""
+        """Fill the flat tensor on all ranks in place; rank i contributes elements `cuts[i]`. Return the tensor."""
         self._begin("all_gather", self._all_gather(tensor, cuts), tensor)
         return tensor
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Operation:
-        """Start an `all_gather`; leave the tensor alone until it was waited for."""
+        """Start an `all_gather`; do not touch the tensor before the wait for the operation."""
         return self._begin("all_gather", self._all_gather(tensor, cuts), tensor, is_started=True)
 
     def _all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None) -> Steps:
@@ -202,12 +203,12 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """The messages of its ranks."""
+        """The group's messages."""
         assert self._backend.transport is not None, "a group of one has no peer"
         return self._backend.transport
 
     def _message(self, move, tensor: torch.Tensor) -> Steps:
-        """Take the message's place in the caller's stream now: a lane may come to its first step much later."""
+        """Take the message's place in the caller's stream now: a lane may reach its first step much later."""
         if self.size != 2:
             raise CommError(f"a message in a group of {self.size} ranks; groups of two have messages")
         data = as_bytes(self._flat(tensor))
@@ -234,7 +235,7 @@ class Group:
             raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
 
     def await_ready(self, ready: Ready, awaited: str) -> None:
-        """Wait with this group's patience for something of this rank's own, such as its device. Raises CommError."""
+        """Wait with this group's patience for something of this rank alone, such as its device. Raises CommError."""
         wait_until(ready, lambda: awaited, self._patience)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -247,9 +248,9 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
 
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Return zeros [numel] that are one memory for all ranks; None where the group has no such memory.
+        """Return zeros [numel] in one memory that all ranks share; None where the group has no such memory.
 
-        Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
+        A writer must make sure by `barrier` that nobody reads. All ranks must call.
         """
         return self._allocate(numel, dtype, device, is_common=True)
 
@@ -261,13 +262,14 @@ class Group:
         return None if memory is None else memory.view(dtype)
 
     def abandon(self) -> None:
-        """Leave without the others what is in flight, and all of it: `close` will do nothing. For error paths."""
+        """Leave the group and its operations in flight without the others; `close` will do nothing. For error paths."""
         if self._lane is not None:
             self._lane.abandon()
         self._backend.abandon()
 
     def close(self) -> None:
-        """Free what it uses, when all has moved. All ranks must call; a second call does nothing."""
+        """Free the group's resources, when all operations have ended. All ranks must call; a second call does
+        nothing."""
         if self._lane is not None:
             self._lane.finish()
         self._backend.close()

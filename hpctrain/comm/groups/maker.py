@@ -1,4 +1,4 @@
-"""Makes what a group communicates by: on the host as `Topology.route` says, on devices as `device_route` says."""
+"""Makes the backend of a group: on the host as `Topology.route` says, on devices as `device_route` says."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,10 +28,10 @@ class RouteMaker:
         self._topology, self._settings = settings.topology, settings
         self._known_devices, self._rehearsal, self._groups = settings.devices, settings.rehearsal, groups
         self._parts: list[BackendPart] = []
-        """Of the last group, in the order in which they were made."""
+        """Resources of the last group, in the order in which they were made."""
         self._has_pairs = False
         self._bridge = UNPLANNED_SUMS
-        """How the last group's messages go between families; see `Devices`."""
+        """The ability of the last group's messages between families; see `Devices`."""
 
     @property
     def _devices(self) -> Devices:
@@ -45,9 +45,11 @@ class RouteMaker:
     def backend(
         self, ranks: Sequence[int], for_host: bool = False, pace: RehearsedTiming | None = None, has_pairs: bool = False
     ) -> Backend | None:
-        """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
-        alone, as if no rank had a device: nothing is connected that takes memory of devices. `pace` is that of a
-        rehearsed group. `has_pairs` is as for `NativeCollectives`."""
+        """Return a group's backend; None for a single rank.
+
+        With `for_host` it is for tensors of the host alone: no connection is made that takes device memory. `pace` is
+        that of a rehearsed group. `has_pairs` is as for `NativeCollectives`.
+        """
         if len(ranks) == 1:
             return None
         if for_host and self._known_devices is not None:
@@ -65,7 +67,7 @@ class RouteMaker:
         return Backend(streamed, transport, self._device_reason(ranks), self._parts, natives)
 
     def message_backend(self, ranks: Sequence[int], pace: RehearsedTiming | None = None) -> Backend:
-        """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
+        """Return a backend for sends and receives; its collectives are for small tensors, and cost nothing to make."""
         self._parts = []
         peers, reason = None, self._topology.route(ranks).reason
         if self._has_devices(ranks):
@@ -79,8 +81,10 @@ class RouteMaker:
         return Backend(self._flat(ranks, transport), transport, reason, self._parts)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
-        """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
-        one host, with an MPI that is not given memory of devices."""
+        """Return how two ranks' devices copy from each other's memory, or why they cannot.
+
+        None where that is no better than MPI. It is better on one host, with an MPI that is not given device memory.
+        """
         places = [self._topology.places[rank] for rank in ranks]
         if len(ranks) != 2 or places[0].host != places[1].host or any(place.kind == "cpu" for place in places):
             return None
@@ -92,7 +96,8 @@ class RouteMaker:
     def transport(
         self, ranks: Sequence[int], pace: RehearsedTiming | None = None, peers: PeerMemory | None = None
     ) -> Transport:
-        """Return messages among `ranks`. All of them must call. `peers` copy from each other's memory."""
+        """Return messages among `ranks`. All of them must call. `peers` are two devices that copy from each other's
+        memory."""
         messages = GroupMessages(self.space.members(ranks))
         self._parts.append(messages)
         if self._has_devices(ranks):
@@ -110,7 +115,7 @@ class RouteMaker:
     def _collectives(
         self, ranks: Sequence[int], transport: Transport, pace: RehearsedTiming | None = None
     ) -> Collectives:
-        """Make the collectives of a group over its transport; those of its domains have their own."""
+        """Make the collectives of a group over its transport; its domains have their own collectives."""
         if not isinstance(transport, DeviceTransport):
             route = self._topology.route(ranks)
             if route.kind == "shared":

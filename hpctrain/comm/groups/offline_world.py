@@ -1,7 +1,7 @@
-"""One rank of many, alone: its part of a plan runs, and holds what it would hold, while nothing is communicated.
+"""One rank of many, alone: it runs its part of a plan and holds its memory, without communication.
 
-For what is to be measured of one device by itself: what it computes, and how much fits. An error on one rank, such as
-an overflow of its memory, leaves nobody waiting.
+It is for measurements of a single device: what it computes, and how much fits. An error on one rank, such as running
+out of memory, leaves no other rank waiting.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,12 @@ from hpctrain.config.errors import CommError
 
 
 class OfflineWorld:
-    """Replaces the world where a layout is built (`hpctrain.engine.step.layout`). Nothing in it involves other
-    ranks."""
+    """Replaces the world where a layout is built (`hpctrain.engine.step.layout`). It involves no other ranks."""
 
     tracer = UNTRACED
 
     def __init__(self, rank: int, size: int, rehearsal: Rehearsal | None = None):
-        """A `rehearsal` paces operations; the pretended device is not charged for what collectives move."""
+        """A `rehearsal` paces operations; the pretended device is not charged for collectives."""
         self.rank, self.size = rank, size
         self._rehearsal = rehearsal
 
@@ -29,9 +28,9 @@ class OfflineWorld:
         return True  # nothing is sent
 
     def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False) -> Group:
-        """Return what the group's collectives leave in memory, without the group.
+        """Return a group that leaves in memory what real collectives would, without communication.
 
-        If `overlapped` it has a lane, since overlapped operations need buffers of their own.
+        With `overlapped` it has a lane, since overlapped operations need buffers of their own.
         """
         if len(ranks) == 1:
             return Group(ranks)
@@ -41,5 +40,5 @@ class OfflineWorld:
         return Group(ranks, Backend(silent, None, "alone"), instruments=instruments, lane=lane)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
-        """Refuse: a part of a pipeline cannot run without what it receives."""
+        """Refuse: a part of a pipeline cannot run without the tensors that it receives."""
         raise CommError(f"rank {self.rank} runs alone, and has no rank {peer} to exchange activations with")

@@ -26,11 +26,12 @@ class Rehearsal(Protocol):
         ...
 
     def transport(self, messages: "GroupMessages", pace: RehearsedTiming | None) -> "Transport":
-        """Return what sends these messages, as late as on the pretended network. All of them must call."""
+        """Return a transport that delivers these messages as late as the pretended network would. All of them must
+        call."""
         ...
 
     def close(self) -> None:
-        """Free what is shared. All ranks must call."""
+        """Free shared resources. All ranks must call."""
         ...
 
 
@@ -40,8 +41,8 @@ class Settings:
 
     topology: Topology
     network: ClusterNetwork | None = None
-    """The cluster that the ranks are; None until it is known. It chooses algorithms, which can change a bit of the
-    result, so it is the same on all ranks."""
+    """The network of the cluster that the ranks are; None until it is known. It chooses algorithms, which can change a
+    bit of the result, so it is the same on all ranks."""
     accelerator: "Accelerator | None" = None
     devices: "Devices | None" = None
     """The devices of all ranks. None: groups are for tensors of the host."""
@@ -49,7 +50,7 @@ class Settings:
     rehearsal: Rehearsal | None = None
 
     def algorithm_by_bytes(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[int], str]:
-        """Return what names the algorithm of a group's all-reduce by its bytes; `by_domains` as in `candidates`.
+        """Return a function that names a group's all-reduce algorithm by its bytes; `by_domains` as in `candidates`.
 
         It names the same one on all ranks of the group.
         """

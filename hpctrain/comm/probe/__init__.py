@@ -1,1 +1,1 @@
-"""Measures devices and links of the ranks that were started, and makes a cluster of it."""
+"""Measures devices and links of the ranks that were started, and describes them as a cluster."""

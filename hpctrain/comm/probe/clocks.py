@@ -1,4 +1,4 @@
-"""Measures how far the clocks of hosts are apart."""
+"""Measures the offsets between the clocks of hosts."""
 
 import time
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ OPERATION = "align clocks"
 
 
 def clock_offset(world: "World") -> float:
-    """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks must call."""
+    """Return the offset to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks must call."""
     with world.recorded(OPERATION):
         return offset_to_first(world.everybody, world.hosts)
 
 
 def offset_to_first(members: Members, hosts: Sequence[str]) -> float:
-    """Return what to add to this rank's `time.monotonic` to get the first member's, in seconds. All of them must call.
+    """Return the offset to add to this rank's `time.monotonic` to get the first member's. All of them must call.
 
-    Ranks of a host share a clock, so one of each host asks. The error is at most half of the quickest answer
-    (Cristian 1989).
+    It is in seconds. Ranks of a host share a clock, so one of each host asks. The error is at most half of the quickest
+    answer (Cristian 1989).
     """
     firsts = {host: hosts.index(host) for host in hosts}
     own = 0.0
@@ -40,7 +40,7 @@ def offset_to_first(members: Members, hosts: Sequence[str]) -> float:
 
 
 def _ask(members: Members) -> tuple[float, float]:
-    """Return how long an answer took, and how far off the clock is by it."""
+    """Return the seconds that an answer took, and the offset of the clock that follows from it."""
     asked = time.monotonic()
     members.send(None, 0, OPERATION)
     theirs = members.receive(0, OPERATION)

@@ -1,4 +1,4 @@
-"""Measures a rank's device while all others measure theirs: as in training, ranks of a host share what they share."""
+"""Measures a rank's device while all others measure theirs: as in training, ranks of a host share its resources."""
 
 import os
 import time
@@ -34,17 +34,17 @@ SHAPES: tuple[Shape, ...] = (
 )
 ROUNDS = 3
 CALLS = ROUNDS + 2
-"""The least that are needed for one figure: one to warm up, one to learn how long it takes, one in each round."""
+"""Fewest calls for one figure: one to warm up, one to learn how long it takes, one in each round."""
 COPIED_BYTES, COPIED_BYTES_ON_CPUS = 512 << 20, 64 << 20
-"""More than caches hold: those of a GPU, and what a CPU rank has of its host's."""
+"""Bytes of a measured copy: more than the cache of a GPU, or a CPU rank's share of its host's cache, can hold."""
 SHORT_SECONDS, SHORT_PART = 2.0, 4
-"""A probe shorter than this copies so many times less: memory that is touched for the first time takes a while."""
+"""A probe shorter than this many seconds copies fewer bytes, by this divisor: touching new memory takes time."""
 SHARE_OF_MEMORY = 16
-"""Nothing is measured with tensors of more than this part of the memory that a rank has."""
+"""Measured tensors take at most this fraction (one in so many) of a rank's memory."""
 
 
 class DeviceFigures(NamedTuple):
-    """All that one rank measured."""
+    """All figures that one rank measured."""
 
     family: str
     kind: str
@@ -53,17 +53,18 @@ class DeviceFigures(NamedTuple):
     memory_bytes_per_second: float
     host_copy_bytes_per_second: float | None
     flops_per_second: dict[tuple[str, Shape], float]
-    """Of dtype and shape; those that would have taken too long are left out."""
+    """FLOP/s of a product by dtype and shape; shapes that would have taken too long are left out."""
     overlap_slowdown: float | None = None
-    """How many times as long it computes while it communicates; None where it does not do both at once."""
+    """Computing time with overlapped communication over that without; None where the device cannot do both at once."""
     reserved_bytes: int = 0
-    """Of the memory, what no plan may fill."""
+    """Bytes of the memory that no plan may fill."""
     free_host_bytes: int | None = None
-    """What the job may still fill of the host's memory; None where the device is its host."""
+    """Bytes of the host's memory that the job may still fill; None where the device is its host."""
 
 
 class TimeBudget:
-    """Cuts the time that is left evenly among the figures that are left: what one does not use the next ones have."""
+    """Divides the remaining time evenly among the remaining figures: time that one does not use goes to the next
+    ones."""
 
     def __init__(self, seconds: float, num_figures: int):
         self._end, self._left = time.monotonic() + seconds, num_figures
@@ -72,7 +73,7 @@ class TimeBudget:
         return max(0.0, self._end - time.monotonic())
 
     def next_share(self) -> float:
-        """Return how many seconds the next figure may take."""
+        """Return the seconds that the next figure may take."""
         share = self.seconds_left() / max(1, self._left)
         self._left -= 1
         return share
@@ -88,7 +89,8 @@ def measure_device(
 ) -> DeviceFigures:
     """Measure the device for about so many seconds.
 
-    `dtypes` are all that some device of `comm` measures products in, the same on all its ranks, which must all call.
+    `dtypes` are those in which any device of `comm` measures products. They are the same on all its ranks, which must
+    all call.
     """
     on_cpu = accelerator.kind == "cpu"
     memory = accelerator.memory().total // (ranks_on_host if on_cpu else 1)
@@ -113,11 +115,11 @@ def measure_device(
 def measure_products(
     comm: Group, accelerator: Accelerator, dtype: torch.dtype, most_bytes: int, budget: TimeBudget
 ) -> Iterator[tuple[Shape, float]]:
-    """Yield each shape and its FLOP/s; shapes that do not fit into their time or `most_bytes` are passed over.
+    """Yield each shape and its FLOP/s; shapes that exceed their time or `most_bytes` are skipped.
 
     All ranks of `comm` must exhaust it: they start with each shape together.
     """
-    # Small products say what a launch costs. By them alone all large ones would seem to take too long for a device.
+    # Small products show the cost of a launch. Extrapolated from them, large ones would seem too slow for a device.
     is_asked = most_bytes and accelerator.kind != "cpu"
     fastest = (is_asked and accelerator.products_per_second(dtype)) or None
     has_one = False  # the smallest product is measured in any case: a family needs a speed
@@ -138,10 +140,10 @@ def measure_products(
 
 
 def seconds_of(call: Callable[[], object], accelerator: Accelerator, seconds: float) -> float:
-    """Return what a call takes in the best of some rounds, that together take about `seconds`.
+    """Return the seconds of a call in the best of some rounds that together take about `seconds`.
 
-    The best, since what others do on the machine only adds; rounds of many calls, since ranks that share cores take
-    turns on them.
+    The best round counts, since other programs on the machine only add time. Rounds have many calls, since ranks that
+    share cores take turns.
     """
 
     def mean_of(count: int) -> float:
@@ -166,7 +168,7 @@ def _copy_seconds(accelerator: Accelerator, num_bytes: int, seconds: float) -> f
 
 
 def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
-    """Return what a copy of so many bytes takes between device and host, in the slower direction."""
+    """Return the seconds of a copy of so many bytes between device and host, in the slower direction."""
     host, there = (
         accelerator.host_buffer(num_bytes),
         torch.ones(num_bytes, dtype=torch.uint8, device=accelerator.device),
@@ -185,14 +187,14 @@ def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
 PRODUCT_SIZE, PRODUCT_SIZE_ON_CPUS = 2048, 256
 MOVED_BYTES, MOVED_BYTES_ON_CPUS = 256 << 20, 32 << 20
 SAMPLE_BYTES, SHORTEST_SECONDS = 1 << 20, 0.2
-"""Of a first all-reduce, by which the number of bytes is set; and of those that are measured, at most the time that
-there is."""
+"""Bytes of a trial all-reduce, whose time sets the bytes of the measured ones. These are sized for at least so many
+seconds."""
 
 
 def _affordable_count(comm: Group, accelerator: Accelerator, most_bytes: int, seconds: float) -> int:
-    """Return how many floats an all-reduce sums in so many seconds at most, the same on all ranks."""
+    """Return the number of floats that an all-reduce sums in at most so many seconds, the same on all ranks."""
     sample = torch.zeros(min(SAMPLE_BYTES, most_bytes) // 4, device=accelerator.device)
-    for _ in range(2):  # the first one connects the ranks
+    for _ in range(2):  # the first all-reduce connects the ranks
         taken = accelerator.stopwatch()
         comm.all_reduce(sample)
         once = taken()
@@ -211,9 +213,9 @@ class _Computed(NamedTuple):
 
 
 def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
-    """Measure for about so many seconds how many times as long a product takes while an all-reduce is in flight.
+    """Measure for about so many seconds by what factor an overlapped all-reduce slows down a product.
 
-    At least 1; None where the group has no lane, which a thread must move. All ranks must call.
+    The factor is at least 1; None where the group has no lane, which a thread must move. All ranks must call.
     """
     if not comm.is_overlapped:
         return None
@@ -229,11 +231,11 @@ def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, se
     )
 
     def compute(until: Callable[[], bool]) -> _Computed:
-        """Compute a product, and others until something is so."""
+        """Compute products until a condition is true, and one at the least."""
         count, start = 0, time.perf_counter()
         while not count or not until():
             torch.mm(a, b, out=out)
-            accelerator.finish_queued()  # a whole device would wait for the all-reduce too
+            accelerator.finish_queued()  # synchronizing the device would wait for the all-reduce too
             count += 1
         return _Computed(count, time.perf_counter() - start)
 
@@ -246,7 +248,7 @@ def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, se
         comm.barrier()
         stop = time.perf_counter() + result.seconds
         other = compute(lambda stop=stop: time.perf_counter() >= stop)
-        if is_warm:  # the first time memory is touched, and threads are woken
+        if is_warm:  # the first round touches new memory and wakes threads
             alone, overlapped = alone + other, overlapped + result
         agreed.fill_(is_warm and time.monotonic() >= end)
         is_warm = True

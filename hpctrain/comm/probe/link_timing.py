@@ -1,4 +1,4 @@
-"""Measures messages between ranks: of each class of pairs, by size and by how many are in flight at once."""
+"""Measures messages between ranks: for each class of pairs, by size and by number of concurrent messages."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,29 +15,31 @@ from hpctrain.comm.world import World
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 ALWAYS_MEASURED = 1 << 18
-"""Bytes: larger messages are left out where they would take more than `LARGEST_PART` of the time that is left."""
+"""Size in bytes up to which messages are always measured. Larger ones are left out where they would take more than
+`LARGEST_PART` of the time that is left."""
 LARGEST_PART = 0.25
 MOST_FLOWS = 8
 ROUNDS, MOST_REPEATS = 3, 1000
 CALLS = ROUNDS + 1
 ACROSS = "backbone"
-"""What connects nodes that are not on the same fabric."""
+"""Name of the connection between nodes on different fabrics."""
 
 
 @dataclass(frozen=True)
 class PairClass:
-    """Pairs of ranks that are equally far."""
+    """Pairs of ranks with the same kind of link."""
 
     families: tuple[str, str]
-    """Of the senders and of the receivers, in the alphabet's order."""
+    """Families of the senders and of the receivers, in alphabetical order."""
     fabric: str | None
-    """None: they are on one host."""
+    """Name of the fabric between them; None: they are on one host."""
     pairs: tuple[tuple[int, int], ...]
-    """Senders and receivers; no rank twice, the senders on one host and the receivers on one: some or all there are."""
+    """Senders and receivers, no rank twice. All senders are on one host, and all receivers too; they may be fewer than
+    all ranks there."""
 
     @property
     def flows(self) -> list[int]:
-        """The numbers of pairs that are to send at once: one, two, four and so on, and all."""
+        """The numbers of pairs that send at once: one, two, four and so on, and all."""
         doubled = [1 << power for power in range(len(self.pairs).bit_length())]
         return sorted({*doubled, len(self.pairs)})
 
@@ -48,22 +50,22 @@ class MeasuredLinks:
 
     pairs: PairClass
     latency_seconds: float
-    """Of an empty message."""
+    """Seconds of an empty message."""
     seconds: dict[tuple[int, int], float]
-    """By number of flows and bytes of each message."""
+    """Seconds of a message, by number of flows and bytes of each message."""
     route: str | None = None
-    """How devices of one host exchange messages, and why."""
+    """The route between devices of one host, and its reason."""
 
     def bytes_per_second(self, flows: int) -> float:
-        """Return what all flows together get of the largest messages, once they are in flight."""
+        """Return the bandwidth that all flows together reach with the largest messages, once they are in flight."""
         size = max(size for f, size in self.seconds if f == flows)
         return flows * bandwidth(size, self.seconds[flows, size], self.latency_seconds)
 
 
 def pair_classes(places: Sequence[Place], fabrics: Sequence[str]) -> list[PairClass]:
-    """Return the classes of pairs that there are, each with as many pairs as a host, or two, have. Pure.
+    """Return the classes of pairs, each with as many pairs as a host, or two, have. Pure.
 
-    `fabrics` are by rank. Of hosts that are equal two are looked at, however many there are.
+    `fabrics` are by rank. Of equal hosts two are measured, however many there are.
     """
     result: dict[tuple, PairClass] = {}
     for pair_class in _candidates(places, fabrics):
@@ -106,7 +108,7 @@ def measure_messages(
 ) -> list[MeasuredLinks]:
     """Measure classes of pairs for about so many seconds; complete on rank 0. All ranks must call, with equal classes.
 
-    `comm` is of all ranks. Those that do not take part wait, politely, until the others are through.
+    `comm` is of all ranks. Those that do not take part sleep until the others have ended.
     """
     budget = TimeBudget(seconds, sum(len(c.flows) * len(SIZES) + 1 for c in classes))
     meter = _Meter(world, comm, accelerator, budget)
@@ -123,9 +125,9 @@ def measure_messages(
 
 
 def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> MeasuredLinks:
-    """Return what messages take, by what they and an answer of one byte do, by flows and bytes. Pure.
+    """Return the one-way times of messages from round trips with an answer of one byte, by flows and bytes. Pure.
 
-    The answer takes the latency, and never more than the message: half a round trip is the least that this can take.
+    The answer takes the latency, and never more than the message: a message takes at least half a round trip.
     """
     latency = min(seconds for (flows, _), seconds in trips.items() if flows == 1) / 2
     taken = {key: max(seconds - latency, seconds / 2) for key, seconds in trips.items() if key[1] in SIZES}
@@ -140,11 +142,12 @@ class _Meter:
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
         self._pair: Group | None = None
-        """Of this rank and the other one of its pair, if it is in one."""
+        """The group of this rank and its partner, if it is in a pair."""
 
     def connect(self, pair_class: PairClass) -> str | None:
-        """Connect the ranks of each pair. Devices send as stages of a pipeline do: they may copy from each other's
-        memory, or MPI may move it. Returns how devices do, on rank 0. All ranks must call.
+        """Connect the ranks of each pair; return the route of devices, on rank 0. All ranks must call.
+
+        Devices send as stages of a pipeline do: they may copy from each other's memory, or MPI may move it.
         """
         pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
         self._pair = self._world.pair(pair) if pair else None
@@ -155,7 +158,7 @@ class _Meter:
         return next((route for route in routes if route is not None), None)
 
     def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:
-        """Yield sizes while there is time for them, by what is in `trips` of rank 0 so far. All ranks must call."""
+        """Yield sizes while time is left, judged by rank 0's `trips` so far. All ranks must call."""
         for smaller, size in zip((1, *SIZES), SIZES, strict=False):
             if size > ALWAYS_MEASURED:
                 expected = CALLS * trips[flows, smaller] * size / smaller
@@ -164,14 +167,14 @@ class _Meter:
             yield size
 
     def seconds_of(self, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
-        """Return the seconds of the slowest pair in the best round: what else runs only adds. All ranks must call.
+        """Return the seconds of the slowest pair in the best round, since other programs only add. All ranks must call.
 
         Only rank 0's result is that of all pairs.
         """
         pair = next((pair for pair in pairs if self._comm.rank in pair), None)
         share = self._budget.next_share() / CALLS
         once = self._round(pair is not None, num_bytes, 1)
-        self._comm.barrier()  # here the others wait, and leave the cores to those who measure
+        self._comm.barrier()  # the other ranks wait here, and leave the cores to those that measure
         repeats = int(self._world.smallest(share / once if pair else MOST_REPEATS))
         repeats = max(1, min(repeats, MOST_REPEATS))
         rounds = [self._round(pair is not None, num_bytes, repeats) for _ in range(ROUNDS)]
@@ -190,9 +193,9 @@ class _Meter:
 
 
 def bandwidth(num_bytes: int, seconds: float, latency_seconds: float) -> float:
-    """Return the bytes per second of a message that takes `seconds` to its end, and its first byte the latency.
+    """Return the bytes per second of a message that takes `seconds` in all, and `latency_seconds` to its first byte.
 
-    Both were measured, and a machine has other things to do: so at least half of the time counts.
+    Both are measured on a machine with other work, so at least half of the time counts as transfer.
     """
     return num_bytes / max(seconds - latency_seconds, seconds / 2)
 

@@ -1,4 +1,4 @@
-"""Detects that other programs used the processors, or that ranks disagreed, while something was measured."""
+"""Detects whether other programs used the processors, or ranks disagreed, during a measurement."""
 
 import os
 import time
@@ -8,11 +8,12 @@ from typing import NamedTuple
 from hpctrain.comm.world import World
 
 BUSY_SHARE = 0.2
-"""Of the processors that the ranks of a host can use: others that took more make its timings those of a busy host."""
+"""Share of the processors of a host's ranks. If other programs took more, its timings are those of a busy host."""
 MOST_SPREAD = 2.0
-"""Between equal devices: where half of the figures differ by more, one of them was disturbed."""
+"""Largest ratio of figures between equal devices. Where half of the figures differ by more, one device was
+disturbed."""
 IGNORE_VARIABLE = "HPCTRAIN_IGNORE_LOAD"
-"""Set to 1: what other programs do is not looked at; for tests, and for machines that are never quiet."""
+"""Set to 1, it ignores other programs; for tests, and for machines that are never quiet."""
 STAT = "/proc/stat"
 
 
@@ -21,16 +22,17 @@ class HostUse(NamedTuple):
 
     host: str
     threads: int
-    """Of the rank, that compute."""
+    """Computing threads of the rank."""
     seconds: float
     own_seconds: float
-    """Of processors, that the rank's process took."""
+    """Processor seconds that the rank's process took."""
     busy_seconds: Mapping[int, float]
-    """By processor that the rank may use, whoever took it; the hypervisor too. Empty where nobody knows."""
+    """Busy seconds of each processor that the rank may use, from all processes and the hypervisor. Empty where the
+    system does not report them."""
 
 
 class LoadWatch:
-    """Watches from now on what other programs take of the processors of this rank's host."""
+    """Watches the processor time that other programs take on this rank's host, from now on."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -40,8 +42,10 @@ class LoadWatch:
         return time.monotonic(), time.process_time(), busy_seconds(os.sched_getaffinity(0))
 
     def disturbance(self, world: World) -> str:
-        """Say which host was short of processors since the watch began, and by how much; empty: none. All ranks must
-        call, and get the same."""
+        """Return the host that other programs disturbed most since the watch began, in words; empty: none.
+
+        All ranks must call, and get the same.
+        """
         import torch
 
         (seconds, own, busy), (wall, process, before) = self._now(), self._start
@@ -52,12 +56,12 @@ class LoadWatch:
 
 
 def looks_at_load(environment: Mapping[str, str] = os.environ) -> bool:
-    """Say whether timings of a busy machine are to be told from those of a quiet one."""
+    """Say whether timings of a busy machine are distinguished from those of a quiet one."""
     return environment.get(IGNORE_VARIABLE) != "1"
 
 
 def busy_seconds(cores: set[int], path: str = STAT) -> dict[int, float]:
-    """Return by processor how long it was busy since the host started; empty where the system does not say."""
+    """Return each processor's busy seconds since the host started; empty where the system does not report them."""
     result = {}
     try:
         tick = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -74,7 +78,7 @@ def busy_seconds(cores: set[int], path: str = STAT) -> dict[int, float]:
 
 
 def describe_disturbance(uses: Sequence[HostUse]) -> str:
-    """Return which host other programs kept its ranks from, by what all ranks saw; empty: none. Pure."""
+    """Return which host other programs disturbed, by the reports of all ranks; empty: none. Pure."""
     worst, result = BUSY_SHARE, ""
     for host in dict.fromkeys(use.host for use in uses):
         here = [use for use in uses if use.host == host]

@@ -1,7 +1,7 @@
-"""The description of the very devices and hosts that were started: kept from an earlier probe, or measured now.
+"""The description of the devices and hosts that were started: read from an earlier probe, or measured now.
 
-A description is a cluster file in a folder of the user's, named after a fingerprint of what was measured. So a job that
-is started again on the same machine has the same figures, and gets the same plan.
+A description is a cluster file in a folder of the user. Its name is a fingerprint of the hardware. So a job that starts
+again on the same machine has the same figures, and gets the same plan.
 """
 
 import hashlib
@@ -32,22 +32,22 @@ from hpctrain.config.tables import read_text
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
 SHORT_PROBE_SECONDS = 0.5
 FORMAT = 2
-"""Of the descriptions; raised where the method of measurement changes, so that old ones do not count."""
+"""Version of the descriptions; raised where the method of measurement changes, so that old ones do not count."""
 
 
 class Machine(NamedTuple):
     """A description of the devices and hosts of all ranks."""
 
     path: Path
-    """Of its cluster file, which may be missing where the folder cannot be written."""
+    """Path of its cluster file, which may be missing where the folder cannot be written."""
     text: str
     cluster: Cluster
     source: str
-    """Where the figures are from, in words."""
+    """Origin of the figures, in words."""
     is_new: bool = False
-    """Measured by this start."""
+    """Whether this start measured it."""
     disturbance: str = ""
-    """Why the figures are not those of a quiet machine, so that they are not kept; empty: they are."""
+    """The reason why the figures are not those of a quiet machine, so that they are not kept; empty: they are kept."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -60,8 +60,10 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def fingerprint(world: World, accelerator: Accelerator) -> str:
-    """Return the fingerprint of these devices and hosts, in this order of ranks, and of the routes of devices: links by
-    MPI are not those by a maker's library. All ranks must call."""
+    """Return the fingerprint of the devices, the hosts and the order of ranks. All ranks must call.
+
+    Routes of devices are in it too: links by MPI differ from those by a maker's library.
+    """
     own = (
         *world.place,
         accelerator.model,
@@ -85,9 +87,9 @@ def fingerprint(world: World, accelerator: Accelerator) -> str:
 def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False) -> Machine:
     """Return the description of these ranks' devices, the same on all ranks. All ranks must call.
 
-    It is read from the folder of descriptions; where there is none, or `fresh` is set, it is measured in about
-    `SHORT_PROBE_SECONDS` and kept there. What was measured while the machine was busy is not kept: the next start
-    measures again. Raises TopologyError where names of families or fabrics cannot be used.
+    It is read from the folder of descriptions. Where none is there, or with `fresh`, it is measured in about
+    `SHORT_PROBE_SECONDS` and kept there. A measurement of a busy machine is not kept: the next start measures again.
+    Raises TopologyError where names of families or fabrics cannot be used.
     """
     path = cache_folder() / "machines" / f"{fingerprint(world, accelerator)}.toml"
     result = None
@@ -116,7 +118,7 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
 
 
 def _read(path: Path) -> Machine | None:
-    """Return a description that was kept; one that cannot be read is measured again."""
+    """Return a description that was kept; None for an unreadable one, which is measured again."""
     if not path.is_file():
         return None
     try:
@@ -128,7 +130,7 @@ def _read(path: Path) -> Machine | None:
 
 
 def keep(path: Path, text: str) -> str:
-    """Write a description; return what is to be said of that. One rank calls."""
+    """Write a description; return a message about it. One rank calls."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_cluster_text(path, text)
@@ -140,8 +142,10 @@ def keep(path: Path, text: str) -> str:
 def add_profiles(
     path: Path, cluster: Cluster, profiles: Sequence[Profile], comments: Sequence[str], keeps: bool = True
 ) -> str:
-    """Add profiles of a job to a description, and keep it unless it is of a busy machine; return its text. One rank
-    calls."""
+    """Add profiles of a job to a description; return its text. One rank calls.
+
+    The description is kept unless it is of a busy machine.
+    """
     known = _read(path)
     text = known.text if known and known.cluster == cluster else dump_cluster(cluster)
     text = merge_profiles(text, str(path), profiles, comments)
@@ -151,10 +155,9 @@ def add_profiles(
 
 
 def overflows_path(cluster: Cluster) -> Path:
-    """Return where it is kept what a cluster's devices ran out of memory on: later plans leave more of them free.
+    """Return the file of memory overflows of a cluster's devices: later plans leave more memory free on them.
 
-    The file is named after what the devices are, not after what was measured: a machine that is probed again has the
-    same.
+    Its name follows from the devices, not from measured figures: a machine that is probed again has the same.
     """
     families = [(name, each.kind, each.model, each.memory_bytes) for name, each in cluster.families.items()]
     devices = [(device.family, device.node) for device in cluster.devices]
@@ -163,7 +166,7 @@ def overflows_path(cluster: Cluster) -> Path:
 
 
 def with_overflows(cluster: Cluster) -> Cluster:
-    """Return the cluster with what was noted of its devices; a file that cannot be read is none."""
+    """Return the cluster with the recorded overflows of its devices; an unreadable file counts as none."""
     path, families = overflows_path(cluster), dict(cluster.families)
     with suppress(HpctrainError, ValidationError, AttributeError, TypeError):
         noted = read_json(path, JobError, "a list of overflows") if exists(path) else {}
@@ -176,7 +179,7 @@ def with_overflows(cluster: Cluster) -> Cluster:
 
 
 def describe_overflows(cluster: Cluster) -> str:
-    """Say how much less of which devices plans may fill, and why; nothing where none is known to have overflowed."""
+    """Say how much less of which devices' memory plans may fill, and why; empty where no overflow is recorded."""
     parts = []
     for name, family in cluster.families.items():
         if family.overflows:
@@ -191,7 +194,7 @@ def describe_overflows(cluster: Cluster) -> str:
 
 
 def note_overflow(cluster: Cluster, family: str, overflow: MemoryOverflow) -> str:
-    """Note an overflow of a device; return what is to be said of that. The rank that overflowed calls."""
+    """Record an overflow of a device; return a message about it. The rank that overflowed calls."""
     path = overflows_path(cluster)
     known = {name: list(each.overflows) for name, each in with_overflows(cluster).families.items() if each.overflows}
     known.setdefault(family, []).append(overflow)

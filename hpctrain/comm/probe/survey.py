@@ -1,4 +1,4 @@
-"""The probe from end to end: all ranks measure, rank 0 has the cluster, and the comments of its file."""
+"""The whole probe: all ranks measure, rank 0 gets the cluster and the comments of its file."""
 
 import os
 import statistics
@@ -37,9 +37,9 @@ class Survey(NamedTuple):
 
     cluster: Cluster
     comments: dict[str, str]
-    """On keys of the cluster's file."""
+    """Comments for the cluster's file, by key."""
     disturbance: str
-    """Why the figures are not those of a quiet machine; empty: they are."""
+    """The reason why the figures are not those of a quiet machine; empty: they are."""
 
 
 def probe_cluster(
@@ -49,11 +49,10 @@ def probe_cluster(
     environment: Mapping[str, str] = os.environ,
     with_overlap: bool = True,
 ) -> Survey | None:
-    """Measure for about so many seconds; return what was measured on rank 0, None on others.
+    """Measure for about so many seconds; return the survey on rank 0, None on others.
 
-    `with_overlap` says whether to measure by how much communication slows down computing; that takes half a second at
-    the least. All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on
-    different fabrics.
+    `with_overlap` says whether to measure the slowdown of computing by communication, which takes half a second or
+    more. All ranks must call. Raises TopologyError on all of them where the ranks of a host name different fabrics.
     """
     places, watch = world.topology.places, LoadWatch()
     fabrics = world.all_objects(environment.get(FABRIC_VARIABLE, FABRIC))
@@ -84,7 +83,7 @@ def probe_cluster(
 
 
 def unequal_ranks(figures: Sequence[DeviceFigures]) -> str:
-    """Say by how much ranks of a family differ where something disturbed one of them; empty: nothing did. Pure."""
+    """Say by what factor ranks of a family differ where one of them was disturbed; empty: none was. Pure."""
     for family in dict.fromkeys(each.family for each in figures):
         spread = statistics.median(_spreads([each for each in figures if each.family == family]))
         if spread > MOST_SPREAD:
@@ -93,7 +92,7 @@ def unequal_ranks(figures: Sequence[DeviceFigures]) -> str:
 
 
 def _spreads(figures: Sequence[DeviceFigures]) -> list[float]:
-    """Return by how many times the fastest rank is faster than the slowest, for each figure that all of them have."""
+    """Return the ratio of the fastest rank to the slowest, for each figure that all of them have."""
     shapes = [of for of in figures[0].flops_per_second if all(of in other.flops_per_second for other in figures)]
     by_figure = [
         [other.memory_bytes_per_second for other in figures],
@@ -103,7 +102,7 @@ def _spreads(figures: Sequence[DeviceFigures]) -> list[float]:
 
 
 def check_names(places: Sequence[Place], fabrics: Sequence[str]) -> None:
-    """Refuse names that a cluster cannot have, and hosts that are on several fabrics. Raises TopologyError. Pure."""
+    """Refuse invalid names, and hosts on several fabrics. Raises TopologyError. Pure."""
     of_host: dict[str, str] = {}
     for rank, (place, fabric) in enumerate(zip(places, fabrics, strict=True)):
         for variable, name in ((FAMILY_VARIABLE, place.family), (FABRIC_VARIABLE, fabric)):
@@ -124,9 +123,9 @@ def check_names(places: Sequence[Place], fabrics: Sequence[str]) -> None:
 
 
 DIGITS = 4
-"""Of what was measured; more would only be noise."""
+"""Significant digits of measured figures; more would only be noise."""
 WIDE = 1.2
-"""Ranks of a family that differ by more than this are reported."""
+"""Ratio of figures within a family above which a comment reports the difference."""
 
 
 def describe(
@@ -209,8 +208,10 @@ def _nodes(
     across: dict[str, list[MeasuredLinks]],
     comments: dict[str, str],
 ) -> tuple[Nodes, ...]:
-    """Return hosts, those that are equal together, in the order in which each kind first appears. By rank there is what
-    its job may fill of the host's memory."""
+    """Return the hosts, equal ones together, in the order in which each kind first appears.
+
+    `left_on_hosts` is by rank: the bytes of the host's memory that its job may fill.
+    """
     hosts: dict[str, dict[str, list[int]]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)

@@ -1,1 +1,1 @@
-"""An operation, from its call to who has waited for it: instruments observe it, and a lane moves it."""
+"""The life of an operation, from its call to the wait for it: instruments observe it, and a lane moves it."""

@@ -14,26 +14,27 @@ from hpctrain.comm.watchdog.recorder import Recorder
 
 
 class Tracer:
-    """Takes spans of what one rank does. This one drops them: for runs that nobody traces."""
+    """Records spans of one rank's activities. This class drops them, for runs without a trace."""
 
     def now(self) -> float:
-        """Return where the rank is in what it computes. To be called by the thread that computes."""
+        """Return the time that the rank's computing has reached. Only the computing thread may call."""
         return 0.0
 
     def computed(self, name: object, since: float) -> None:
-        """Note what the rank did until now, and all that it waited for; `str(name)` is asked for later, if at all."""
+        """Record that the rank computed from `since` until now, waits included. `str(name)` is called later, if at
+        all."""
 
     def exposed(self, group: str, lane: str, operation: str, num_bytes: int, since: float) -> None:
-        """Note that the rank communicated until now, and did nothing else.
+        """Record exposed communication: the rank only communicated from `since` until now.
 
         `lane` is the group's name and its ranks, such as `y 0-3`.
         """
 
     def waited(self, group: str, operation: str, since: float) -> None:
-        """Note that the rank waited until now for an overlapped operation."""
+        """Record that the rank waited for an overlapped operation from `since` until now."""
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
-        """Note that a lane of a group moved something; may be called by any thread."""
+        """Record an overlapped operation on a lane of a group; any thread may call."""
 
 
 UNTRACED = Tracer()
@@ -43,21 +44,21 @@ class PacedSteps(Protocol):
     """The steps of one operation on pretended devices."""
 
     begun: float
-    """When the first step could be taken."""
+    """Time at which the first step could be taken."""
     ended: float
-    """When the last one had been taken."""
+    """Time at which the last step was taken."""
 
     def __iter__(self) -> Steps: ...
 
     def __next__(self) -> Condition: ...
 
     def meet(self) -> None:
-        """Let the device wait for the operation. The rank that has waited for it calls."""
+        """Let the device wait for the operation. The rank calls it after its own wait."""
         ...
 
 
 class RehearsedTiming(Protocol):
-    """Lets the operations of one group begin and end when they would on pretended devices."""
+    """Lets the operations of one group begin and end at the times of pretended devices."""
 
     group: str
 
@@ -65,7 +66,7 @@ class RehearsedTiming(Protocol):
 
 
 class Instruments:
-    """The instruments of one rank's part of one group, or of none: then its operations pass unseen."""
+    """The instruments of one rank's part of a group; without arguments they record nothing."""
 
     def __init__(
         self,
@@ -89,6 +90,6 @@ class Instruments:
         return result
 
     def recorded(self, operation: str) -> AbstractContextManager:
-        """Record what the group does in a block."""
+        """Record the group's activity in a block."""
         assert self.recorder is not None, "groups of several ranks are recorded"
         return self.recorder.recorded(self.group, operation)

@@ -1,8 +1,8 @@
 """Lanes: operations that continue while the rank computes.
 
-One `ProgressEngine` moves all lanes of a rank: whoever polls takes every lane's first operation as far as it goes. A
-thread polls while there is work, so that progress never depends on what the main thread does; a main thread that waits
-polls too, which spares it the thread's wake-up.
+One `ProgressEngine` moves all lanes of a rank: a poll advances the first operation of every lane. A thread polls while
+there is work, so that progress never depends on the main thread. A main thread that waits polls too, which saves the
+time of waking the other thread.
 """
 
 import threading
@@ -23,30 +23,30 @@ class Lane:
     """An ordered stream of operations that move one after the other; several lanes move independently."""
 
     def __init__(self, engine: "ProgressEngine"):
-        """Made by `ProgressEngine.add_lane`."""
+        """Only `ProgressEngine.add_lane` calls it."""
         self._engine = engine
         self.queue: deque[Operation] = deque()
         self._abandoned: list[Operation] = []
-        """Kept, since MPI may still write into their tensors."""
+        """Abandoned operations, kept alive since MPI may still write into their tensors."""
 
     def begin(self, operation: Operation) -> None:
-        """Append an operation, and take what steps can be taken at once."""
+        """Append an operation, and take the steps that need no wait."""
         operation.poll = self._engine.poll
         self._engine.submit(self, operation)
 
     def finish(self) -> None:
-        """Wait for what is in flight, unless it was abandoned."""
+        """Wait for the operations in flight, unless they were abandoned."""
         for operation in () if self._abandoned else tuple(self.queue):
             operation.finish()
 
     def abandon(self) -> None:
-        """Leave what is in flight, without the others."""
+        """Abandon the operations in flight, without the other ranks."""
         self._abandoned += self.queue
         for operation in self._abandoned:
             operation.abandon()
 
     def advance(self) -> bool:
-        """Take what steps can be taken; say whether anything ended. For `ProgressEngine`."""
+        """Take the steps that need no wait; say whether any operation ended. For `ProgressEngine`."""
         ended = False
         while self.queue and self.queue[0].advance():
             self.queue.popleft()
@@ -58,7 +58,7 @@ class ProgressEngine:
     """Moves all lanes of one rank."""
 
     def __init__(self, threaded: bool, enter: Callable[[], None] | None = None):
-        """`enter` is called first by the thread that moves lanes: it makes the rank's device the thread's current one,
+        """`enter` is called first by the thread that moves lanes. It makes the rank's device the thread's current one,
         which a driver otherwise takes to be device 0."""
         self._enter = enter
         self._lanes: list[Lane] = []
@@ -77,7 +77,7 @@ class ProgressEngine:
         return lane
 
     def submit(self, lane: Lane, operation: Operation) -> None:
-        """See `Lane.begin`."""
+        """Begin an operation on a lane; see `Lane.begin`."""
         with self._lock:
             lane.queue.append(operation)
             lane.advance()
@@ -86,7 +86,8 @@ class ProgressEngine:
                 self._submitted.set()
 
     def poll(self) -> bool:
-        """Take what steps can be taken; return whether anything ended. Returns at once if the other thread is at it."""
+        """Take the steps that need no wait; say whether any operation ended. Returns at once if another thread is
+        polling."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -118,18 +119,18 @@ class ProgressEngine:
                 time.sleep(pause)
 
     def _not_before(self) -> float:
-        """Return a time of `time.monotonic` before which no lane moves by itself; 0 where there is none."""
+        """Return the `time.monotonic` before which no lane moves by itself; 0: polling may help at any time."""
         with self._lock:
             return min((lane.queue[0].not_before() for lane in self._lanes if lane.queue), default=0.0)
 
     def finish(self) -> None:
-        """Wait for what is in flight on all lanes."""
+        """Wait for the operations in flight on all lanes."""
         for lane in tuple(self._lanes):
             lane.finish()
 
     def close(self) -> None:
-        """End the thread; what is in flight is left where it is."""
-        with self._lock:  # else a poll that has found no work could take back what wakes the thread
+        """End the thread; operations in flight are left as they are."""
+        with self._lock:  # else a poll that has found no work could clear the event that wakes the thread
             self._stop = True
             self._busy.set()
             self._submitted.set()

@@ -20,36 +20,37 @@ from hpctrain.config.errors import CommError
 
 
 class Event(Protocol):
-    """A place in a stream of a device."""
+    """A marker in a stream of a device."""
 
     def query(self) -> bool:
-        """Say whether everything before it is done; never waits."""
+        """Say whether all work before it is done; never waits."""
         ...
 
 
 class EndingDevice(Protocol):
-    """A device that ends operations which it was given whole."""
+    """A device that runs whole operations and records their ends."""
 
     def wait_for(self, event: Event) -> None: ...
 
 
 PASSED = Condition(lambda: True, "its next step")
-"""Takes the place of a condition that came true, which is not asked again."""
+"""Replaces a condition that came true, so that it is not polled again."""
 
 
 class Operation:
-    """One operation of a group, from the call to who has waited for it.
+    """One operation of a group, from the call to the wait for it.
 
-    Its tensors must be left alone until then. `begun_at` and `ended_at` are when its first step was taken and when the
-    last one had moved, in seconds of `time.monotonic`; a rehearsal's are pretended ones.
+    Its tensors must not be touched until then. `begun_at` is when its first step was taken, `ended_at` when its last
+    one was done, in seconds of `time.monotonic`; a rehearsal's are pretended times.
     """
 
     poll: Callable[[], object] | None = None
-    """Moves it and what comes before it; None where who waits for it takes its steps. Set by its lane."""
+    """Advances this operation and those before it on its lane. None: the wait for it takes its steps. Set by its
+    lane."""
     condition: Condition | None = None
-    """What it waits for, or waited for last."""
+    """The condition of the current wait, or of the last one."""
     result: Any = None
-    """What its steps returned."""
+    """The return value of the steps."""
     begun_at = ended_at = 0.0
     _end: Event | None = None
     error: Exception | None = None
@@ -66,28 +67,29 @@ class Operation:
         device: EndingDevice | None = None,
         kept: Sequence[object] = (),
     ):
-        """An overlapped one continues while the rank computes, until it waits for it.
+        """An overlapped operation continues while the rank computes, until the rank waits for it.
 
         If its steps are launches on a `device`, they return the event of their end there. The tensors `kept` are kept
-        until it has ended, as the host sees it or who waits for it: the stream that they are of would get their memory.
+        until the host sees the end, or the rank has waited for it. Without that the stream of a tensor could reuse its
+        memory too early.
         """
         self._instruments, self.name, self.num_bytes, self.patience = instruments, name, num_bytes, patience
         self.is_overlapped, self._device, self._kept = is_overlapped, device, kept
         self._since = instruments.tracer.now()
         if recorder := instruments.recorder:
             self._handle = recorder.start(instruments.group, name, num_bytes)
-        # On a pretended device steps are taken as late as there.
+        # A pretended device delays the steps.
         self._paced = instruments.pace.steps(steps, name, num_bytes) if instruments.pace else None
         self._steps = self._paced or steps
 
     @property
     def is_launched(self) -> bool:
-        """Say whether the device was given all of it."""
+        """Say whether the device was given the whole operation."""
         return self._device is not None
 
     @property
     def ended(self) -> bool:
-        """Say whether it has ended, well or not; of what was launched, whether the device has done it."""
+        """Say whether it has ended, well or not. A launched operation has ended when the device has done it."""
         return self._is_taken and (self._end is None or self._end.query())
 
     def done(self) -> bool:
@@ -97,7 +99,7 @@ class Operation:
         return self._is_taken and (self._end is None or self._end.query())
 
     def advance(self) -> bool:
-        """Take steps until one must wait; say whether all were taken. For who orders operations."""
+        """Take steps until one must wait; say whether all were taken. For the code that orders operations."""
         if self._is_taken:
             return True
         condition, steps = self.condition, self._steps
@@ -113,7 +115,7 @@ class Operation:
         except StopIteration as last:
             self.result = last.value
         except Exception as error:
-            self.error = error  # it is not ended for the flight record, which shows what hung
+            self.error = error  # in the flight record it has not ended, so that the record shows which operation hung
         self.ended_at = time.monotonic()
         if self._device is not None:
             self._end = self.result
@@ -125,7 +127,7 @@ class Operation:
         return True
 
     def note_end(self) -> None:
-        """Take note that all has moved; any thread may call. Of what was launched, `LaunchOrder` calls."""
+        """Record that all steps are done; any thread may call. `LaunchOrder` calls it for launched operations."""
         instruments = self._instruments
         if self._end is not None:
             self.ended_at = time.monotonic()
@@ -138,9 +140,9 @@ class Operation:
             instruments.recorder.finish(self._handle)
 
     def wait(self) -> Any:
-        """Return the result when it has ended; for what was launched, let the device wait, and the host continue.
+        """Return the result when the operation has ended. For a launched one the device waits, and the host continues.
 
-        To be called once. Raises its error, or CommError if it takes longer than the patience.
+        Call it once. Raises the operation's error, or CommError if it takes longer than the patience.
         """
         assert not self._was_awaited, f"a second wait for one {self.name} of {self._instruments.name}"
         self._was_awaited = True
@@ -148,7 +150,7 @@ class Operation:
         return self.result
 
     def finish(self) -> None:
-        """Wait as `wait` does. For who orders operations: a second call only raises the error again."""
+        """Wait as `wait` does. For the code that orders operations: a second call only raises the error again."""
         instruments = self._instruments
         if not self._is_finished:
             if self.is_overlapped:
@@ -176,15 +178,15 @@ class Operation:
             raise self.error
 
     def abandon(self) -> None:
-        """Leave it where it is, without the others: who waits for it gets a CommError."""
+        """Leave the operation as it is, without the other ranks: a wait for it raises CommError."""
         self.error = CommError(f"{self.name} of {self._instruments.name} was abandoned while it was in flight")
         self._is_taken = True
 
     def not_before(self) -> float:
-        """Return a time of `time.monotonic` before which polling does not move it; 0 where there is none."""
+        """Return the `time.monotonic` before which polling does not move it; 0: polling may help at any time."""
         hint = self.condition and self.condition.not_before
         return hint() if hint else 0.0
 
     def awaited(self) -> str:
-        """Return what it waits for now."""
+        """Return the name of the condition that it waits for now."""
         return f"{self.condition.awaited if self.condition else 'its turn'} in {self.name}"

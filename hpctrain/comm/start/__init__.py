@@ -1,1 +1,1 @@
-"""Before MPI starts: launchers, their variables, what dead ranks left behind."""
+"""Everything before MPI starts: launchers, their variables, and leftovers of dead ranks."""

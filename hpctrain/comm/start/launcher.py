@@ -1,4 +1,4 @@
-"""Facts that are there before MPI is started: the launcher's promise, by the environment it left, and this host."""
+"""Facts known before MPI starts: the launcher's promise, from its environment variables, and this host's resources."""
 
 import math
 import os
@@ -13,37 +13,38 @@ from hpctrain.config.errors import LaunchError
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
-"""When the batch job ends, in seconds since 1970. The first is for batch systems that leave no such variable."""
+"""Variables with the end of the batch job, in seconds since 1970. The first is for batch systems that set none."""
 EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
-"""A file for the exit code of the first rank that fails. Launchers that end the others report the code of a signal."""
+"""Variable that names a file for the exit code of the first rank that fails. A launcher that ends the others reports
+the code of a signal."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
-"""Of torchrun, which starts no MPI. One of them alone is of something else."""
+"""Variables of torchrun, which starts no MPI. One of them alone belongs to another program."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 HOST_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 STEP_VARIABLE = "SLURM_STEP_TASKS_PER_NODE"
-"""Of Slurm, such as `4(x2),3`: the ranks of each host of the step."""
+"""Slurm's variable with the ranks of each host of the step, such as `4(x2),3`."""
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
 MOST_DIGITS = 9
-"""Of a launcher's numbers."""
+"""Most digits of a number in a launcher's variables."""
 LEAST_DEVICE_CORES = 4
-"""Of a rank with a device: for its main thread, its lanes, its watchdog, and the device's driver."""
+"""Fewest cores of a rank with a device: for its main thread, its lanes, its watchdog, and the device's driver."""
 MORE_CORES = "mpirun --bind-to none, or srun --cpus-per-task=8"
 
 
 def record_exit(code: int) -> None:
-    """Write an exit code to the file that the environment names, unless another rank was first."""
+    """Write an exit code to the file that the environment names, unless another rank has written one."""
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with suppress(OSError), open(path, "x") as file:
             file.write(f"{code}\n")
 
 
 def few_cores(ranks: Sequence[tuple[str, int]]) -> str:
-    """Say which ranks with a device may use too few cores; nothing where none does. `ranks` are pairs of the kind of
-    device and the number of cores. Pure.
+    """Return which ranks with a device may use too few cores; empty where none does. Pure.
 
-    Open MPI binds two ranks to a core each, and Slurm gives a task one core, unless they are asked for more.
+    `ranks` are pairs of device kind and number of cores. By default Open MPI binds two ranks to a core each, and Slurm
+    gives a task one core.
     """
     few = [cores for kind, cores in ranks if kind != "cpu" and cores < LEAST_DEVICE_CORES]
     if not few:
@@ -58,8 +59,11 @@ def host_memory_bytes() -> int:
 
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
-    """Return what this job may still fill of this host's memory: what the host has available, or its cgroups or Slurm's
-    limit leave, whichever is the least. Limits that cannot be read are none."""
+    """Return the bytes of this host's memory that this job may still fill.
+
+    It is the least of the memory that the host has available, and the limits of its cgroups and of Slurm. Limits that
+    cannot be read are none.
+    """
     mebibytes, _ = number_in(("SLURM_MEM_PER_NODE",), environment)
     each, _ = number_in(("SLURM_MEM_PER_CPU",), environment)
     cores, _ = number_in(("SLURM_CPUS_ON_NODE",), environment)
@@ -80,7 +84,7 @@ def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
 
 
 def _text_of(file: Path) -> str:
-    """Return the text of a file; nothing where it cannot be read."""
+    """Return the text of a file; empty where it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return file.read_text()
     return ""
@@ -98,13 +102,13 @@ def promised_size() -> tuple[int, str]:
 
 
 def ranks_on_host() -> int:
-    """Return how many ranks the launcher started on this host, at most; 1 where it does not say."""
+    """Return the most ranks that the launcher can have started on this host; 1 where it does not say."""
     of_hosts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get(STEP_VARIABLE, ""))
     return number_in(HOST_SIZE_VARIABLES)[0] or max(map(int, of_hosts), default=1)
 
 
 def _of_torchrun(place: int) -> Sequence[str]:
-    """Return torchrun's variable at a place, if it has set both."""
+    """Return torchrun's variable with this index, if torchrun has set both."""
     return TORCHRUN_VARIABLES[place : place + 1] if all(os.environ.get(name) for name in TORCHRUN_VARIABLES) else ()
 
 
@@ -125,9 +129,9 @@ def number_in(variables: Sequence[str], environment: Mapping[str, str] = os.envi
 
 
 def asked_threads() -> int | None:
-    """Return how many threads of a rank the user asks for; None where nothing says so.
+    """Return the number of threads that the user requests for a rank; None where no variable says it.
 
-    OpenMP's variable may have a number for each level of nested parallelism; the first one is meant.
+    OpenMP's variable may have a number for each level of nested parallelism; the first one counts.
 
     Raises LaunchError.
     """
@@ -144,7 +148,7 @@ def asked_threads() -> int | None:
 
 
 def end_of_batch_job() -> float | None:
-    """Return when the batch job of this process ends, in seconds since 1970; None where nothing says so."""
+    """Return when the batch job of this process ends, in seconds since 1970; None where no variable says it."""
     for variable in END_VARIABLES:
         with suppress(KeyError, ValueError):
             if math.isfinite(end := float(os.environ[variable])):

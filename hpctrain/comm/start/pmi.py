@@ -19,13 +19,14 @@ from hpctrain.comm.start.launcher import number_in
 from hpctrain.config.errors import LaunchError, describe_os_error
 
 STREAM_VARIABLE = "PMI_FD"
-"""The variable with the number of MPICH's connection to its launcher."""
+"""The variable with the file descriptor of MPICH's connection to its launcher."""
 SLURM_VARIABLE = "SLURM_STEP_ID"
 LINE_BYTES = 1024
 CONNECTING_VARIABLES = (STREAM_VARIABLE, "PMIX_RANK")
-"""By which MPICH takes a launcher to be there, even where they are empty: it then ends the process in its own words."""
+"""Variables from which MPICH concludes that it has a launcher, even where they are empty. MPICH then ends the process
+with a message of its own."""
 WORDS_BYTES = 128
-"""The rest of a line around the value: `cmd=put kvsname= key= value=`, a key of up to 64 bytes, the job's number."""
+"""Bytes of a line without the value: `cmd=put kvsname= key= value=`, a key of up to 64 bytes, the job's number."""
 VALUE_LIMIT = re.compile(rb"(?<=vallen_max=)\d+")
 READ_BYTES = 1 << 16
 
@@ -64,9 +65,10 @@ def _launcher_stream() -> int | None:
 
 @contextmanager
 def short_values(stream: int) -> Iterator[None]:
-    """Meanwhile lower the launcher's limit of a value, as it is read from `stream`, by the rest of a line.
+    """Cap the limit of a value in the launcher's answers at `LINE_BYTES - WORDS_BYTES`, in this block.
 
-    `stream` is a file descriptor. Afterwards it is the launcher's own again; nobody may be waiting for an answer then.
+    Answers are read from `stream`. `stream` is a file descriptor. After the block it is the launcher's own again;
+    nobody may be waiting for an answer then.
     """
     inheritable = os.get_inheritable(stream)
     with socket.socket(fileno=os.dup(stream)) as launcher:
@@ -83,7 +85,7 @@ def short_values(stream: int) -> Iterator[None]:
 
 
 def _stand_between(rank: socket.socket, launcher: socket.socket) -> None:
-    """Pass on what each says to the other, answers by whole lines, until the rank's end is closed."""
+    """Forward bytes between rank and launcher, answers in whole lines, until one of them closes its end."""
     answers = b""
     with rank, selectors.DefaultSelector() as events:
         events.register(rank, selectors.EVENT_READ)

@@ -1,8 +1,7 @@
-"""Reads what the kernel knows of a process, and removes what dead ones left.
+"""Reads the kernel's facts of processes, and removes leftovers of dead ones.
 
-Also other processes of its machine: which are alive, and the shared memory that dead ones left behind.
-
-Light: a command listens to signals before it imports anything heavy.
+It also covers other processes of this machine: which are alive, and the shared memory that dead ones left behind. It
+imports nothing heavy: a command listens to signals before such imports.
 """
 
 import functools
@@ -26,12 +25,12 @@ STOP_SIGNALS = (
     signal.SIGALRM,
     signal.SIGXCPU,
 )
-"""What people, batch systems and limits send to end a process: all that would end it without a word but those of
-defects, and SIGQUIT, which asks for an end at once."""
+"""Signals by which people, batch systems and limits end a process. Signals of program faults are not among them, nor
+SIGQUIT, which requests an immediate end."""
 
 
 class StopSignals:
-    """Remembers a signal, and leaves it to the run to end where its ranks agree to.
+    """Records a signal, and lets the run end where its ranks agree.
 
     A second SIGINT raises KeyboardInterrupt at once.
     """
@@ -40,7 +39,7 @@ class StopSignals:
         self.received: str | None = None
 
     def listen(self) -> "StopSignals":
-        """Replace the handlers of `STOP_SIGNALS`, in the main thread. What nohup ignores, SIGHUP, stays ignored."""
+        """Replace the handlers of `STOP_SIGNALS`, in the main thread. SIGHUP stays ignored where nohup ignores it."""
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -53,17 +52,17 @@ class StopSignals:
 
 
 class LastingStream:
-    """A stream of text that may be lost: a closed pipe, a full disk. From then on its text is dropped.
+    """A text stream that may fail (a closed pipe, a full disk). After that its text is dropped.
 
-    It is used in place of the stream that it is made of, and has its other attributes.
+    It replaces the stream that it is made from, and has its other attributes.
     """
 
     def __init__(self, stream: TextIO | None, name: str, other: "LastingStream | None" = None):
-        """`stream` is None where the process was started without it. A loss is said on the `other`, if there is one."""
+        """`stream` is None where the process was started without it. A loss is reported on `other`, if there is one."""
         self._name, self._other = name, other
         self.losses: list[str] = []
-        """Sentences about the loss, for who takes them away to write them elsewhere."""
-        # The next file that is opened would have its number, and get what others print.
+        """Messages about the loss, until the caller takes them to write them elsewhere."""
+        # Else the next opened file would get its descriptor, and the output of other code.
         self._stream = stream or open(os.devnull, "w")
         if stream is None:
             self._note("is closed")
@@ -93,7 +92,7 @@ class LastingStream:
 
     def _lose(self, error: OSError) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())  # what is kept in buffers goes there too
+        os.dup2(null, self._stream.fileno())  # buffered text goes there too
         os.close(null)
         self._note(f"cannot be written: {describe_os_error(error)}")
 
@@ -105,14 +104,14 @@ class LastingStream:
 
 
 def keep_output(speaks: bool) -> None:
-    """Replace standard output and error by streams that this process may lose; it says so if it `speaks` for all."""
+    """Replace standard output and error by streams that may fail. A process that `speaks` for all reports a loss."""
     error = LastingStream(sys.stderr, "standard error")
     sys.stdout = LastingStream(sys.stdout, "standard output", error if speaks else None)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stderr = error  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def take_losses() -> list[str]:
-    """Return what is to be said of streams that were lost since the last call."""
+    """Return the messages about streams that failed since the last call."""
     taken = []
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, LastingStream):
@@ -126,7 +125,7 @@ class ProcessStatus(NamedTuple):
 
     parent: int
     start_ticks: int
-    """When it began, in clock ticks since the machine did."""
+    """Start time, in clock ticks since the machine booted."""
 
 
 def process_status(process: int) -> ProcessStatus:
@@ -140,7 +139,8 @@ def process_status(process: int) -> ProcessStatus:
 
 @functools.cache
 def this_machine() -> str:
-    """Name what process ids are unique on: a boot of a machine, and a namespace of processes in it."""
+    """Return the name of the scope in which process ids are unique: a boot of a machine, and a process namespace in
+    it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -149,17 +149,17 @@ def this_machine() -> str:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where POSIX shared memory lives on Linux."""
+"""Folder of POSIX shared memory on Linux."""
 MORE_MEMORY = "start the container with more (docker run --shm-size=8g), or mount a larger tmpfs there"
 MPI_BYTES, LONE_MPI_BYTES, SPARE_MPI_BYTES = 6 << 20, 2 << 20, 10 << 20
-"""What MPI takes of it a rank, for the only rank of a host, and what several need on top. MPICH with UCX takes 5.4 MB,
-and 1.1 MB, and ends in a bus error where there is less. With less than 10 MB on top it ends in a segmentation fault:
-2 ranks at 16 and 20 MB, 4 at 28 MB, 8 at 48 MB."""
+"""Shared memory that MPI takes: for each rank, for the only rank of a host, and in addition where a host has several.
+MPICH with UCX takes 5.4 MB and 1.1 MB, and ends in a bus error where there is less. With less than 10 MB in addition it
+ends in a segmentation fault: 2 ranks at 16 and 20 MB, 4 at 28 MB, 8 at 48 MB."""
 PREFIX = "hpctrain-"
-"""Of the names of our own memory (`hpctrain.comm.transports.window`), which has one only until all ranks have opened
-it."""
+"""Prefix of the names of our own memory (`hpctrain.comm.transports.window`), which has a name only until all ranks have
+opened it."""
 PREFIXES = (PREFIX, "mpich_shm_", "vader_segment.", "sm_segment.", "ucx_shm_posix_")
-"""The others are of the names that MPICH and its relatives, Open MPI and UCX give."""
+"""Prefixes of shared memory. The others are those of MPICH and its relatives, Open MPI and UCX."""
 
 
 def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
@@ -183,14 +183,15 @@ def require_shared_memory(num_ranks: int, path: Path = SHARED_MEMORY) -> None:
 
 
 def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove segments of shared memory that MPI libraries, or hpctrain, left when their processes were killed: those
-    that are this user's, older than this process, and open in no process. Return their names.
+    """Remove shared memory segments that killed processes of MPI libraries or hpctrain left; return their names.
 
-    They take memory of the host until it is started again. What is worse, MPICH names them by the job step: a job that
-    goes back into Slurm's queue gets the same names again, opens what its dead ranks left, and fails while MPI starts.
+    Only segments are removed that are this user's, older than this process, and open in no process.
 
-    Each rank calls it before it starts MPI: a segment of this start is younger, or open. Never raises: a
-    segment that cannot be removed stays.
+    They take memory of the host until it reboots. Worse, MPICH names them by the job step: a job that is requeued by
+    Slurm gets the same names again. It opens its dead ranks' segments, and fails while MPI starts.
+
+    Each rank calls it before it starts MPI: a segment of this start is younger, or open. Never raises: a segment that
+    cannot be removed stays.
     """
     begun = process_start()
     candidates: dict[tuple[int, int], Path] = {}
@@ -211,7 +212,7 @@ def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:
 
 
 def process_start() -> float:
-    """Return when this process began, in seconds since 1970; now where the system does not say it."""
+    """Return when this process began, in seconds since 1970; now where the system does not report it."""
     with suppress(OSError, ValueError):
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         return time.time() - (uptime - process_status(os.getpid()).start_ticks / os.sysconf("SC_CLK_TCK"))
@@ -219,7 +220,7 @@ def process_start() -> float:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Yield device and inode of what processes of this user have open or mapped."""
+    """Yield device and inode of the files that processes of this user have open or mapped."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid != os.geteuid():

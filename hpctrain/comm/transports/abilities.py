@@ -1,4 +1,4 @@
-"""The route of tensors between two families, and its reason: what each family's devices can do is probed at start."""
+"""The route of tensors between two families, and its reason. Each family's abilities are probed at the start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class FamilyAbilities:
     name: str
     kind: str
     native: Ability
-    """The maker's library (NCCL, RCCL, oneCCL, HCCL)."""
+    """The maker's library (NCCL, RCCL, oneCCL, HCCL), and whether it works."""
     direct: Ability
-    """An MPI that takes pointers to memory of the devices."""
+    """Whether MPI accepts pointers to memory of the devices."""
 
 
 UNPLANNED = Ability(
@@ -26,24 +26,24 @@ UNPLANNED = Ability(
     "by plans of which it is proven that no rank waits in an operation of a library for one that waits in such a"
     " message; else staged",
 )
-"""Before there is a plan: a probe times messages while no library works."""
+"""The answer before there is a plan, for a probe: it times messages while no library works."""
 UNPLANNED_SUMS = Ability(False, "staged before there is a plan: a library works meanwhile")
 
 
 @dataclass(frozen=True)
 class Devices:
-    """This rank's device and facts that are the same on all ranks: groups with devices in them are made with both."""
+    """This rank's device, and facts that are the same on all ranks: groups with devices in them are made with both."""
 
     accelerator: Accelerator
     families: Mapping[str, FamilyAbilities]
     bridge: Ability = UNPLANNED
-    """Whether MPI moves memory of devices between families of which one at least uses its library meanwhile."""
+    """Whether MPI moves device memory between families while one of them uses its library."""
     store: Any = None
-    """By which ranks of a library's group find each other; None where no family uses one."""
+    """Store by which ranks of a library's group find each other; None where no family uses one."""
 
     @property
     def bridge_of_sums(self) -> Ability:
-        """`bridge` of collectives, in which a library works while their messages move."""
+        """Return the ability `bridge` for collectives, in which a library works while their messages move."""
         return UNPLANNED_SUMS if self.bridge == UNPLANNED else self.bridge
 
 
@@ -84,7 +84,7 @@ def device_route(one: FamilyAbilities, other: FamilyAbilities, bridge: Ability =
 
 
 def message_route(one: FamilyAbilities, other: FamilyAbilities, bridge: Ability = UNPLANNED) -> tuple[str, str]:
-    """Return how messages go between ranks of two families, of which one at least has devices. Pure."""
+    """Return the route of messages between ranks of two families, of which at least one has devices. Pure."""
     for family in (one, other):
         if family.kind == "cpu":
             return "staged", f"{family.name} has host memory, where the other's tensors go through pinned buffers"
@@ -101,7 +101,7 @@ def message_route(one: FamilyAbilities, other: FamilyAbilities, bridge: Ability 
 
 
 def bridged(names: Sequence[str], families: Mapping[str, FamilyAbilities]) -> frozenset[str]:
-    """Return which of some families MPI moves memory of, where their messages depend on `Devices.bridge`. Pure."""
+    """Return the families whose device memory MPI moves, where their messages depend on `Devices.bridge`. Pure."""
     known = {name: families[name] for name in names if name in families and families[name].direct.works}
     depends = len(known) > 1 and any(family.native.works for family in known.values())
     return frozenset(known) if depends else frozenset()
@@ -127,12 +127,15 @@ def describe_routes(
 
 
 def all_of(abilities: Sequence[Ability]) -> Ability:
-    """Return what several ranks can do together: the first that cannot says why. Pure."""
+    """Return the ability that several ranks share: the first rank that lacks it gives the reason. Pure."""
     return next((ability for ability in abilities if not ability.works), abilities[0])
 
 
 def combine(topology: Topology, result: Sequence[tuple[Ability, Ability | None]]) -> dict[str, FamilyAbilities]:
-    """Return by family what its ranks report: `native` each, `direct` one of each host (None for others). Pure."""
+    """Return the families' abilities from the ranks' reports. Pure.
+
+    Each rank reports `native`. One rank of each host reports `direct`, the others None.
+    """
     families = {}
     places = topology.places
     for name in topology.families:

@@ -1,7 +1,7 @@
-"""Detects whether this MPI moves memory of devices: by trying it, in a process that may die of it.
+"""Detects whether this MPI moves memory of devices: it is tried in a process that may crash.
 
-What an MPI says of itself is no proof, and one that cannot do it usually ends with a segmentation fault. The child is
-an MPI job of its own, of one rank, which sends to itself; it knows nothing of the launcher of this one.
+An MPI's own statement is no proof, and one that cannot do it usually ends with a segmentation fault. The child is an
+MPI job of its own, of one rank, which sends to itself. It has no connection to this job's launcher.
 """
 
 import os
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 # Set to 0: MPI is never given memory of devices; to 1: it is, without a probe, which a launcher may not allow.
 DIRECT_VARIABLE = "HPCTRAIN_DIRECT"
 RING_SIZES, RING_SECONDS = (1024, 8 << 20), 60.0
-"""Of the messages between ranks that prove it: one that MPI copies, one that it moves from where it is."""
+"""Sizes of the test messages between ranks, in bytes: one that MPI copies, and one that it moves in place; and their
+timeout."""
 CHILD = Path(__file__).with_name("cuda_aware_child.py")
-# Loading torch from a busy file system and starting a device take most of it.
+# Most of it is loading torch from a busy file system and starting a device.
 TIMEOUT_SECONDS = 90.0
 # Variables by which launchers configure MPI libraries. Settings (OMPI_MCA_pml, MPICH_GPU_SUPPORT_ENABLED,
 # UCX_TLS) stay: the answer is to hold for this job.
@@ -65,10 +66,10 @@ def asked_direct(environment: Mapping[str, str] = os.environ) -> Ability | None:
 def exchange_in_ring(
     messages: GroupMessages, accelerator: "Accelerator", timeout_seconds: float = RING_SECONDS
 ) -> Ability:
-    """Send device memory to the next member, receive from the one before, and say whether it arrived as it was.
+    """Send device memory to the next member, receive from the previous one, and say whether it arrived unchanged.
 
-    All members must call, and lose their `messages`. Nothing waits longer than the timeout; what is then in flight is
-    left there.
+    All members must call, and may not use their `messages` afterwards. Nothing waits longer than the timeout. Messages
+    that are then in flight are left there.
     """
     mpi, ranks = messages.space.mpi, messages.members.ranks
     after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
@@ -76,7 +77,7 @@ def exchange_in_ring(
     for size in RING_SIZES:
         sent, received = (_pattern(size, number).to(accelerator.device) for number in (rank, rank + 1))
         expected = _pattern(size, ranks[before])
-        accelerator.synchronize()  # what MPI reads is there, and what it writes is nobody's any more
+        accelerator.synchronize()  # the source is complete, and no kernel uses the target any more
         requests = [
             messages.receive(mpi_buffer(mpi, accelerator, received), before),
             messages.send(mpi_buffer(mpi, accelerator, sent), after),
@@ -84,7 +85,7 @@ def exchange_in_ring(
         deadline = time.monotonic() + timeout_seconds
         while not mpi.Request.Testall(requests):
             if time.monotonic() > deadline:
-                requests[0].Cancel()  # nobody may write there later
+                requests[0].Cancel()  # MPI must not write there later
                 return Ability(False, f"{size} bytes to rank {ranks[after]} were not there after {timeout_seconds:g} s")
             time.sleep(1e-4)
         if not torch.equal(received.cpu(), expected):
@@ -99,7 +100,7 @@ def _pattern(size: int, seed: int) -> torch.Tensor:
 
 
 def mpi_buffer(mpi, accelerator: "Accelerator", part: torch.Tensor):
-    """Return what mpi4py takes for bytes: a CuPy array over the same device memory, or else the address."""
+    """Return what mpi4py accepts for bytes: a CuPy array over the same device memory, or else the address."""
     view = accelerator.view_for_mpi(part)
     if view is None:
         return mpi.buffer.fromaddress(part.data_ptr(), part.numel())
@@ -107,16 +108,16 @@ def mpi_buffer(mpi, accelerator: "Accelerator", part: torch.Tensor):
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that nobody's launcher started. Pure."""
+    """Return the environment without the variables of launchers. Pure."""
     return {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
 def probe_direct(
     kind: str, index: int = 0, timeout_seconds: float = TIMEOUT_SECONDS, command: Sequence[str] | None = None
 ) -> Ability:
-    """Say whether MPI can be given pointers to memory of a device (`kind` cpu: of the host), and how that is known.
+    """Say whether MPI accepts pointers to memory of a device (`kind` cpu: of the host), and the evidence.
 
-    One rank of a host calls. The child is killed, with all that it started, after the timeout. `command` replaces it.
+    One rank of a host calls. The child is killed after the timeout, with all that it started. `command` replaces it.
     """
     command = list(command or (sys.executable, str(CHILD), kind, str(index)))
     with subprocess.Popen(
@@ -139,11 +140,11 @@ def probe_direct(
 
 
 def judge(code: int, out: str, errors: str) -> Ability:
-    """Return what the end of the child means. Pure."""
+    """Return the ability that follows from how the child ended. Pure."""
     said = out.strip().splitlines()
     if code == 0 and said:
         return Ability(True, said[-1])
-    died = -code if code < 0 else code - 128  # a shell, or a library's handler, reports a signal so
+    died = -code if code < 0 else code - 128  # a shell, or a library's handler, adds 128 to the signal's number
     if died in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         name = signal.Signals(died).name
         return Ability(False, f"a probe that sent it died of {name}: this MPI takes host memory only")

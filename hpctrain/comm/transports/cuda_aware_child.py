@@ -6,7 +6,7 @@ Run by its path, so that it needs nothing of this package. Says in one line what
 import resource
 import sys
 
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may die of what it tries, and would leave gigabytes
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trial may crash, and a core dump would take gigabytes
 
 import mpi4py  # noqa: E402
 
@@ -15,7 +15,7 @@ mpi4py.rc.threads = False
 import torch  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-# One that MPI copies into its own buffers, and one that it moves from where it is.
+# Sizes of a message that MPI copies into its own buffers, and of one that it moves in place.
 SIZES = (1024, 8 << 20)
 
 

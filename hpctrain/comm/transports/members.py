@@ -17,31 +17,31 @@ from hpctrain.config.errors import CommError
 T = TypeVar("T")
 
 OBJECTS, NUMBERS, FAREWELL = range(3)
-"""Tags of what members agree on, of figures that come while ranks compute, and of ranks that all fail."""
+"""Tags of agreements among members, of figures sent while ranks compute, and of ranks that all fail."""
 FIRST_TAG, LAST_TAG = 3, 32767
-"""Tags of groups; the standard promises that MPI_TAG_UB is no less than the last."""
+"""Tags of groups; the standard promises that MPI_TAG_UB is at least the last."""
 NO_TAG = -1
 
 
 class MessageSpace:
-    """The communicators on which all groups of a world send, and the tags that this rank's groups have."""
+    """The communicators that all groups of a world use, and the tags of this rank's groups."""
 
     def __init__(self, communicators: FamilyCommunicators, patience: Patience):
-        """Nobody else sends on these communicators."""
+        """Nothing else may send on these communicators."""
         self.communicators, self.mpi, self.patience = communicators, communicators.mpi, patience
         self.rank: int = communicators.rank
         self._taken: set[int] = set()
         self._last = FIRST_TAG - 1
 
     def members(self, ranks: Sequence[int], tag: int = OBJECTS) -> "Members":
-        """Return the members of a group. Their objects go by a `tag` that no group has."""
+        """Return the members of a group. Their objects are sent with a `tag` that no group has."""
         return Members(self, ranks, tag)
 
     def take_tag(self, members: "Members") -> int:
         """Return a tag that none of the members' groups has. All of them must call. Raises CommError.
 
-        Two groups that share a rank have different tags, since that rank has proposed no tag that it has. No message
-        of one can therefore be taken for one of the other.
+        Two groups that share a rank have different tags, since that rank never proposes a tag of its own groups. So no
+        message of one group can be taken for one of the other.
         """
         tag = members.combine((self._last, sorted(self._taken)), choose_tag)
         if tag == NO_TAG:
@@ -56,10 +56,10 @@ class MessageSpace:
 
 
 def choose_tag(proposals: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Return a tag that nobody has, by the last one and all those of each member; `NO_TAG` if there is none. Pure.
+    """Return a free tag, by the last tag and the used tags of each member; `NO_TAG` if there is none. Pure.
 
-    It is the next one after all that were the last: a message that somebody left lying meets no other group until the
-    tags have come round.
+    It is the next one after all last ones. So a message that was left in flight matches no other group until the tags
+    repeat.
     """
     taken = set().union(*(theirs for _, theirs in proposals))
     last = max(last for last, _ in proposals)
@@ -68,10 +68,10 @@ def choose_tag(proposals: Sequence[tuple[int, Sequence[int]]]) -> int:
 
 
 class Members:
-    """The ranks of a group, which tell each other small objects, and sleep while they wait.
+    """The ranks of a group, which exchange small objects, and sleep while they wait.
 
-    All of them must call each method. Two ranks that are in several groups call for them in the same order. Nobody
-    returns from `combine` and what is made of it before all have called.
+    All of them must call each method. Two ranks that are in several groups call for them in the same order. No member
+    returns from `combine`, or from a method that uses it, before all have called.
     """
 
     def __init__(self, space: MessageSpace, ranks: Sequence[int], tag: int = OBJECTS):
@@ -88,10 +88,10 @@ class Members:
     def combine(
         self, value: Any, function: Callable[[list], T], operation: str = "", patience: Patience | None = None
     ) -> T:
-        """Return what `function`, which must not raise, makes on the first member of the values of all, in order.
+        """Return what `function` makes of all members' values, in order.
 
-        An error after the `patience`, that of the space by default, names the `operation`, by default that the group is
-        made.
+        It runs on the first member, and must not raise. After the `patience` (default: that of the space) an error
+        names the `operation` (default: the making of the group).
         """
         return complete(
             self._combining(value, function), operation or f"making {self}", patience or self.space.patience
@@ -116,7 +116,7 @@ class Members:
         return pickle.loads(content)
 
     def gathering(self, value: object) -> Generator[Condition, None, list]:
-        """Bring all values to the first member, as steps, which return them there, in order; nobody waits for it."""
+        """Bring all values to the first member, as steps that return them there, in order. No other member waits."""
         contents = [pickle.dumps(value)]
         for child in self._children:
             contents += yield from self.receiving(child)
@@ -131,7 +131,7 @@ class Members:
         return pickle.loads(content)
 
     def _spreading(self, content: bytes | None) -> Generator[Condition, None, bytes]:
-        """Bring the first member's bytes to all, as steps, which return them."""
+        """Bring the first member's bytes to all, as steps that return them."""
         if self._parent is not None:
             (content,) = yield from self.receiving(self._parent)
         assert content is not None, "the first member has something to say"
@@ -146,7 +146,7 @@ class Members:
         yield from until_all([request.Test for request in requests], "members to listen")
 
     def receiving(self, peer: int) -> Generator[Condition, None, list[bytes]]:
-        """Receive what a member sends next, as steps, which return it. They raise CommError if it is of another
+        """Receive a member's next message, as steps that return it. They raise CommError if it belongs to another
         group."""
         message: Any = None
 
@@ -163,9 +163,9 @@ class Members:
 
 
 def tree_at(position: int, size: int) -> tuple[int | None, list[int]]:
-    """Return above and below whom a member is in a binomial tree, whose root is the first. Pure.
+    """Return the parent and the children of a member in a binomial tree, whose root is the first. Pure.
 
-    Those below the members that are returned follow them without a gap, up to the next one.
+    The members below each child follow it without a gap, up to the next child.
     """
     lowest = position & -position or 1 << size.bit_length()
     parent = position & (position - 1) if position else None
@@ -174,7 +174,7 @@ def tree_at(position: int, size: int) -> tuple[int | None, list[int]]:
 
 
 class GroupMessages:
-    """Messages of buffers between the members of a group, by a tag of their own."""
+    """Messages of buffers between the members of a group, with a tag of its own."""
 
     def __init__(self, members: Members):
         """All members must call."""
@@ -183,23 +183,24 @@ class GroupMessages:
         self.tag = self.space.take_tag(members)
 
     def send(self, buffer, peer: int):
-        """Return MPI's request."""
+        """Start a send; return MPI's request."""
         return self.members.comm.Isend(buffer, dest=self.members.peers[peer], tag=self.tag)
 
     def receive(self, buffer, peer: int):
-        """Return MPI's request."""
+        """Start a receive; return MPI's request."""
         return self.members.comm.Irecv(buffer, source=self.members.peers[peer], tag=self.tag)
 
     def close(self) -> None:
-        """Give the tag back. All members must call, after all messages, and none whose message may be in flight."""
+        """Release the tag. All members must call, when none of their messages is in flight."""
         self.space.give_back(self.tag)
 
 
 def on_all(members, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt returns. Where that of any rank fails, all raise CommError, or the kind that
-    the first one raised, with its reason; from its own failure those that had one.
+    """Return what this rank's attempt returns; where any rank's attempt fails, all raise.
 
-    All ranks must call. Whatever a library raises is a failure: CuPy raises KeyError for errors that are new to it.
+    They raise CommError or the first failure's kind of error, with its reason. A rank that failed itself raises from
+    its own failure. All ranks must call. Every exception counts, since libraries raise unexpected kinds: CuPy raises
+    KeyError for errors that are new to it.
     """
     result, failure, cause = None, None, None
     try:

@@ -1,7 +1,7 @@
-"""Messages of one peer in one direction, in parts that pass stages: whoever polls moves them as far as they go.
+"""Messages to or from one peer, in parts that pass several stages. Any poll moves all parts as far as possible.
 
 A message is posted to MPI in parts, the same at both ends. Where both ends give MPI memory of devices, it is one part.
-Otherwise it is chunks whose size follows from the message's, whether memory is the host's or a device's.
+Otherwise it is in chunks whose size follows from the message's, whether memory is the host's or a device's.
 """
 
 import math
@@ -14,22 +14,22 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.waiting import Ready
 
-# A chunk costs its sender and its receiver about so much on top of the copies: an event polled late, a message posted.
+# Seconds of overhead of a chunk, in addition to the copies: an event is polled late, a message is posted.
 CHUNK_OVERHEAD_SECONDS = 20e-6
-# The slower of the two things that overlap, network and copy, on machines of the day.
+# Bytes/s of the slower of network and copy, which overlap, on today's machines.
 BANDWIDTH_BYTES_PER_SECOND = 10e9
 SMALLEST_CHUNK_BYTES = 256 * 1024
 LARGEST_CHUNK_BYTES = 4 << 20
-# Of a message in flight at once: while one is on the network, the other is copied.
+# Chunks of a message in flight at once: while one is on the network, the other is copied.
 BUFFERS_PER_MESSAGE = 2
 
 
 def chunk_bytes(num_bytes: int) -> int:
     """Return the chunk for a message of `num_bytes`; both ends compute it. Pure.
 
-    A message of n bytes in chunks of c takes n / B, and the first copy c / B, and n / c overheads: least at
-    c = sqrt(n * overhead * B), here 0.45 MB for 1 MB and 3.6 MB for 64 MB. A power of two, so that buffers are used
-    again; no larger than 4 MiB, to bound the memory that is pinned (two chunks a message in flight).
+    A message of n bytes in chunks of c takes n / B, the first copy c / B, and n / c overheads. The sum is least at c =
+    sqrt(n * overhead * B), here 0.45 MB for 1 MB and 3.6 MB for 64 MB. The chunk is a power of two, so that buffers are
+    reused. It is at most 4 MiB, to bound the pinned memory (two chunks for each message in flight).
     """
     best = math.sqrt(max(1, num_bytes) * CHUNK_OVERHEAD_SECONDS * BANDWIDTH_BYTES_PER_SECOND)
     return min(max(1 << math.ceil(math.log2(best)), SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
@@ -42,23 +42,23 @@ class Request(Protocol):
 
 
 Post = Callable[[torch.Tensor], Request]
-"""Gives bytes to MPI, to send or to fill."""
+"""Gives bytes to MPI, to be sent or filled."""
 
 
 class MessagePart:
-    """A part of a message, in one of its stages."""
+    """A part of a message, which is in one of its stages."""
 
     __slots__ = ("buffer", "data", "ready")
 
     def __init__(self, data: torch.Tensor):
         self.data, self.buffer = data, data
-        """Its memory, and that of the host which it goes through, if it does; both are kept until it has arrived."""
+        """The part's memory, and its host buffer if it has one; both are kept until it has arrived."""
         self.ready: Ready = _at_once
-        """Says whether it is through with its stage."""
+        """Says whether it has completed its stage."""
 
 
 class MessageStage(NamedTuple):
-    """A copy, or a message of MPI, that each part of a message is."""
+    """A stage of each part of a message: a copy, or a message of MPI."""
 
     begin: Callable[[MessagePart], Ready]
     may_begin: Ready = lambda: True
@@ -75,18 +75,18 @@ class Message:
         end: Callable[[MessagePart], None] = lambda part: None,
         most_in_flight: float = math.inf,
     ):
-        """Parts of the next message may begin when those of this one are through with `num_ordered - 1` stages.
+        """Parts of the next message may begin when those of this one have completed `num_ordered - 1` stages.
 
-        `end` is called of each part that has passed all of them.
+        `end` is called for each part that has completed all stages.
         """
         self._stages, self._end, self._num_ordered, self._most = stages, end, num_ordered, most_in_flight
         self._queues = [deque(map(MessagePart, parts)), *(deque[MessagePart]() for _ in stages)]
-        """Parts that have begun no stage, the first one, and so on."""
+        """Queues of parts: those that have begun no stage, those in the first one, and so on."""
         self._num_in_flight = 0
 
     @property
     def posted(self) -> bool:
-        """Say whether the next message to the same peer may be moved."""
+        """Say whether the next message to the same peer may begin."""
         return not any(self._queues[: self._num_ordered])
 
     @property
@@ -94,7 +94,7 @@ class Message:
         return not any(self._queues)
 
     def move(self) -> None:
-        """Go as far as it goes without waiting."""
+        """Move all parts as far as possible without waiting."""
         while self._move_on():
             pass
 
@@ -120,17 +120,17 @@ def _at_once() -> bool:
 
 
 def plain_message(post: Post, parts: Sequence[torch.Tensor], queued: Event) -> Message:
-    """Return a message in memory that MPI itself reads and writes, once what was `queued` before it is done."""
+    """Return a message in memory that MPI itself reads and writes, which begins after the event `queued`."""
     return Message(parts, [MessageStage(lambda part: post(part.data).Test, queued.query)], num_ordered=1)
 
 
 def staged_message(
     post: Post, parts: Sequence[torch.Tensor], queued: Event, accelerator: Accelerator, is_sent: bool
 ) -> Message:
-    """Return a message of a device through buffers of the host: copied and then sent, or received and then copied.
+    """Return a message of a device through host buffers: copied and then sent, or received and then copied.
 
-    The host looks whether all is done that was `queued` before, and nothing waits on the device: behind a message that
-    waits for other ranks there may be one that they wait for.
+    The host checks whether the event `queued` has passed, and no stream waits for it. A stream that waits for other
+    ranks could delay a message that they wait for.
     """
     pool = accelerator.staging
 

@@ -1,8 +1,8 @@
-"""Messages between two devices of one host, which copy them from each other's memory: no MPI, and no kernel.
+"""Messages between two devices of one host, which copy from each other's memory: no MPI, and no kernel.
 
-The sender copies a part of a message into a slot on its own device, and counts it in memory of the host that both ranks
-see. The receiver copies the slot to where it belongs, over NVLink, xGMI or PCIe, and counts that. A copy waits for no
-other rank on a device. A send of NCCL does; a copy takes no place in the order of launches
+The sender copies a part of a message into a slot on its own device, and counts it in host memory that both ranks see.
+The receiver copies the slot to its destination, over NVLink, xGMI or PCIe, and counts that. A send of NCCL waits for
+another rank on a device; a copy does not. So it needs no place in the order of launches
 (`hpctrain.comm.accelerators.launches`).
 """
 
@@ -18,17 +18,17 @@ from hpctrain.comm.transports.messages import Message, MessagePart, MessageStage
 from hpctrain.comm.transports.window import SharedWindow
 from hpctrain.comm.waiting import Ready
 
-# Of each direction: enough that copies in and out overlap, and little of a device.
+# Slots of each direction: enough to overlap copies in and out, and little device memory.
 SLOTS, SLOT_BYTES = 4, 8 << 20
 FILLED, EMPTIED = 0, 1
-"""Counters of a rank: slots of its own that it has filled, and of the other rank that it has emptied."""
+"""Counters of a rank: its own slots that it has filled, and slots of the other rank that it has emptied."""
 # Set to 0: devices never copy from each other's memory.
 PEER_VARIABLE = "HPCTRAIN_PEER"
 PROVEN_BYTES = 4096
 
 
 class PeerMemory:
-    """The slots of two ranks' devices, and how many were filled and emptied. Made by `connect_peers`."""
+    """The slots of two ranks' devices, and counts of filled and emptied ones. Made by `connect_peers`."""
 
     def __init__(self, members: Members, accelerator: Accelerator, own: torch.Tensor, other: torch.Tensor):
         """Both ranks must call."""
@@ -39,13 +39,13 @@ class PeerMemory:
         self.own, self.other = own.split(self.slot_bytes), other.split(self.slot_bytes)
         self._me, self._peer = window.counters[window.rank], window.counters[1 - window.rank]
         self.sent = self.received = 0
-        """How many slots this rank began to fill, and to empty."""
+        """Numbers of slots that this rank began to fill, and to empty."""
 
     def has_free_slot(self) -> bool:
         return self.sent - self._peer[EMPTIED] < SLOTS
 
     def has_arrived(self) -> bool:
-        """Say whether the other rank has filled a slot that this one did not begin to empty."""
+        """Say whether the other rank has filled a slot that this one has not begun to empty."""
         if self.received >= self._peer[FILLED]:
             return False
         self._window.fence()
@@ -59,7 +59,7 @@ class PeerMemory:
         return self.accelerator.copy(target, source).query
 
     def send(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
-        """Return a message whose parts fill slots of this rank's device, once what was `queued` before is done."""
+        """Return a message whose parts fill slots of this rank's device, after the event `queued`."""
 
         def fill(part: MessagePart) -> Ready:
             slot = self.own[self.sent % SLOTS]
@@ -81,20 +81,20 @@ class PeerMemory:
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
     def close(self) -> None:
-        """Both ranks must call."""
+        """Close the slots. Both ranks must call."""
         own, other = self._memory
         self.accelerator.synchronize()
         self.accelerator.close_memory(other)
         self._me = self._peer = []
         self._window.close()
-        self._members.barrier()  # nobody has the other's memory open any more
+        self._members.barrier()  # neither rank has the other's memory open any more
         self.accelerator.free_memory(own)
 
 
 def connect_peers(members: Members, accelerator: Accelerator) -> PeerMemory | Ability:
     """Return slots through which two ranks' devices copy, or why they cannot, the same on both.
 
-    Both must call, with their devices bound. That they can is proven by bytes that each reads from the other.
+    Both must call, with their devices bound. Each rank reads bytes from the other as a proof.
     """
     exported, other, refusal, handle = None, None, None, b""
     try:

@@ -1,4 +1,4 @@
-"""Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
+"""Point-to-point messages of bytes, on which collectives over several hosts or families are built."""
 
 from collections import deque
 from collections.abc import Collection
@@ -26,31 +26,31 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Transport(Protocol):
     """Messages among the ranks of one group; between two ranks they arrive in the order in which they were sent.
 
-    Tensors are contiguous; their bytes are sent. A tensor may be touched again when what `send` or `receive` returned
-    has said True.
+    Tensors are contiguous; their bytes are sent. A tensor may be touched again when the function that `send` or
+    `receive` returned has returned True.
     """
 
     name: str
     rank: int
     size: int
     bytes_sent: list[int]
-    """To each peer, since the start: what the interfaces' counters are compared with."""
+    """Bytes sent to each peer since the start, for comparison with the counters of network interfaces."""
     polls_freely: bool
-    """Whether cores have nothing else to do, so that it costs nothing to look for a message long before it comes."""
+    """Whether polling is free because the cores are otherwise idle, so that receives may be posted early."""
 
     def queued(self, tensor: torch.Tensor) -> Event | None:
-        """Return the place of the caller's stream after which a message of a tensor may move; None: at once."""
+        """Return the event in the caller's stream after which a message of a tensor may move; None: at once."""
         ...
 
     def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
-        """`after` is what `queued` returned; without it the place is that of this call."""
+        """Start a send. `after` is the event from `queued`; by default it is taken in this call."""
         ...
 
     def receive(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready: ...
 
 
 class HostTransport:
-    """MPI on host memory, without copies of ours."""
+    """MPI on host memory, without copies by hpctrain."""
 
     name = "MPI on host memory"
     polls_freely = False
@@ -61,7 +61,7 @@ class HostTransport:
         self.bytes_sent = [0] * self.size
 
     def queued(self, tensor: torch.Tensor) -> None:
-        """Hosts have no streams."""
+        """Return None: hosts have no streams."""
 
     def send(self, peer: int, tensor: torch.Tensor, after: Event | None = None) -> Ready:
         data = as_bytes(tensor)
@@ -73,13 +73,13 @@ class HostTransport:
 
 
 class DeviceTransport:
-    """MPI on memory of devices where both ends are known to take it (`direct` peers), else through host buffers.
+    """MPI on device memory where both ends accept it (`direct` peers), else through host buffers.
 
     Two ranks whose devices copy from each other's memory (`peers`) do that instead.
 
-    Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`,
-    or before `queued` was called, comes first; what is queued after `ready` said True sees the message. Polling one
-    message moves all.
+    Tensors may be on the host too, at either end. A message moves after the work that the caller's stream had before
+    `send`, `receive` or `queued`. Work queued after `ready` has returned True sees the message. Polling one message
+    moves all.
     """
 
     polls_freely = True
@@ -98,7 +98,7 @@ class DeviceTransport:
         self._accelerator = accelerator
         self._direct, self._peers = frozenset(direct), peers
         self.is_direct = bool(self._direct)
-        """Whether any message is of device memory."""
+        """Whether any message is in device memory."""
         self._moving: dict[tuple[int, bool], deque[Message]] = {}
         others = self.size - 1
         through_host = "MPI through pinned host buffers"

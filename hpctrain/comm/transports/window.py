@@ -1,4 +1,4 @@
-"""Memory that all ranks of one host see: a header of counters, then bytes, for every rank of a group."""
+"""Memory that all ranks of one host see: for each rank of a group a header of counters, then bytes."""
 
 import errno
 import os
@@ -22,22 +22,22 @@ NUM_COUNTERS = 8
 
 
 class NoRoomError(CommError):
-    """Shared memory has no room for what is asked of it; other ways may do without."""
+    """Shared memory has too little room for a request; other routes may do without."""
 
 
 def free_bytes(path: str | os.PathLike = SHARED_MEMORY) -> int:
-    """Return what is free of shared memory."""
+    """Return the free bytes of shared memory."""
     result = os.statvfs(path)
     return result.f_bavail * result.f_frsize if result.f_blocks else host_memory_bytes()  # without a limit
 
 
 def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int], T]) -> list[T]:
-    """Return what `open_file` makes of the new files of all ranks, by rank, each given its path and its bytes.
+    """Return the results of `open_file` for the new files of all ranks, by rank; it gets each path and size.
 
-    All members must call, each with the size of its own file. Files lose their names as soon as all have opened
-    them: nothing is left of a rank that is killed, but in that moment (`hpctrain.comm.start.process`). Their bytes are
-    reserved, since a write beyond what is free is a bus error. Where one rank cannot make or open a file, all raise
-    CommError; where that is for lack of room, NoRoomError.
+    All members must call, each with the size of its own file. Files lose their names as soon as all have opened them.
+    So a killed rank leaves nothing behind, except in that moment (`hpctrain.comm.start.process`). Their bytes are
+    reserved, since a write beyond the free space is a bus error. Where one rank cannot make or open a file, all raise
+    CommError; for lack of room they raise NoRoomError.
     """
     with ExitStack() as names:
 
@@ -65,7 +65,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
 
 
 class SharedWindow:
-    """One such memory, zeroed. Made by all members; used by one thread at a time."""
+    """Memory of one group that all ranks of the host see, zeroed. All members make it; one thread at a time uses it."""
 
     def __init__(self, members: Members, num_bytes: int):
         self.rank, self.size = members.rank, members.size
@@ -77,27 +77,27 @@ class SharedWindow:
         self._lock.acquire()
 
     def fence(self) -> None:
-        """Keep what this rank reads and writes before from moving behind what it does after, and the reverse.
+        """Keep this rank's earlier reads and writes before its later ones.
 
-        Processors of some makers (aarch64, POWER) reorder accesses to memory. To unlock is a release: what came before
-        is visible first. To lock is an acquire: what comes after is done later. A release is not moved behind an
+        Processors of some makers (aarch64, POWER) reorder accesses to memory. To unlock is a release: earlier accesses
+        are visible first. To lock is an acquire: later accesses are done later. A release is not moved behind an
         acquire that follows it, so the two in this order keep both sides apart. CPython does both by atomic
-        instructions (semaphores of the C library, or its own mutex), also where nobody else has the lock. On x86 they
+        instructions (semaphores of the C library, or its own mutex), also for a lock without contention. On x86 they
         are full fences, which streaming stores need too.
         """
         self._lock.release()
         self._lock.acquire()
 
     def publish(self, index: int, value: int) -> None:
-        """Set a counter of this rank after everything that it wrote before."""
+        """Set a counter of this rank after everything that it has written."""
         self.fence()
         self.counters[self.rank][index] = value
 
     def close(self) -> None:
-        """Give this rank's view of it back, when the last tensor over it is gone. Others keep theirs."""
+        """Release this rank's view, when the last tensor over it is gone. The other ranks keep theirs."""
         self.counters, self.bytes = [], []
 
 
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
-    """Return the bytes of a file, mapped without a descriptor that stays open, of which a process has few."""
+    """Return the bytes of a file, mapped without an open file descriptor, since a process has few of these."""
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""Watches the ranks: what each did last, who waits for whom in vain, and who was killed."""
+"""Watches the ranks: the last operations of each, ranks that wait for a missing one, and killed ranks."""

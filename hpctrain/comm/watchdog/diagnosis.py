@@ -1,4 +1,4 @@
-"""Finds who keeps the others waiting: pure functions on the flight records of all ranks."""
+"""Identifies the ranks that keep the others waiting: pure functions on the flight records of all ranks."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Wait:
-    """Ranks in an operation, and those of its lane that have not entered it."""
+    """An operation in flight, the ranks that wait in it, and those of its lane that have not entered it."""
 
     operation: RecordedOperation
-    """As the rank has it that has been in it longest."""
+    """The operation as recorded by the rank that has been in it longest."""
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
     differing: tuple[tuple[int, RecordedOperation], ...] = ()
-    """Ranks that entered another operation, or one of another size, under the same number."""
+    """Ranks that entered another operation, or another size, with the same sequence number."""
 
 
 def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
-    """Return what is in flight anywhere; the longest first."""
+    """Return the operations in flight on any rank; the longest first."""
     lanes = {(rank, lane.key): lane for rank, flight in flights.items() for lane in flight.lanes}
     members: dict[Key, set[int]] = {}
     for (rank, key), lane in lanes.items():
@@ -45,9 +45,7 @@ def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
     waits = []
     collectives: dict[tuple[Key, int], dict[int, RecordedOperation]] = {}
     for rank, flight in flights.items():
-        heads: dict[
-            Key, RecordedOperation
-        ] = {}  # what is queued behind another operation of its lane waits for that alone
+        heads: dict[Key, RecordedOperation] = {}  # later operations of a lane wait for its first one alone
         for operation in flight.in_flight:
             heads.setdefault(operation.lane.key, operation)
         for key, operation in heads.items():
@@ -67,7 +65,7 @@ def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
 
 
 def _has_entered(lane: RecordedLane | None, operation: RecordedOperation) -> bool:
-    """Say whether a rank whose lane this is has entered an operation of others, or the other end of a message."""
+    """Say whether the rank with this lane has entered an operation of others, or the other end of a message."""
     kind = OPERATION_KINDS.get(MATCHING.get(operation.name, ""), COLLECTIVES)
     return lane is not None and lane.entered[kind] >= operation.sequence
 
@@ -75,7 +73,7 @@ def _has_entered(lane: RecordedLane | None, operation: RecordedOperation) -> boo
 def _finished(
     flights: Mapping[int, Flight], ranks: Iterable[int], key: Key, sequence: int
 ) -> dict[int, RecordedOperation]:
-    """Return, by rank, the collective that it has finished under this number."""
+    """Return by rank the collective that it has finished with this sequence number."""
     return {
         rank: operation
         for rank in ranks
@@ -87,14 +85,14 @@ def _finished(
 
 
 def _signature(operation: RecordedOperation) -> tuple[str, int]:
-    """Return what all ranks of a collective should have in common."""
+    """Return the properties of a collective that all ranks should have in common."""
     return operation.name, operation.num_bytes if operation.name in SAME_BYTES else 0
 
 
 def _differing(
     entered: Mapping[int, RecordedOperation],
 ) -> tuple[tuple[str, int], tuple[tuple[int, RecordedOperation], ...]]:
-    """Return what most entered, and the ranks that entered something else."""
+    """Return the signature that most ranks entered, and the ranks that entered something else."""
     signatures = [_signature(entered[rank]) for rank in sorted(entered)]
     usual = max(signatures, key=signatures.count)
     return usual, tuple((rank, entered[rank]) for rank in sorted(entered) if _signature(entered[rank]) != usual)
@@ -104,39 +102,39 @@ SHOWN_RANKS = 32
 SHOWN_OPERATIONS = 3
 # A rank whose last sign of life is this much older than the newest of all stopped before the others.
 SILENCE_SECONDS = 3.0
-# In a run that is in flight, waits younger than this are nothing to speak of.
+# In a live run shorter waits are not reported.
 USUAL_WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A reading of the records: who is to blame, in sentences, and the state of all."""
+    """The conclusion from the records: the ranks to blame, in sentences, and the state of all ranks."""
 
     culprits: tuple[int, ...]
     sentences: tuple[str, ...]
-    """One for each culprit or group of them; never empty."""
+    """Sentences, one for each culprit or group of them; never empty."""
     table: tuple[str, ...]
-    """Every rank's state and last operations, a line a rank."""
+    """A line for each rank: its state and its last operations."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The state of all `size` ranks at one time (`now`, seconds of the wall clock), as far as it is recorded."""
+    """The recorded state of all `size` ranks at one time (`now`, seconds of the wall clock)."""
 
     flights: Mapping[int, Flight]
     size: int
     now: float
     gone: frozenset[int] = frozenset()
-    """Ranks whose processes have ended without a word while others live."""
+    """Ranks whose processes have ended without an error message while others live."""
     silent: frozenset[int] = frozenset()
     """Ranks that were asked and did not answer."""
     first_death: int | None = None
     is_live: bool = True
-    """Whether ages count from now ("ago") or the last sign of life of all ("before the end")."""
+    """Whether ages count back from now ("ago"), or from the last sign of life of any rank ("before the end")."""
     shortest_wait: float = 0.0
-    """Seconds; younger waits do not count."""
+    """Seconds; shorter waits do not count."""
     hosts: Sequence[str] = ()
-    """By rank, for those that have no record."""
+    """Host of each rank, used for ranks without a record."""
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
@@ -172,7 +170,7 @@ class Evidence:
 
 
 def describe(operation: RecordedOperation, brief: bool = False) -> str:
-    """Say what an operation is, such as `all_reduce number 17 on lane data [0-3], 4.2 MB`."""
+    """Describe an operation, such as `all_reduce number 17 on lane data [0-3], 4.2 MB`."""
     number, peer = operation.sequence, ""
     if operation.name in MATCHING and operation.peer >= 0:
         peer = f" {'to' if operation.name == 'send' else 'from'} {operation.peer}"
@@ -194,7 +192,7 @@ def format_bytes(count: int) -> str:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Identify the ranks that the others wait for, or that ended first, and report them."""
+    """Identify the ranks that the others wait for, or that ended first; return the report."""
     result = (
         _deaths(evidence) + _failures(evidence) or _losses(evidence) or _mismatches(evidence) or _absences(evidence)
     )
@@ -222,7 +220,7 @@ def _deaths(evidence: Evidence) -> Findings:
 
 
 def _losses(evidence: Evidence) -> Findings:
-    """Ranks that are dead, or do not answer."""
+    """Report ranks that are dead, or do not answer."""
     result: Findings = []
     for ranks, one, many in (
         (evidence.gone, "is gone: its process ended without a word", "are gone: their processes ended without a word"),
@@ -245,7 +243,8 @@ def _mismatches(evidence: Evidence) -> Findings:
 
 
 def _absences(evidence: Evidence) -> Findings:
-    """Ranks that others wait for while they wait for nobody; or else the circle of those that wait for each other."""
+    """Report ranks that others wait for and that wait for nobody; or else a circle of ranks that wait for each
+    other."""
     awaited = {rank for wait in evidence.waits for rank in wait.missing}
     waiting = {rank for wait in evidence.waits if wait.missing for rank in wait.waiting}
     roots = awaited - waiting
@@ -264,7 +263,7 @@ def _absences(evidence: Evidence) -> Findings:
 
 
 def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
-    """Say what these ranks have not entered, what they did last, and how many wait for them."""
+    """Return the operation that these ranks have not entered, their last ones, and how many ranks wait, in words."""
     wait = next((wait for wait in evidence.waits if set(ranks) & set(wait.missing)), None)
     last = evidence.last_operation(min(ranks))
     if len(ranks) > 1:
@@ -281,7 +280,7 @@ def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
 
 
 def _silences(evidence: Evidence) -> Findings:
-    """Ranks whose last sign of life is much older than that of others."""
+    """Report ranks whose last sign of life is much older than that of others."""
     alive = {rank: flight.alive for rank, flight in evidence.flights.items() if flight.state != ENDED}
     newest = max(alive.values(), default=0.0)
     early = [rank for rank, time in alive.items() if newest - time > SILENCE_SECONDS]
@@ -345,7 +344,7 @@ def _operations(evidence: Evidence, rank: int) -> str:
 
 
 def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
-    """Return the state of a run that did not end in order, by its folder of records; None where there is none.
+    """Return the state of a run that did not end in order, from its folder of records; None where there is none.
 
     `now` is seconds of the wall clock, for runs that are still in flight.
     """
@@ -361,7 +360,7 @@ def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
     is_live = any(is_gone is False for is_gone in running.values())
     if not is_live:
         now = max(flight.alive for flight in flights.values())
-        gone = frozenset()  # all are: who went first is another question
+        gone = frozenset()  # all have ended: which was the first is another question
     is_in_flight = is_live and not gone and FAILED not in states
     shortest = USUAL_WAIT_SECONDS if is_in_flight else 0.0
     first_death = None

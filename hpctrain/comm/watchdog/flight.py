@@ -53,18 +53,18 @@ OPERATION_KINDS = {"send": SENDS, "receive": RECEIVES}
 
 @dataclass(frozen=True)
 class RecordedLane:
-    """A communicator as one rank knows it."""
+    """A lane as one rank has recorded it."""
 
     number: int
     name: str
     ranks: str
-    """Such as "0-3,8"; ends in "..." where it was too long for the record."""
+    """The ranks, such as "0-3,8"; ends in "..." where the text was too long for the record."""
     num_ranks: int
     checksum: int
     occurrence: int = 0
-    """How many lanes of this name and these ranks were made before it."""
+    """Number of earlier lanes with this name and these ranks."""
     entered: tuple[int, int, int] = (0, 0, 0)
-    """Collectives, sends and receives that the rank has entered."""
+    """Numbers of collectives, sends and receives that the rank has entered."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -86,12 +86,12 @@ class RecordedOperation:
     ticket: int
     lane: RecordedLane
     sequence: int
-    """Counted from 1: among the lane's collectives, sends or receives."""
+    """Number of the operation, from 1, among the lane's collectives, sends or receives."""
     name: str
     num_bytes: int
     start: float
     end: float | None
-    """None: in flight."""
+    """Time of the end; None: in flight."""
     peer: int = -1
 
     @property
@@ -116,12 +116,12 @@ class Flight:
     """RUNNING, ENDED (in order) or FAILED (with `error`, which was printed)."""
     error: str
     phase: str
-    """The part of the run that it was in."""
+    """The phase of the run that the rank was in."""
     alive: float
-    """The last sign of life, seconds of the wall clock."""
+    """Time of the last sign of life, in seconds of the wall clock."""
     lanes: tuple[RecordedLane, ...]
     operations: tuple[RecordedOperation, ...]
-    """The oldest first."""
+    """The recorded operations, the oldest first."""
 
     @property
     def in_flight(self) -> tuple[RecordedOperation, ...]:
@@ -134,7 +134,7 @@ class Flight:
         return process_status(self.pid).start_ticks != self.process_start
 
     def shortened(self, count: int) -> "Flight":
-        """Return it with the last `count` operations and all that are in flight: what is sent to others."""
+        """Return the record with the last `count` operations and all in flight, to be sent to other ranks."""
         old = [operation for operation in self.operations[:-count] if operation.end is None]
         return replace(self, operations=(*old, *self.operations[-count:]))
 
@@ -144,7 +144,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def read_flight(path: Path) -> Flight:
-    """Read a record, also one that is being written or was cut short. Raises CommError if it is none."""
+    """Read a record, also one that is being written or was cut short. Raises CommError if it is no record."""
     try:
         with open_file(path) as file:
             return parse_flight(file.read(TOTAL_BYTES), str(path))
@@ -153,7 +153,7 @@ def read_flight(path: Path) -> Flight:
 
 
 def read_flights(folder: Path) -> dict[int, Flight]:
-    """Read the records of the newest attempt in a folder, by rank; what is no record is left out."""
+    """Read the records of the newest attempt in a folder, by rank; other files are left out."""
     flights = []
     for path in sorted(folder.glob("rank-*.bin")):
         try:
@@ -167,16 +167,16 @@ def read_flights(folder: Path) -> dict[int, Flight]:
 
 
 def claim_last_word(folder: Path, note: Mapping) -> bool:
-    """Leave a note on how the run ended, unless there is one; return whether it is now this one.
+    """Write a note on how the run ended, unless there is one; return whether this call has written it.
 
-    Of a rank that prints an error it is empty, of a guardian it names the rank that died first.
+    A rank that prints an error leaves an empty note. A guardian names the rank that died first.
     """
     try:
         with (folder / LAST_WORD).open("x") as file:
             json.dump(note, file)
     except FileExistsError:
         return False
-    except OSError:  # a folder that cannot be written keeps nobody from speaking
+    except OSError:  # where the folder cannot be written, the message is printed all the same
         return True
     return True
 
@@ -192,7 +192,7 @@ def read_first_death(folder: Path) -> tuple[int, float] | None:
 
 
 def parse_flight(data: bytes, what: str = "flight record") -> Flight:
-    """Read a record from its bytes. Raises CommError if it is none."""
+    """Read a record from its bytes. Raises CommError if they are no record."""
     data = bytes(data).ljust(TOTAL_BYTES, b"\0")
     magic, version, rank, size, pid, process_start, attempt, wall, monotonic, *texts = HEADER.unpack_from(data)
     if magic != MAGIC or version != VERSION:
@@ -205,7 +205,7 @@ def parse_flight(data: bytes, what: str = "flight record") -> Flight:
     operations = []
     for fields in SLOT.iter_unpack(data[RING_AT:COUNTERS_AT]):
         ticket, sequence, lane, code, peer, num_bytes, start, end, again = fields
-        if ticket and ticket == again and math.isfinite(start + end):  # else it was never written, or not to its end
+        if ticket and ticket == again and math.isfinite(start + end):  # else the slot was not written completely
             known = lanes.get(lane) or RecordedLane(lane, f"{lane}", "...", 0, 0)
             finished = offset + end if end else None
             name = names.get(code, f"operation {code}")
@@ -250,14 +250,14 @@ def _read_table(data: bytes) -> tuple[dict[int, RecordedLane], dict[int, str]]:
 
 
 def write_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks in short, without their order: "0-3,8" or, for every 8th, "0-56:8"."""
+    """Format ranks compactly, in ascending order: "0-3,8" or, for every 8th, "0-56:8"."""
     ranks = sorted(set(ranks))
     parts, at = [], 0
     while at < len(ranks):
         stop, step = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
         while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
             stop += 1
-        if stop - at == 2 and step > 1:  # no row: the second may begin one
+        if stop - at == 2 and step > 1:  # not a series: the second rank may begin one
             stop = at + 1
         span = f"{ranks[at]}-{ranks[stop - 1]}" if stop - at > 1 else f"{ranks[at]}"
         parts.append(f"{span}:{step}" if stop - at > 1 and step > 1 else span)
@@ -267,7 +267,7 @@ def write_ranks(ranks: Iterable[int]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that `write_ranks` wrote; of a text that was cut short those that it names.
+    """Return the ranks in a text of `write_ranks`; of a text that was cut short those that it names.
 
     Raises ValueError for other texts.
     """

@@ -32,9 +32,9 @@ from contextlib import suppress
 from pathlib import Path
 
 LONGEST_MESSAGE = 8192
-"""A word and a path."""
+"""Most bytes of a message: a word and a path."""
 BACKLOG = 1024
-# How long the ranks of a host may take to connect, and the guardian to answer; one that nobody needs ends after this.
+# Seconds that a host's ranks have to connect, and the guardian to answer. An unused guardian ends after this.
 START_SECONDS = 30.0
 # A launcher that was killed is gone this long after the ranks that die of it.
 LAUNCHER_SECONDS = 0.3
@@ -44,7 +44,7 @@ GOODBYE_SECONDS = 1.0
 class Guarded:
     """A rank's connection to the guardian of its host. All ranks must make it, together.
 
-    Where a guardian cannot be started or reached, nobody names a rank that is killed.
+    Where a guardian cannot be started or reached, no message names a rank that is killed.
     """
 
     def __init__(self, members, host: str):
@@ -77,10 +77,10 @@ class Guarded:
         return self._socket is not None
 
     def announce_folder(self, folder: Path) -> None:
-        """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed.
+        """Tell the guardian the folder of the flight records. All ranks must call, after old records are removed.
 
-        Waits for the answer: on a busy machine a rank could die before the guardian has looked for connections, and
-        which of several that it finds closed was the first nobody knows.
+        The call waits for the answer. On a busy machine a rank could die before the guardian has accepted all
+        connections. It could then find several of them closed, and not know which was the first.
         """
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
@@ -91,9 +91,9 @@ class Guarded:
             self._socket.settimeout(GOODBYE_SECONDS)
 
     def say_goodbye(self, reports_error: bool = False) -> bool:
-        """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.
+        """Announce, before MPI is ended or aborted, that this rank ends in order, or that it prints an error.
 
-        Return False where another rank or a guardian has announced before that it prints what happened.
+        Return False where another rank or a guardian has already announced that it prints what happened.
         """
         from hpctrain.comm.watchdog.flight import claim_last_word
 
@@ -115,7 +115,7 @@ class Guarded:
 
 
 def launcher_names_the_dead(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher itself prints the rank and the host of a process that was killed."""
+    """Say whether the launcher itself prints the rank and the host of a killed process."""
     if "HYDI_CONTROL_FD" in environment:  # MPICH's, maybe started by Slurm
         return False
     return "OMPI_COMM_WORLD_RANK" in environment or "SLURM_PROCID" in environment
@@ -126,7 +126,7 @@ def _address(name: str) -> bytes:
 
 
 def network_name() -> str:
-    """Name what abstract names are unique in: a boot of a machine, and a network namespace of it."""
+    """Return the name of the scope in which abstract names are unique: a boot of a machine, and a network namespace."""
     from hpctrain.comm.start.process import this_machine
 
     try:
@@ -162,7 +162,7 @@ def start_guardian(ranks: Mapping[int, tuple[int, str]], speaks: bool | None = N
 def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | None, Path | None]:
     """Listen to the ranks with these processes until one dies without a goodbye, or all have gone.
 
-    Return the process that died first, and the folder of the flight records; None where there is none.
+    Return the process that died first, and the folder of the flight records; None for either where there is none.
     """
     poll = select.epoll()  # reports events in the order in which they happened
     poll.register(listener, select.EPOLLIN)
@@ -180,7 +180,7 @@ def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | No
                     made.close()
                 continue
             connection, process = connections[number]
-            message = b""  # of who is gone
+            message = b""  # the peer is gone
             with suppress(OSError):
                 message = connection.recv(LONGEST_MESSAGE)
             word, _, text = os.fsdecode(message).partition(" ")
@@ -201,13 +201,13 @@ def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | No
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end: who connected, or who listened. The kernel says so."""
+    """Return the process and the user at the other end, as the kernel reports them."""
     process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return process, user
 
 
 def describe_death(folder: Path | None, rank: int, process: int, host: str) -> str | None:
-    """Return what to say of the rank that died first; None if another guardian has said it. Leaves a note."""
+    """Return the message about the rank that died first, and leave a note; None if another guardian has reported it."""
     from hpctrain.comm.watchdog.flight import claim_last_word, read_flight, record_path
 
     text = (
@@ -239,14 +239,14 @@ def main() -> None:
     time.sleep(LAUNCHER_SECONDS)
     if (
         process_status(launcher).parent != launched_by
-    ):  # it is gone, or its own parent is: mpirun, of which it is a part
+    ):  # the launcher has ended, or its parent has: mpirun, of which it is a part
         return
     rank, host = ranks[died]
     text = describe_death(folder, rank, died, host)
     if text and speaks:
         from hpctrain.config.terminal import printable
 
-        with suppress(OSError):  # nobody listens
+        with suppress(OSError):  # nothing listens
             os.write(2, f"{printable(text)}\n".encode())
 
 

@@ -1,6 +1,6 @@
-"""The flight recorder: what this rank communicates, kept in a file that survives it.
+"""The flight recorder: this rank's communication, kept in a file that survives the process.
 
-The file is mapped into memory: what was stored there is the kernel's, and is written even when the process is killed.
+The file is mapped into memory: stored bytes belong to the kernel, which writes them even when the process is killed.
 Recording costs a microsecond an operation, no system call, and no lock; see `comm.watchdog.flight` for the layout.
 """
 
@@ -38,14 +38,14 @@ class Recorder:
         self.rank, self.size, self.host = rank, size, host
         self._tickets = itertools.count(1)
         self._owners = [0] * RING_SLOTS
-        """By slot of the ring, the ticket of the operation in it."""
+        """Ticket of the operation in each slot of the ring."""
         self._in_flight: dict[int, float] = {}
-        """By ticket, when the operation began."""
+        """Start time of each operation in flight, by ticket."""
         self._codes: dict[str, int] = {}
         self._counters: list[tuple[itertools.count, ...]] = []
-        """By lane, of its collectives, sends and receives."""
+        """Counters of collectives, sends and receives for each lane."""
         self._peers: list[int] = []
-        """By lane, the other rank of a lane of two, else -1."""
+        """The other rank of each lane of two, else -1."""
         self._map(mmap.mmap(-1, flight.TOTAL_BYTES))
         texts = (host.encode()[:63], family.encode()[:31], this_machine().encode()[:63])
         start_ticks = process_status(os.getpid()).start_ticks
@@ -59,10 +59,10 @@ class Recorder:
         self._doubles, self._words = memoryview(memory).cast("d"), memoryview(memory).cast("Q")
 
     def move_to(self, folder: Path) -> None:
-        """Continue in a file of `folder`, with what was recorded so far. Raises CommError if it cannot be written.
+        """Continue in a file of `folder`, with the records so far. Raises CommError if it cannot be written.
 
-        What other threads record meanwhile may be missing. Any rank may create the folder; rank 0 removes what an
-        earlier attempt left there.
+        Operations that other threads record meanwhile may be missing. Any rank may create the folder; rank 0 removes
+        the records of an earlier attempt there.
         """
         path = flight.record_path(folder, self.rank)
         partial = path.with_suffix(".partial")
@@ -90,8 +90,10 @@ class Recorder:
             path.unlink(missing_ok=True)
 
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
-        """Record a lane over `ranks`; return its number, for `start`. All of them must add it, in the same order as
-        other lanes of the same name and ranks."""
+        """Record a lane over `ranks`; return its number, for `start`.
+
+        All of them must add it, in the same order as other lanes of the same name and ranks.
+        """
         number = len(self._counters)
         self._counters.append(tuple(itertools.count(1) for _ in range(3)))
         self._peers.append(sum(ranks) - self.rank if len(ranks) == 2 and self.rank in ranks else -1)
@@ -103,7 +105,7 @@ class Recorder:
         return number
 
     def _append(self, entry: list) -> None:
-        """Write a line into the table; where it is full, readers know the thing by its number alone."""
+        """Write a line into the table. Where it is full, readers see only the number of the lane or operation."""
         line = json.dumps(entry).encode() + b"\n"
         used = self._words[flight.TABLE_USED_AT // 8]
         if used + len(line) <= flight.TABLE_BYTES:
@@ -117,7 +119,7 @@ class Recorder:
         return code
 
     def start(self, group: int, op: str, num_bytes: int) -> int:
-        """Record that an operation of a lane begins; return what `finish` wants.
+        """Record that an operation of a lane begins; return the handle for `finish`.
 
         `op` is the name of a collective or, on a lane of two ranks, "send" or "receive".
         """
@@ -137,7 +139,8 @@ class Recorder:
         return ticket
 
     def _slot_of(self, ticket: int) -> tuple[int, int]:
-        """Return the next ticket whose slot is free: what is in flight stays, however much passes it by."""
+        """Return the next ticket whose slot is free, and the slot. Slots in flight are skipped; if all are, one is
+        forgotten."""
         for _ in range(RING_SLOTS):
             ticket = next(self._tickets)
             if self._owners[ticket % RING_SLOTS] not in self._in_flight:
@@ -153,7 +156,7 @@ class Recorder:
 
     @contextmanager
     def recorded(self, group: int, op: str):
-        """Record a block as an operation that moves no bytes to speak of."""
+        """Record a block as an operation whose bytes do not matter."""
         handle = self.start(group, op, 0)
         try:
             yield
@@ -161,25 +164,26 @@ class Recorder:
             self.finish(handle)
 
     def max_in_flight(self) -> tuple[int, float] | None:
-        """Return the handle of the operation that has been in flight longest, and for how many seconds."""
+        """Return the handle of the operation that has been in flight longest, and its age in seconds."""
         result = min(list(self._in_flight.items()), key=lambda item: item[1], default=None)
         return None if result is None else (result[0], _monotonic() - result[1])
 
     def beat(self) -> None:
-        """Leave a sign of life."""
+        """Record a sign of life."""
         self._doubles[flight.ALIVE_AT // 8] = _monotonic()
 
     def note_phase(self, name: str) -> None:
-        """Record which part of the run this is."""
+        """Record the current phase of the run."""
         text = name.encode()[: flight.PHASE_BYTES - 1]
         self._memory[flight.PHASE_AT : flight.PHASE_AT + flight.PHASE_BYTES] = text.ljust(flight.PHASE_BYTES, b"\0")
 
     def snapshot(self) -> flight.Flight:
-        """Return what is recorded now."""
+        """Return the current records."""
         return flight.parse_flight(self._memory[:])
 
     def close(self, error: str = "") -> None:
-        """Record how the rank ends: in order or, with the text of a printed error, not. The first call counts."""
+        """Record how the rank ends: in order or, with the text of a printed error, not in order. The first call
+        counts."""
         if self._words[flight.STATE_AT // 8] != flight.RUNNING:
             return
         text = error.encode(errors="backslashreplace")[: flight.ERROR_BYTES - 1]

@@ -36,29 +36,29 @@ from hpctrain.config.errors import CommError
 TICK_SECONDS = 0.25
 REACTION_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
-# A rank that was asked leaves the word to the one that asked for this long.
+# A rank that was asked lets the asking rank report first, for this long.
 DEFERENCE_SECONDS = 2 * ANSWER_SECONDS
 # A launcher that has to abort may drop what it has not read yet.
 HEARD_SECONDS = 0.5
 SENT_OPERATIONS = 16
 SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
-# A waiting operation leaves the word to the watchdog, which knows more, for this long after its patience has ended.
+# After its timeout a waiting operation lets the watchdog report first, which knows more, for this long.
 GRACE_SECONDS = 30.0
 APPEAL, QUESTION, ANSWER = range(3)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to who asks what it does."""
+    """A rank's answer to a question about its state."""
 
     flight: Flight
     stacks: str
     overdue_in: Phase | None
-    """The part of the run in which it has waited for too long, if it has."""
+    """The phase in which the rank has waited for too long, if it has."""
 
 
 class Watchdog:
-    """Records what this rank communicates, and sees to it that a rank that is missing is named, once."""
+    """Records this rank's communication, and makes sure that a missing rank is reported, once."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Watchdog:
         patience: Patience,
         abort: Callable[[int], object],
     ):
-        """It records in memory, and nobody looks before `start`. `abort(code)` ends all ranks."""
+        """It records in memory; monitoring begins with `start`. `abort(code)` ends all ranks."""
         self._mpi, self._alarms = communicators.mpi, communicators.alarms
         self._patience, self._end_all = patience, abort
         self._rank, self._size = communicators.rank, len(places)
@@ -86,7 +86,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self, everybody) -> None:
-        """Look from now on, in a thread, and start the guardian of the host. All ranks must call.
+        """Begin to monitor in a thread, and start the guardian of the host. All ranks must call.
 
         `everybody` are the members of a group of all ranks.
         """
@@ -100,12 +100,12 @@ class Watchdog:
             self._thread.start()
 
     def announce_folder(self, folder: Path) -> None:
-        """Say where the records are kept, after all ranks have moved theirs there. All ranks must call."""
+        """Tell where the records are kept, after all ranks have moved theirs there. All ranks must call."""
         if self._guarded:
             self._guarded.announce_folder(folder)
 
     def note_failure(self, error: BaseException) -> bool:
-        """Stop watching: this rank ends with an error. Return False where another one reports what happened."""
+        """Stop watching: this rank ends with an error. Return False where another one reports it."""
         self._end_thread()
         self.recorder.close(f"{type(error).__name__}: {error}")
         return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
@@ -132,7 +132,7 @@ class Watchdog:
         while not self._stop.wait(TICK_SECONDS):
             try:
                 self._tick()
-            except self._mpi.Exception:  # others are dying; what can still be said is said
+            except self._mpi.Exception:  # other ranks are ending; report what is known
                 continue
 
     def _tick(self) -> None:
@@ -154,7 +154,7 @@ class Watchdog:
                 self._next_appeal = now + REACTION_SECONDS
 
     def _end_without_launcher(self) -> NoReturn:
-        """End this rank; the first one of the host says why. MPI's own abort needs the daemon that is gone."""
+        """End this rank; the first one of the host prints why. MPI's own abort needs the daemon, which is gone."""
         try:
             self._report_absent_launcher()
         finally:  # standard error may be a pipe that ended with the daemon
@@ -173,7 +173,7 @@ class Watchdog:
             print(f"hpctrain: {text}", file=sys.stderr, flush=True)
 
     def _is_overdue(self) -> bool:
-        """Say whether an operation takes too long; a new one starts the appeals anew."""
+        """Say whether an operation takes too long. For a new operation the appeals start again."""
         result = self.recorder.max_in_flight()
         since = time.monotonic() - self._patience.since
         if result is None or min(result[1], since) < self._patience.phase.seconds:
@@ -186,7 +186,7 @@ class Watchdog:
         return True
 
     def _read_appeals(self) -> list[int]:
-        """Return who appeals to this rank; answer those who ask."""
+        """Return the ranks that appeal to this one; answer those that ask."""
         appeals = []
         for source, kind, _ in self._messages():
             if kind == APPEAL:
@@ -236,16 +236,16 @@ class Watchdog:
             for source, kind, content in self._messages():
                 if kind == ANSWER:
                     answers[source] = content
-                elif kind == QUESTION and source < self._rank:  # two were asked to speak
+                elif kind == QUESTION and source < self._rank:  # two ranks were asked to report
                     return self._answer(source)
             if self._stop.wait(TICK_SECONDS / 5):
                 return None
         phases = [phase for rank in sorted(answers) if (phase := answers[rank].overdue_in)]
         if not phases:
-            return None  # what was slow has come
+            return None  # the slow operation has ended
         report, summary = self._report(answers, phases[0])
         self.recorder.close(error=f"CommError: {summary}; {phases[0]}")
-        with suppress(OSError):  # whoever read it may be gone
+        with suppress(OSError):  # its reader may have ended
             print(report, file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
         return self._abort()
@@ -254,7 +254,7 @@ class Watchdog:
         flights = {rank: answer.flight for rank, answer in answers.items()}
         silent = frozenset(range(self._size)) - frozenset(answers)
         gone: set[int] = set()
-        if silent and self.recorder.folder is not None:  # what they cannot say their records may
+        if silent and self.recorder.folder is not None:  # their records may have what they cannot answer
             left = flight.read_flights(self.recorder.folder)
             flights |= {rank: left[rank] for rank in silent if rank in left}
             gone = {rank for rank in silent if rank in left and left[rank].process_is_gone()}
@@ -276,13 +276,13 @@ class Watchdog:
 
 
 def _spokesmen(rank: int) -> Iterator[int]:
-    """Give the ranks that one appeals to, one after the other; its own ends the search."""
+    """Yield the ranks to which this one appeals, one after the other; its own ends the search."""
     powers = itertools.takewhile(lambda candidate: candidate < rank, (2**i for i in itertools.count()))
     return itertools.chain([0], powers, itertools.repeat(rank)) if rank else itertools.repeat(0)
 
 
 def python_stacks(skip: int = 0) -> str:
-    """Return what every thread of this process is doing, but for the thread with the identifier `skip`."""
+    """Return the stacks of all threads of this process, except the thread with the identifier `skip`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     summary = []
     for identifier, frame in sys._current_frames().items():

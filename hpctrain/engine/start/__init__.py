@@ -1,1 +1,1 @@
-"""Before the first step: every choice that is open becomes a value and a reason."""
+"""Everything before the first step: every open choice gets a value and a reason."""

@@ -1,4 +1,4 @@
-"""Takes over what a run continues with: its plan and all that can change a bit, or the start of a new plan."""
+"""Takes from the run to continue its plan and every setting that can change a bit, or starts a new plan."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hpctrain.planner.prices.setup import Setup
 
 
 def continue_run(run: Prepared) -> Prepared:
-    """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
+    """Take from the checkpoint the settings that keep the numbers the same; with equal ranks also its plan."""
     where, job = run.resume_from, run.job
     if where is None:
         return run
@@ -62,11 +62,11 @@ MAY_DIFFER = {
     "data.tokens", "data.more", "data.weight", "data.validation_fraction", "train.start_from", "train.validate_every",
     "train.validation_sequences",
 }  # fmt: skip
-"""Keys of what changes training that may have another value in a run that continues: its data are compared as such."""
+"""Keys that change training and may differ in a run that continues. The data are compared separately."""
 
 
 def describe_changes(job: Job, theirs: Job) -> str:
-    """Return the keys that change training and have another value than in the run that is continued, with both."""
+    """Return, with both values, the keys that change training and differ from the run to continue."""
     changes = []
     for section in ("data", "train", "precision"):
         new, old = (getattr(each, section).model_dump(mode="json") for each in (job, theirs))
@@ -100,7 +100,7 @@ def with_profiles(cluster: Cluster, checkpoint: Path | None) -> Cluster:
 
 
 def keep(run: Prepared, theirs: Job, cluster: Cluster | None) -> Prepared:
-    """Take over what can change a bit of the result from a run that continues by its own plan."""
+    """Take over every setting that can change a bit of the result, from a run that continues by its own plan."""
     overlap, taken = continued(run.job.overlap, theirs.overlap)
     kernels, also_taken = continued_kernels(run.job.kernels, theirs.kernels)
     why = {key: f"{value}: that of {run.resume_from}" for key, value in (taken | also_taken).items()}

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Described:
-    """A description of what the ranks run on: the real machine, or the one that they impersonate."""
+    """A description of the machine that the ranks run on: the real one, or the one that they impersonate."""
 
     cluster: Cluster
     name: str
     is_rehearsed: bool = False
     path: Path | None = None
-    """Of a description that hpctrain keeps itself, and adds to."""
+    """Path of a description that hpctrain keeps itself, and extends."""
     disturbance: str = ""
-    """Why what was measured is not that of a quiet machine, so that it is not kept; empty: it is."""
+    """Why the measurements are not those of a quiet machine, so that they are not kept; empty: they are."""
     truth: "Truth | None" = None
-    """How the devices behave that are impersonated."""
+    """The behaviour of the impersonated devices."""
     filled: tuple[str, ...] = ()
-    """What a cluster file leaves out, and from which data sheet it is."""
+    """Figures that a cluster file leaves out, each with the data sheet that they are from."""
     scale: str = ""
-    """By how much a rehearsal is smaller than the real cluster and job, in words."""
+    """Factors by which a rehearsal is smaller than the real cluster and job, in words."""
 
     @property
     def doubt(self) -> str:
@@ -46,7 +46,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known of a run before its weights are made. Each resolver returns it with more values and reasons."""
+    """Everything known of a run before its weights are made. Each resolver returns it with more values and reasons."""
 
     world: "World"
     job: Job
@@ -60,18 +60,18 @@ class Prepared:
     plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """By key, or by what else was chosen."""
+    """Reasons of choices, by key of the job or by name of the choice."""
     links_of: Cluster | None = None
-    """Whose links chose the algorithms of the run that is continued."""
+    """The cluster whose links chose the algorithms of the run that is continued."""
     previous: tuple[Plan, Cluster] | None = None
     """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
     job_to_keep: Job | None = None
     """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
     prediction: "Prediction | None" = None
-    """Of a step; on rank 0."""
+    """Prediction of a step; on rank 0."""
 
     def but(self, reasons: Mapping[str, str] = {}, **values: Any) -> Self:
-        """Return it with other values, and the reasons of what was chosen."""
+        """Return a copy with other values, and with the reasons for them."""
         return replace(self, reasons={**self.reasons, **reasons}, **values)
 
     @cached_property

@@ -43,11 +43,11 @@ from hpctrain.planner.prices.curves import PROFILED_ZEROS, describe_work
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 
-SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
+SEARCH_SHARE = 0.6  # largest share of the time for the search of how many rows fit
 ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds
-LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
+LEAST_TOP_ROWS = 8  # curves reach at least so many rows where the job has as many
 MOST_ROUNDS, SETTLED_SECONDS = 10, 0.05  # short passes are measured for so long: the first ones load kernels
-DIGITS = 4  # of what was measured; more would only be noise
+DIGITS = 4  # significant digits of measured figures; more would only be noise
 
 
 LIMITED_BY = {
@@ -55,7 +55,7 @@ LIMITED_BY = {
     "time": "there was no time to try more",
     "memory": "no more fit",
 }
-"""By reason of a `Limit`, what a comment says of it."""
+"""Explanation in a comment, for each reason of a `Limit`."""
 
 
 class Limit(NamedTuple):
@@ -63,14 +63,15 @@ class Limit(NamedTuple):
 
     rows: int
     reason: Literal["job", "time", "memory"]
-    """Why no more: of `job`, `time` and `memory`."""
+    """Which of `job`, `time` and `memory` allows no more rows."""
     update_seconds: float | None
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1) -> int:
-    """Return the largest number up to `most` that fits, 0 if none does; what is less than one that fits, fits too.
+    """Return the largest number up to `most` that fits, 0 if none does. Numbers below one that fits must fit too.
 
-    Doubles the distance from the estimate until both are known that fit and that do not, then bisects.
+    It moves away from the estimate, with doubled distances, until one number is known to fit and one not to. Then it
+    bisects.
     """
     fitting, too_many, step = 0, most + 1, 1
     at = min(max(estimate, 1), most)
@@ -88,7 +89,7 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1)
 
 
 class Trials:
-    """One rank's device, and what it does with the job when it is alone."""
+    """Trials of the job on one rank's device, when it is alone."""
 
     def __init__(
         self,
@@ -111,11 +112,12 @@ class Trials:
         self._rounds = rounds
         self._kernels = kernels or job.kernels
         self._round_seconds = 0.0
-        """Of the last rows, once: what compiles, or loads, kernels comes before."""
+        """Seconds of one round of passes with the last number of rows, without compiling or loading kernels."""
         self._is_warm = False
         self._seconds_per_row = 0.0
         self._bound = sys.maxsize
-        """Rows; who takes too much of its host's memory is killed without an error, so that these are not tried."""
+        """Rows above which nothing is tried: a process that takes too much of its host's memory is killed without an
+        error."""
         total = accelerator.memory().total - accelerator.reserved_bytes()
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
 
@@ -146,7 +148,7 @@ class Trials:
         return Limit(rows, reason, min(updates, default=None))
 
     def _estimate(self, fits: Callable[[int], bool], most: int) -> int:
-        """Return how many rows should fit, by what the second one takes more than the first."""
+        """Return how many rows should fit, from the additional memory of the second row."""
         peaks = []
         for rows in (1, 2):
             if rows > most or not fits(rows):
@@ -174,7 +176,7 @@ class Trials:
         self._accelerator.release()
 
     def _train(self, zero: int, rows: int) -> float:
-        """Do a training step as the only microbatch of a replica; return the seconds of the update."""
+        """Run a training step with a replica's only micro-batch; return the seconds of the update."""
         job, accelerator = self._job, self._accelerator
         length = job.data.sequence_length
         with accelerator.running():
@@ -188,7 +190,7 @@ class Trials:
             return taken()
 
     def _layout(self, job: Job, zero: int, rows: int) -> Layout:
-        """Make this rank's part of a plan of as many replicas of the whole model as there are ranks."""
+        """Make this rank's part of a plan with one replica of the whole model for each rank."""
         items = Interval(0, job.model.num_items)
         tiles = tuple(
             Tile(items, Interval(rank * rows, (rank + 1) * rows), (rank,), family=family, zero=zero)
@@ -212,7 +214,7 @@ class Trials:
         ascending = [*(1 << power for power in range((top - 1).bit_length())), top]
         pass_seconds: dict[int, float] = {}
         budget = deadline - time.monotonic()
-        waiting, other_seconds = [1], 0.0  # what making layers and compiling kernels takes
+        waiting, other_seconds = [1], 0.0  # seconds of making layers and compiling kernels
 
         def expected(rows: int) -> float:
             nearest = min(pass_seconds, key=lambda each: abs(each - rows))
@@ -271,7 +273,7 @@ class Trials:
         )
 
     def _pass_seconds(self, stage: Stage, value, targets, gradient) -> tuple[float, float]:
-        """Return what a stage takes forward and backward."""
+        """Return the seconds of a stage's forward and backward passes."""
         result: list[tuple[float, float]] = []
         start = time.monotonic()
         while len(result) < self._rounds or (len(result) < MOST_ROUNDS and time.monotonic() - start < SETTLED_SECONDS):
@@ -288,7 +290,7 @@ class Trials:
 
 
 def _noise(job: Job, rows: int) -> Batch:
-    """Return a batch of any tokens, in which so many rows come again and again."""
+    """Return a batch of arbitrary tokens, in which so many rows repeat."""
     length, vocabulary = job.data.sequence_length, job.model.num_ids
     tokens = np.random.default_rng(0).integers(vocabulary, size=rows * length + 1)
     source = TokenSource(Path("noise"), tokens, np.zeros(1, np.int64), vocabulary)
@@ -296,11 +298,10 @@ def _noise(job: Job, rows: int) -> Batch:
 
 
 def _with_kernels(world: World, accelerator: Accelerator, job: Job) -> tuple[Job, KernelChoice]:
-    """Return the job with separate kernels, for trials of many sizes, each of which would be compiled; and the kernels
-    that it has by itself.
+    """Return the job with separate kernels, and the kernels that it has otherwise.
 
-    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for, or cannot
-    compile what is to be fused.
+    Fused kernels would be compiled for each of the many sizes of the trials. All ranks must call. Raises JobError where
+    a rank does not have the attention kernel that the job asks for, or cannot compile its fused kernels.
     """
     own = resolve_kernels(world, accelerator, job, range(world.size))[0].kernels
     return job.model_copy(update={"kernels": own.model_copy(update={"fused": False, "fused_by_family": {}})}), own
@@ -399,7 +400,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...]:
-    """Return the medians over ranks, for the numbers of rows that all of them have."""
+    """Return the medians over ranks, for the row counts that all of them have."""
     by_rows = [{times.rows: times for times in each} for each in of_ranks]
     result = []
     for rows in sorted(set.intersection(*map(set, by_rows))):

@@ -1,7 +1,7 @@
-"""Resolves a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
+"""Resolves a job to everything that a run needs: data, machine, dtype, plan, and a value for each `auto`.
 
-The order is that of what depends on what. Commands report mistakes in files before they import this, and with it torch;
-what takes time comes last. Every choice comes back as a value and a reason.
+A choice is resolved after those that it depends on; slow ones come last. Commands report mistakes in files before they
+import this module, and with it torch. Every choice has a value and a reason.
 """
 
 import os
@@ -54,10 +54,11 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
 
-BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
+BLOCKS_VERIFIED_AT_START = 256  # by each rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 1.5
 WORTH_A_NEW_PLAN = 0.02
-"""Of a step: a run that continues on the same ranks, described anew, gets another plan if it is faster by more."""
+"""Smallest gain, as a share of a step, for which a run that continues on the same ranks, described anew, gets another
+plan."""
 
 
 def prepare_run(
@@ -159,7 +160,7 @@ def know_machine(run: Prepared) -> Prepared:
 
 
 def size_head(run: Prepared) -> Prepared:
-    """Say how many logits may be there at once, by the families that compute: a rehearsal computes on CPUs."""
+    """Set how many logits may exist at once, by the computing families. A rehearsal, on CPUs, is skipped."""
     kernels, families = run.job.kernels, run.described.cluster.families
     if kernels.logits_mib is not None or run.described.is_rehearsed:
         return run
@@ -184,7 +185,7 @@ def choose_dtype(run: Prepared) -> Prepared:
 
 
 def fill_devices(run: Prepared) -> Prepared:
-    """Give devices more rows at once than CPUs, where the job describes its plan and leaves their number open."""
+    """Give devices more rows at once than CPUs, where the job describes its plan and leaves that number open."""
     plan, cluster = run.plan_or_none, run.described.cluster
     if plan is None or run.job.plan is None or run.described.is_rehearsed:
         return run
@@ -234,7 +235,7 @@ def _without_plan(run: Prepared) -> Prepared:
 
 
 def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple[PlanChoice, str]:
-    """Search; return the result, and why it is better than the plan of the run that is continued, if it is."""
+    """Search; return the result, and why it is better than the plan of the continued run, if it is."""
     described, where = run.described, run.resume_from
     choice = choose_plan(job, described.cluster, described.name, setup_of)
     if run.previous is None or run.job_to_keep is None:
@@ -281,7 +282,7 @@ def check_plan(run: Prepared) -> Prepared:
 
 
 def bridge_families(run: Prepared) -> Prepared:
-    """Say how messages between families of devices go, by what is proven for the plan."""
+    """Choose how messages between families of devices move, by what is proven for the plan."""
     return run.but(choose_bridge(run.world, run.job, run.plan))
 
 
@@ -314,7 +315,7 @@ def choose_algorithms(run: Prepared) -> Prepared:
 
 
 def choose_kernels(run: Prepared) -> Prepared:
-    """Try what the kernels need that the job asks for, or leaves open: compilers take seconds, so this comes last."""
+    """Try the requested or open kernels. Compilers take seconds, so this comes last."""
     job, reasons = resolve_kernels(
         run.world, bind_accelerator(run.world, run.job.kernels.deterministic), run.job, run.plan.ranks
     )
@@ -339,7 +340,7 @@ RESOLVERS: tuple[Callable[[Prepared], Prepared], ...] = (
     choose_algorithms,
     choose_kernels,
 )
-"""In the order of what depends on what."""
+"""The resolvers, each after those that it depends on."""
 
 
 def check_ranks_are_devices(described: Described, places: Sequence[Place]) -> None:

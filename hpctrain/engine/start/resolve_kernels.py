@@ -18,15 +18,17 @@ from hpctrain.model.operators import attention as operator
 
 ON_CPU = "on CPUs it depends on the model whether it pays, and it needs a C++ compiler"
 TRIED_POSITIONS, TRIED_ON_CPU = 4096, 128
-"""Positions with which attention is tried: with one block of keys no kernel shows that its sums have no fixed order."""
+"""Positions with which attention is tried: with one block of keys no kernel shows whether its sums have a fixed
+order."""
 TRIED_TIMES = 3
 TRIED_DIFFERENCE = 0.02
-"""Of a kernel's results from those of torch's own choice, as a share of their norm: rounding to bf16 gives 0.004."""
+"""Largest difference of a kernel's results from those of torch's own choice, as a share of their norm: rounding to bf16
+gives 0.004."""
 
 HOPPER = (9, 0)
-"""Its compute capability."""
+"""Compute capability of Hopper GPUs."""
 ON_HOPPER_IN_ONE_ORDER, ON_HOPPER = ("flash4", "flex"), ("flash4", "cudnn")
-"""The fastest first, as measured on an H200 (docs/accelerators.md)."""
+"""Kernels of attention on Hopper, the fastest first, as measured on an H200 (docs/accelerators.md)."""
 
 
 class RankTrial(NamedTuple):
@@ -36,11 +38,11 @@ class RankTrial(NamedTuple):
     family: str
     host: str
     compiles: Ability | None = None
-    """Whether functions compile for it; None: not tried."""
+    """Whether functions compile for the device; None: not tried."""
     attention: str = "torch"
     """The kernel that was tried last."""
     attends: Ability | None = None
-    """Whether it has that kernel for the job's attention; None: not tried."""
+    """Whether the device has that kernel for the job's attention; None: not tried."""
 
 
 def resolve_kernels(

@@ -22,24 +22,25 @@ EXCHANGED = {"data": "holders of the same weights"} | {
     switch: f"groups of {' or '.join(name for name in GROUPS if AXES[name].overlap == switch)}"
     for switch in dict.fromkeys(AXES[name].overlap for name in GROUPS)
 }
-"""By switch, who exchanges what it hides."""
+"""For each switch, the ranks that exchange what it overlaps."""
 PARTS = "tensor_parts"
 
 
 class GroupPlacement(NamedTuple):
-    """The placement over hosts and families of the groups whose communication a switch hides."""
+    """Placement over hosts and families of the groups whose communication a switch overlaps."""
 
     crosses_hosts: bool
     """Whether any of them is on several hosts."""
     is_composite: bool
-    """Whether any has several families, of which one has several devices: a library does parts of its operations."""
+    """Whether any has several families, one of them with several devices, so that a library does parts of its
+    operations."""
 
 
 def placements(topology: Topology, job: Job, plan: Plan) -> dict[str, GroupPlacement]:
-    """Return of each switch where the plan's groups are. Pure.
+    """Return the placement of the plan's groups for each switch. Pure.
 
-    Asked are the first and the last rank of each tile: where ranks of a host follow each other, no group between theirs
-    is on more hosts. What tiles of one kind hold is asked of the first.
+    Only the first and the last rank of each tile are examined. Where ranks of a host are consecutive, no group between
+    these two spans more hosts. Of tiles of one kind the first is examined.
     """
     groups: dict[str, set[tuple[int, ...]]] = {key: set() for key in EXCHANGED}
     for tile, first in plan.first_like.items():
@@ -63,7 +64,7 @@ def _placement(topology: Topology, groups: Iterable[Sequence[int]]) -> GroupPlac
 
 
 def launch_refusal(plan: Plan) -> str | None:
-    """Return why devices that do one collective at a time may not start to sum gradients early; None: they may."""
+    """Return why devices that do one collective at a time may not sum gradients early; None: they may."""
     try:
         check_launch_order(plan)
     except PlanError as error:
@@ -72,7 +73,7 @@ def launch_refusal(plan: Plan) -> str | None:
 
 
 def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return of each switch the groups of a rank's tensor grid whose communication it hides. Pure."""
+    """Return for each switch the groups of a rank's tensor grid whose communication it overlaps. Pure."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name, along in GROUPS.items():
         groups.setdefault(AXES[name].overlap, []).append(tile.axis_ranks(along, rank))
@@ -80,7 +81,7 @@ def axis_groups(tile: Tile, rank: int) -> dict[str, list[tuple[int, ...]]]:
 
 
 def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return of each switch the groups of a rank whose communication it hides. Pure."""
+    """Return for each switch the groups of a rank whose communication it overlaps. Pure."""
     groups = axis_groups(plan.tile_of(rank), rank)
     groups["data"] = [group.ranks for group in holding_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups]
     return groups
@@ -150,7 +151,7 @@ def resolve_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> t
 
 
 def setups_by_plan(asked: Job, priced: Job, topology: Topology) -> Callable[[Plan], Setup]:
-    """Return what makes the setup by which a search times a plan: with the overlaps that a run of it would have.
+    """Return a function that makes the setup by which a search times a plan, with the overlaps of a real run.
 
     `asked` has overlaps that are `auto`; `priced` is the same job as plans are scored.
     """
@@ -219,7 +220,7 @@ def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
 
 
 def format_value(value: bool | int) -> str:
-    """Return a value of an overlap as reasons name it."""
+    """Return a value of an overlap as text for reasons."""
     return str(value) if value is not True and value is not False else "on" if value else "off"
 
 

@@ -21,9 +21,9 @@ class Stretch(NamedTuple):
     """Neighbouring elements of a shard's state with the same update."""
 
     at: Interval
-    """Within the group's flat array."""
+    """The interval in the group's flat array."""
     decays: bool
-    """Whether they have weight decay."""
+    """Whether the elements have weight decay."""
 
 
 class Bucket(NamedTuple):
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
     shard: Shard
     state: ShardState
     stretches: tuple[Stretch, ...]
-    """In order; what lies between them is never updated."""
+    """Updated elements in ascending order; the gaps between them are never updated."""
 
     @property
     def at(self) -> Interval:
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 
 def stretches_of(shard: Shard, state: ShardState) -> list[Stretch]:
-    """Return what this rank updates of a state, in order, neighbours together."""
+    """Return the elements of a state that this rank updates, in order; neighbours are merged."""
     stretches: list[Stretch] = []
     for region in shard.group.regions(state.at):
         stretch = Stretch(region.at, region.parameter.decay)
@@ -79,8 +79,10 @@ class HostState:
         self._shape = SLOTS, max((len(_moved(bucket)) for bucket in self._buckets), default=0), self._most
 
     def update(self, update: Callable[[Updated, bool], None]) -> None:
-        """Update all buckets and bring new weights into use on this rank. `update` changes parts in place, which have
-        weight decay or not."""
+        """Update all buckets and bring new weights into use on this rank.
+
+        `update` changes tensors in place; its second argument says whether they have weight decay.
+        """
         if not self._buckets:
             return
         accelerator = self._accelerator
@@ -127,7 +129,7 @@ MASTER = "master"
 
 
 def _moved(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """Return by name the parts of moments, and of a master that is not in use, which a bucket moves."""
+    """Return by name the tensors that a bucket moves: parts of moments, and of a master that is not in use."""
     shard, at = bucket.shard, bucket.at
     moved = {name: tensor[bucket.state.at.place_of(at)] for name, tensor in bucket.state.moments.items()}
     return moved if shard.has_master_in_use else moved | {MASTER: shard.master[shard.updated.place_of(at)]}

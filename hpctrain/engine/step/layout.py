@@ -34,30 +34,30 @@ class Layout:
     plan: Plan
     rank: int
     tiles: tuple[Tile, ...]
-    """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
+    """Tiles of this rank in the order of items, on one tensor grid; several in an interleaved pipeline."""
     everyone: Group
     axes: Axes
     holding: Holding
     groups: list[Axis]
-    """The ranks of each shard group."""
+    """Groups of ranks, one for each shard group."""
     store: Store
-    """Of the weights of all tiles."""
+    """Weights of all tiles."""
     stages: tuple[Stage, ...]
-    """One for each tile."""
+    """Stages, one for each tile."""
     transfers: tuple[Transfers, ...]
-    """For each tile."""
+    """Transfers of activations, for each tile."""
     channels: dict[tuple[int, int], Channel]
-    """By the rank at the other end, and the first item of the tile that follows."""
+    """Channels by peer rank and the first item of the tile that follows."""
     dtype: torch.dtype
-    """In which this rank computes."""
+    """Dtype in which this rank computes."""
     wires: dict[int, torch.dtype]
-    """In which it exchanges activations and their gradients, by the rank at the other end."""
+    """Dtype of exchanged activations and their gradients, by peer rank."""
     row: RowShape
     """The size of activations between tiles."""
     accelerator: Accelerator
     tracer: Tracer
     reduces_early: bool
-    """Whether gradients are summed over their holders while the last microbatch goes back."""
+    """Whether gradients are summed over their holders during the backward pass of the last micro-batch."""
 
 
 def make_kernels(choice: KernelChoice, family: str) -> Kernels:

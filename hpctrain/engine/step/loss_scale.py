@@ -13,13 +13,14 @@ import torch
 from hpctrain.config.errors import TrainingError
 
 KEY = "loss_scale"
-"""Of the checkpoint's texts."""
+"""Key of the scale among the checkpoint's texts."""
 SMALLEST, LARGEST = 2.0**-14, 2.0**24
-"""No gradient that overflows below the one is saved by scaling; more than the other never helped anybody."""
+"""Limits of the scale. If a gradient overflows at the smallest, scaling cannot help; a scale above the largest never
+helps."""
 
 
 def gradient_of_loss(scale: "LossScale | None", loss_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the gradient from which a backward pass begins, of a mean over so many tokens."""
+    """Return the gradient with which a backward pass begins, for a mean over so many tokens."""
     # A fill is a kernel. A copy of a number would make the host wait for the end of the last step.
     return torch.full((), (scale.value if scale else 1.0) / loss_tokens, dtype=torch.float64, device=device)
 
@@ -30,16 +31,16 @@ class LossScale:
 
     value: float
     window: int
-    """Steps without overflow after which it is doubled."""
+    """Steps without overflow after which the scale is doubled."""
     good_steps: int = 0
-    """Since it last changed."""
+    """Steps without overflow since the scale last changed."""
     skipped: int = 0
     """Steps since the start of training that changed no weights."""
 
     def judge(self, norm: float, step: int) -> bool:
-        """Take note of a step's scaled global norm; return whether the step may change weights.
+        """Record a step's scaled global norm; return whether the step may change weights.
 
-        `step` is for the message. Raises TrainingError where a smaller scale is of no use.
+        `step` is for the message. Raises TrainingError where a smaller scale cannot help.
         """
         if math.isfinite(norm):
             self.good_steps += 1
@@ -64,6 +65,6 @@ class LossScale:
         return json.dumps({"value": self.value, "good_steps": self.good_steps, "skipped": self.skipped})
 
     def restore(self, text: str | None) -> None:
-        """Continue with what a checkpoint says; nothing changes where that is of a run without a scale."""
+        """Continue with a checkpoint's text; without one (a run without a scale) nothing changes."""
         for name, value in json.loads(text or "{}").items():
             setattr(self, name, value)

@@ -32,7 +32,7 @@ class Optimizer:
     """Reduces gradients, clips them, and updates the weights of one rank's store."""
 
     def __init__(self, layout: Layout, train: Train, loss_scale: LossScale | None = None):
-        """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
+        """`loss_scale` is for runs in which a family computes in fp16; it changes from step to step."""
         self._layout, self._train, self.loss_scale = layout, train, loss_scale
         # Tiles of a rank agree on it.
         host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offload == "optimizer" else None
@@ -53,18 +53,19 @@ class Optimizer:
             if each.counts
         ]
         self._partial_grads: dict[str, list[torch.Tensor]] = {}
-        """By axis, the gradients of which each rank along it has a part: summed over it after all others. Regions are
-        not among them, since their holders add up all parts at once."""
+        """Gradients of which each rank along an axis has a part, by axis. They are summed over the axis after all other
+        sums. Regions are not among them, since their holders add up all parts at once."""
         for shard in self.shards:
             for each in () if shard.group.places.is_packed else shard.group.regions(shard.updated):
                 for axis in layout.holding.part.partial_axes(each.parameter):
                     grads = shard.grads[shard.updated.place_of(each.at)]
                     self._partial_grads.setdefault(axis, []).append(grads)
         self._in_flight: dict[int, PendingWork] = {}
-        """By number of the shard, what was started and not waited for."""
+        """Operations that were started and not waited for, by number of the shard."""
 
     def _on_device(self) -> list[tuple[Updated, bool]]:
-        """Return what this rank updates where it is, by moments and weight decay, and whether it has weight decay."""
+        """Return the tensors that this rank updates on its device, by moments and weight decay, each with its weight
+        decay flag."""
         result: dict[tuple, tuple[Updated, bool]] = {}
         for shard in self.shards:
             for state in () if shard.is_on_host else shard.states:
@@ -83,11 +84,12 @@ class Optimizer:
             shard.master.copy_(shard.group.weights_at(shard.updated))
 
     def start_reduce(self, item: int | None = None) -> None:
-        """Start to sum the gradients that are final when the last backward pass of a step has gone through an item, or
-        (None) all that are not being summed yet.
+        """Start to sum the gradients that are final once a step's last backward pass has passed `item`.
 
-        Tiles go through their items in the same order, so that any two ranks start what they share in the same one
-        (see `hpctrain.plan.launch_order`). Only a tied embedding is the first of one tile and the last of another.
+        With None all sums start that have not started yet.
+
+        Tiles go through their items in the same order, so that any two ranks start common sums in the same order (see
+        `hpctrain.plan.launch_order`). Only a tied embedding is the first of one tile and the last of another.
         """
         for number, shard in enumerate(self.shards):
             is_final = item is None or (shard.final_after == item and shard.starts_early)
@@ -95,7 +97,7 @@ class Optimizer:
                 self._in_flight[number] = shard.start_reduce()
 
     def reduce(self) -> None:
-        """Have gradients summed over the holders of each shard: start what was not, wait for all.
+        """Sum all gradients over the holders of each shard: start the remaining sums, and wait for all.
 
         All ranks of the plan must call.
         """
@@ -154,7 +156,7 @@ class Optimizer:
         UPDATES[self._train.optimizer](parts, UpdateStep(self._train, step, decays))
 
     def _gather_updated(self) -> None:
-        """Bring updated master weights into use on all holders, before the items compute with them that they are of.
+        """Bring updated master weights into use on all holders, before their items compute with them.
 
         All ranks of the plan must call.
         """

@@ -9,16 +9,16 @@ from hpctrain.config.job import Observe
 class Phases(NamedTuple):
     """The phases of a rank, in the order of a run.
 
-    What comes back has a phase of its own, for ranks wait for other things there.
+    A part of the run that repeats, such as validation, has its own phase, since ranks wait for other things there.
     """
 
     start: Phase
     first_step: Phase
     step: Phase
     validation: Phase
-    """Validation does for the first time what training has not done: it has the time of a first step."""
+    """Validation; it has the timeout of a first step, since it runs code that training has not run yet."""
     saving: Phase
-    """Ranks wait for the files of others, as at the start."""
+    """Saving; it has the timeout of the start, since ranks wait for files of others."""
     end: Phase
 
 

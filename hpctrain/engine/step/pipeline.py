@@ -1,4 +1,4 @@
-"""Runs a rank's schedule: the one place where instructions become work, and tiles exchange what they make."""
+"""Runs a rank's schedule: the one place where instructions become operations, and tiles exchange tensors."""
 
 import math
 from collections import deque
@@ -35,22 +35,22 @@ class SlotKey(NamedTuple):
     """The place of a tensor in the schedule."""
 
     virtual_stage: int
-    """Which of the rank's tiles, in the order of items."""
+    """Index of the rank's tile, in the order of items."""
     microbatch: int
 
 
 class Incoming(NamedTuple):
-    """A message that is to come."""
+    """A message that is expected."""
 
     channel: Channel
     buffer: torch.Tensor
-    """What it fills, contiguous."""
+    """The contiguous buffer that the message fills."""
     target: torch.Tensor
-    """Where that belongs: often the same."""
+    """The view to which the buffer's contents belong: often the buffer itself."""
 
 
 class Arrival(NamedTuple):
-    """A tensor that is to come, in parts; the ranks along y of the tile may have to gather theirs."""
+    """A tensor that is expected in parts. The ranks along y of the tile may have to gather their parts."""
 
     value: torch.Tensor
     parts: list[Incoming]
@@ -66,18 +66,18 @@ class Messages:
 
     def __init__(self, layout: Layout):
         self._layout, self._row_length, self._device = layout, layout.row.positions, layout.accelerator.device
-        tile = layout.tiles[0]  # rows and row chunks are those of all
+        tile = layout.tiles[0]  # all tiles of a rank have the same rows and row chunks
         self.rows = layout.holding.part.rows(tile.rows)
         common = common_part_of(tile, layout.rank, layout.row)
         self._tokens, self._features = common.tokens, common.features
         self._positions = layout.holding.part.positions(layout.row.positions)
         self.given: dict[SlotKey, torch.Tensor] = {}
-        """Activations, later gradients, that are there for tiles of this rank."""
+        """Received activations, or gradients, for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
         self._expected: deque[Arrival | None] = deque()
 
     def start(self, schedule: Iterable[Instruction]) -> None:
-        """Begin a pass through a schedule: its receives will be called for in its order, all of them."""
+        """Begin a pass through a schedule: the caller will ask for all its receives, in its order."""
         self._to_come = deque(each for each in schedule if each.op in RECEIVING)
         self._expected.clear()
         self.given.clear()
@@ -110,7 +110,7 @@ class Messages:
         return Arrival(value, parts, transfers.gathers[instruction.op])
 
     def receive(self, instruction: Instruction) -> None:
-        """Wait for what it brings, the next one of the schedule that receives; it is `given` then."""
+        """Wait for the tensor of a receive, the next in the schedule's order; it is then in `given`."""
         arrival = self._expected.popleft()
         self._expect()
         if arrival is None:
@@ -126,19 +126,19 @@ class Messages:
         self.given[SlotKey(instruction.virtual_stage, instruction.microbatch)] = value
 
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
-        """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
+        """Send the tile's result; parts for another tile of this rank are put into `given`."""
         op, virtual_stage = instruction.op, instruction.virtual_stage
         items = self._layout.tiles[virtual_stage].items
         to, item = (virtual_stage + 1, items.stop) if op is Op.SEND_ACTIVATION else (virtual_stage - 1, items.start)
         for transfer in self._layout.transfers[virtual_stage].messages[op]:
-            if transfer.receiver == self._layout.rank:  # which then has all of it
+            if transfer.receiver == self._layout.rank:  # this rank then has the whole tensor
                 self.given[SlotKey(to, instruction.microbatch)] = value
                 continue
             wire = self._layout.wires[transfer.receiver]
             self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).to(wire).contiguous())
 
     def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-        """Return what of a value, rows x positions x features, a message carries."""
+        """Return the part of a value, rows x positions x features, that a message carries."""
         tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
         if self._positions == (Interval(0, self._row_length),) and transfer.cut is None:
             return value.flatten(0, 1)[slice(*tokens), slice(*features)]
@@ -157,11 +157,11 @@ class Totals:
     """The sums that all ranks of a plan agree on after a step."""
 
     loss: float
-    """Summed over tokens."""
+    """The loss, summed over tokens."""
     norm: float
     """Global norm of the gradient before clipping; 0 without an update."""
     flags: tuple[bool, ...]
-    """Of those that the ranks brought, which any of them had set."""
+    """For each flag, whether any rank has set it."""
     skipped: bool = False
     """Whether the gradient overflowed in fp16, so that no weights were changed."""
 
@@ -203,7 +203,7 @@ class Pipeline:
         flags: Sequence[bool] = (),
     ) -> Totals:
         of_loss = gradient_of_loss(self._optimizer.loss_scale, loss_tokens, self._device)
-        made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
+        made: dict[SlotKey, torch.Tensor] = {}  # activations, or gradients, to be sent
         saved: dict[tuple[SlotKey, int], Saved] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         totals = None
@@ -276,12 +276,12 @@ class Pipeline:
         return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
 
     def _await_device(self) -> None:
-        """Return when the device has done what was queued. Raises CommError where it waits for a rank that is gone."""
+        """Return when the device has done all queued work. Raises CommError where it waits for a lost rank."""
         queued, launches = self._accelerator.queued(), self._accelerator.launches
 
         def done() -> bool:
             passed = queued.query()
-            launches.look()  # after it: an error is noted before it ends what the device waits for
+            launches.look()  # after it: an error is recorded before it ends the device's wait
             return passed
 
         self._layout.everyone.await_ready(done, "the device")
@@ -302,20 +302,20 @@ class Pipeline:
         return ids if stage.is_first else None, targets if stage.is_last else None, starts
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        """Copy to the device behind what is queued there, by pinned memory, so that the host does not wait."""
+        """Copy to the device after all queued work, through pinned memory, so that the host does not wait."""
         tensor = torch.from_numpy(values)
         if self._device.type == "cpu":
             return tensor.to(self._device)
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _take(self, place: SlotKey, row_chunk: int) -> torch.Tensor:
-        """Return the rows of a row chunk of what came in; the last row chunk takes it away."""
+        """Return the rows of a row chunk of a received tensor; the last row chunk removes the tensor."""
         waiting = self._messages.given
         value = waiting.pop(place) if row_chunk == len(self._row_chunks) - 1 else waiting[place]
         return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[row_chunk])]
 
     def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, row_chunk: int, value: torch.Tensor) -> None:
-        """Add the rows of a row chunk to what waits to be sent."""
+        """Add the rows of a row chunk to a tensor that waits to be sent."""
         if len(self._row_chunks) == 1:
             waiting[place] = value
             return

@@ -25,7 +25,7 @@ from hpctrain.model.storage.store import Store
 
 COLUMNS = 2048
 CHUNK_WORDS = 4096 * COLUMNS
-"""64 MiB are digested at once: sums of rows and columns take a small part of that."""
+"""Words digested at once, 64 MiB: the sums of rows and columns take a small part of that."""
 MULTIPLIERS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 """Odd numbers as in SplitMix64 (Steele et al. 2014), as int64."""
 
@@ -39,7 +39,7 @@ def digest(weights: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64)
     per_word = 8 // weights.element_size()
     for chunk in weights.split(CHUNK_WORDS * per_word):
-        if chunk.device.type != "cuda":  # others may know no sums of int64
+        if chunk.device.type != "cuda":  # other devices may have no sums of int64
             chunk = chunk.cpu()
         if chunk.numel() % per_word or chunk.data_ptr() % 8:
             chunk = torch.cat([chunk, chunk.new_zeros(-chunk.numel() % per_word)])
@@ -58,16 +58,16 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 
 class HeldPart(NamedTuple):
-    """The part of a shard group that this rank holds, and others too."""
+    """The part of a shard group that this rank and others hold."""
 
     key: int
-    """The same on all ranks that hold the same in the same dtype, and on no others."""
+    """Identifier of the part: equal on all ranks that hold it in the same dtype, and on no others."""
     group: HeldArray
     ranks: tuple[int, ...]
 
     @property
     def names(self) -> list[str]:
-        """The parameters of which it has something."""
+        """The parameters that have elements in the part."""
         return list(dict.fromkeys(region.parameter.name for region in self.group.regions(self.group.stored)))
 
 
@@ -84,7 +84,7 @@ class Replicas:
         ]
         keys = np.array([part.key for part in self._parts], dtype=np.int64)
         self._keys: list[np.ndarray] = world.gather_objects(keys)
-        """Of all ranks, on rank 0."""
+        """Keys of all ranks, on rank 0."""
         self.exist: bool = world.broadcast_object(any(keys.size for keys in self._keys))
 
     def differing(self) -> str | None:
@@ -108,7 +108,7 @@ class Replicas:
 
 
 def describe_odd(step: int, odd: str, checkpoint: Path | None) -> str:
-    """Say what replicas that differ mean, and where to continue; `odd` is of `Replicas.differing`."""
+    """Return an error text for replicas that differ, with where to continue; `odd` is of `Replicas.differing`."""
     return (
         f"step {step}: weights that ranks hold alike differ in their bits, on {odd}; start the same command again, it"
         f" continues from {checkpoint or 'the start'}, which is from before. Where the same rank is named again, leave"
@@ -135,7 +135,7 @@ def odd_ranks(keys: Sequence[np.ndarray], digests: Sequence[np.ndarray]) -> dict
 
 
 def _key(group: HeldArray, ranks: tuple[int, ...]) -> int:
-    """Return what identifies a part: its holders, its dtype, and where it begins."""
+    """Return the identifier of a part: its holders, its dtype, and where it begins."""
     first = next(group.regions(group.stored))
     text = f"{ranks} {group.weights.dtype} {group.size} {first.parameter.name} {first.box} {first.elements}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -14,20 +14,20 @@ from hpctrain.config.training.train import Train
 
 
 class Updated(NamedTuple):
-    """Parts of shards with the same update, all of one dim; each list has one fp32 tensor a part."""
+    """Parts of shards with the same update, as flat tensors; each list has one fp32 tensor for each part."""
 
     masters: list[torch.Tensor]
     grads: list[torch.Tensor]
-    """Not needed after the update, which may change them."""
+    """Gradients; the update may overwrite them."""
     moments: dict[str, list[torch.Tensor]]
 
 
 class UpdateStep(NamedTuple):
-    """When an update is, and of which weights."""
+    """The number of an update, and whether its weights decay."""
 
     train: Train
     number: int
-    """Updates before it."""
+    """Number of updates before this one."""
     decays: bool
     """Whether the weights have weight decay."""
 
@@ -43,7 +43,7 @@ class UpdateStep(NamedTuple):
 def update_by_adamw(parts: Updated, step: UpdateStep) -> None:
     """Update by AdamW (Loshchilov and Hutter 2019), in torch's fused kernel."""
     masters, train = parts.masters, step.train
-    done = torch.full((len(masters),), float(step.number), device=masters[0].device)  # torch counts on by one
+    done = torch.full((len(masters),), float(step.number), device=masters[0].device)  # torch adds one
     adamw(
         masters,
         parts.grads,
@@ -77,4 +77,4 @@ def update_by_lion(parts: Updated, step: UpdateStep) -> None:
 
 
 UPDATES: dict[str, Callable[[Updated, UpdateStep], None]] = {"adamw": update_by_adamw, "lion": update_by_lion}
-"""By the name of the rule."""
+"""The update functions, by the name of the rule."""

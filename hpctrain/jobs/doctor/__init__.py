@@ -14,7 +14,7 @@ from hpctrain.jobs.doctor.machine_checks import Finding, check_machine, error_fi
 from hpctrain.jobs.doctor.rank_checks import check_ranks
 
 NEEDED_BY_MPI = ("packages", "MPI library", "shared memory")
-"""Findings with whose errors no MPI is started."""
+"""Findings that must be without error before MPI is started."""
 
 
 @click.command("doctor")

@@ -20,15 +20,15 @@ REQUIRED = ("torch", "mpi4py", "numpy", "h5py")
 OPTIONAL_PREFIXES = ("cupy", "nvidia-nccl", "mpich", "openmpi")  # their names end in what they are built for
 LAUNCHERS = ("mpirun", "mpiexec")
 HYDRA = ("mpich", "intel", "cray")
-"""Libraries whose processes each other's launchers can start."""
+"""MPI libraries whose launchers can start each other's processes."""
 LEAST_SHARED_BYTES = 256 << 20
 WRITTEN_BYTES = 64 << 20
 SLOW_BYTES_PER_SECOND = 50e6
-"""Of a file system, below which a checkpoint of a model of 1 B parameters takes minutes."""
+"""Bandwidth of a file system in bytes/s, below which a checkpoint of a model of 1 B parameters takes minutes."""
 
 
 class Finding(NamedTuple):
-    """One line of what was checked."""
+    """A result of one check."""
 
     name: str
     verdict: Literal["ok", "warning", "error"]
@@ -36,11 +36,11 @@ class Finding(NamedTuple):
     remedy: str = ""
     """The line to type, or what to change."""
     exit_code: int = 0
-    """With which a job would end for this reason."""
+    """Exit code of a job that ends for this reason; 0: none does."""
 
 
 def error_finding(name: str, error: HpctrainError) -> Finding:
-    """Return what an error of a job is as a finding; what follows its last semicolon is the remedy."""
+    """Return the finding of an error that a job would raise; the text after its last semicolon is the remedy."""
     text, _, remedy = str(error).rpartition("; ")
     return Finding(name, "error", text or remedy, remedy if text else "", error.exit_code)
 
@@ -86,7 +86,7 @@ def check_packages() -> Finding:
 
 
 def launcher_kind(path: str) -> str:
-    """Return of which MPI a launcher is, by its own words; see `MPI_OF_SRUN`. Empty where it does not say it."""
+    """Return the MPI of a launcher, by its version text; see `MPI_OF_SRUN`. Empty where it does not tell."""
     text = output_of(path, "--version").lower()
     is_known = any(word in text for word in ("open mpi", "openrte", "prte", "hydra", "intel", "mpich"))
     return kind_of(text) if is_known else ""

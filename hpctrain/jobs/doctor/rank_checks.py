@@ -19,9 +19,9 @@ LINK_SECONDS = 0.6
 
 
 def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], dict[str, Any]]]:
-    """Yield findings and facts as they come; rank 0's are complete. All ranks must call, and go through to the end.
+    """Yield findings and facts as they come; rank 0's are complete. All ranks must call, and exhaust it.
 
-    What has an error ends the ladder: what comes after it needs it.
+    The first error ends the checks: later ones depend on it.
     """
     try:
         software = compare_software(world)
@@ -84,8 +84,10 @@ def check_promise(size: int) -> Finding:
 
 
 def describe_drivers(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Say which makers' drivers this rank's host has, and whether the rank uses a device of theirs; `kind` is what it
-    computes on."""
+    """Return which makers' drivers this rank's host has, and whether the rank uses such a device, in words.
+
+    `kind` is the kind of device that the rank computes on.
+    """
     from hpctrain.comm.accelerators.kinds import DEVICE_VARIABLE, KINDS, driver_files, torch_module
 
     drivers = ", ".join(f"{path} of {maker.maker}" for maker, path in driver_files()) or "no driver of devices"

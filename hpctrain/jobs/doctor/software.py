@@ -26,13 +26,13 @@ class Software(NamedTuple):
     """The software of one rank."""
 
     version: str
-    """Of hpctrain."""
+    """The version of hpctrain."""
     package: str
     """The folder that hpctrain is imported from."""
     environment: str
     """The folder of the virtual environment, or of Python."""
     mpi: str
-    """The MPI library, by its own words."""
+    """The version text of the MPI library."""
 
 
 def compare_software(world: "World") -> list[Software]:

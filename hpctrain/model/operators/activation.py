@@ -17,12 +17,12 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": _gelu}
-"""By the name in a description."""
+"""Activation functions, by their name in a description."""
 GRADIENTS = {
     "silu": (torch.ops.aten.silu_backward, {}),
     "gelu": (torch.ops.aten.gelu_backward, {"approximate": "tanh"}),
 }
-"""Of each, torch's backward operation and its settings."""
+"""Torch's backward operation of each activation, and its settings."""
 
 
 def forward(both: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -36,7 +36,7 @@ def backward(dy: torch.Tensor, both: torch.Tensor, *, activation: str) -> torch.
     result = torch.empty_like(both)
     d_gate, d_up = result.chunk(2, dim=-1)
     gradient, settings = GRADIENTS[activation]
-    if torch.compiler.is_compiling():  # it writes into no part of a tensor, and needs no memory for what is between
+    if torch.compiler.is_compiling():  # compiled code cannot write into part of a tensor, and fuses intermediates
         d_up.copy_(ACTIVATIONS[activation](gate)).mul_(dy)
         d_gate.copy_(gradient(dy * up, gate, **settings))
     else:

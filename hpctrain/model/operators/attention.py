@@ -21,7 +21,7 @@ from hpctrain.model.operators.activation import capped
 class Documents:
     """The starts of the documents of a microbatch, and the masks that keep attention inside of them.
 
-    A mask is made once for each window that layers have: it is of all layers and heads.
+    A mask is made once for each window size; all layers and heads with that window share it.
     """
 
     def __init__(self, starts: torch.Tensor):
@@ -45,7 +45,7 @@ class Documents:
         return self._masks[key]
 
     def forget_masks(self) -> None:
-        """Let go of masks, which graphs keep as long as they need them."""
+        """Drop the masks; graphs keep those that they still need."""
         self._masks.clear()
 
 
@@ -63,7 +63,7 @@ ATTENTION_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""Those of torch's own function, by the name that jobs have for it. Besides them there are `flash4` and `flex`."""
+"""Backends of torch's own attention function, by their name in jobs. The others are `flash4` and `flex`."""
 
 
 def _select_flash(backend: str) -> None:
@@ -106,7 +106,7 @@ def _attend_by_flash4(queries, keys, values, window: int | None, scale: float) -
 
 @cache
 def _flex(*_: object) -> Callable:
-    """Return FlexAttention, compiled for what is given: its gradients have one order of sums."""
+    """Return FlexAttention, compiled for these arguments: its gradients sum in one order."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def attending(queries, keys, values, block_mask, scale: float, is_grouped: bool):

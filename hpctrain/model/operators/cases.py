@@ -19,7 +19,7 @@ from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.storage.units import Weight
 
 MOST_IDS = 8192
-"""The largest vocabulary of a case: a fault of a product or a sum shows with so many columns, and float64 is slow."""
+"""Largest vocabulary of a case. So many columns show any fault of a product or a sum, and float64 is slow."""
 
 Shape = tuple[int, ...]
 
@@ -35,11 +35,11 @@ class Operator:
     compute: Callable[..., torch.Tensor]
     """Takes values, weights (`Weight`) and ids by name, and returns the output, as the model computes it."""
     ids: Mapping[str, tuple[Shape, int]] = field(default_factory=dict)
-    """Shape and limit of whole numbers, by name."""
+    """Shape and upper limit of integer inputs, by name."""
     pin: str | None = None
     """The key of `precision.overrides` by which it computes in another dtype."""
     rounds_inside: bool = False
-    """Whether values that are rounded to the dtype are summed again: then sums in fp32 are no more exact than these."""
+    """Whether values are rounded to the dtype and summed again. Sums in fp32 are then no more exact than the dtype."""
     settings: object = None
     """The description it is made of. Operators of one name and shape may differ in it."""
 

@@ -33,7 +33,7 @@ _LIBRARY.define("add_wide_product(Tensor(a!) grad, Tensor dy, Tensor x, bool ove
 def add_wide_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, overwrite: bool) -> None:
     """Add dy^T x to an fp32 gradient, summed in fp32 and not rounded in between.
 
-    grad: [O, I] fp32; dy: [N, O], x: [N, I] of half precision. With `overwrite` what is in it does not count.
+    grad: [O, I] fp32; dy: [N, O], x: [N, I] of half precision. With `overwrite` its old contents are ignored.
     """
     torch.ops.hpctrain.add_wide_product(grad_OI, dy_NO, x_NI, overwrite)
 
@@ -52,7 +52,7 @@ _LIBRARY.impl("add_wide_product", _add_wide_product, "CompositeExplicitAutograd"
 
 @lru_cache
 def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether a device multiplies in half precision with a result in fp32, added to what is there: by trying it.
+    """Say, by a trial, whether a device adds a product of half precision to an fp32 result.
 
     CPUs do not, nor do old versions of libraries: there both operands are converted first, which costs their speed.
     """
@@ -139,7 +139,7 @@ class Linear:
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def product(self, x_NI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x W^T, [N, O], in the place of `out` where that is given."""
+        """Return x W^T, [N, O], written into `out` where that is given."""
         if len(self.weights) == 1:
             return torch.mm(x_NI, _in_dtype(self.weights[0], x_NI.dtype).t(), out=out)
         y_NO = x_NI.new_empty(x_NI.shape[0], self.num_outputs) if out is None else out
@@ -148,7 +148,7 @@ class Linear:
         return y_NO
 
     def input_gradient(self, dy_NO: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return dy W, [N, I], summed over weights, in the place of `out` where that is given."""
+        """Return dy W, [N, I], summed over weights, written into `out` where that is given."""
         (first, *weights), (part, *parts) = self.weights, self.split(dy_NO)
         dx_NI = torch.mm(part, _in_dtype(first, dy_NO.dtype), out=out)
         for weight, part in zip(weights, parts, strict=True):
@@ -232,7 +232,7 @@ class _Linear(Function):
 
 
 def _forward_gathering(layer: Linear, x: torch.Tensor, gathering: Gathering) -> torch.Tensor:
-    """Return the product of an input that is gathered: of each part when it is there, while the next one comes."""
+    """Return the product of an input that is gathered: each gathered part is multiplied while the next one arrives."""
     input_axis = layer.input_axis
     if len(gathering.parts) == 1:
         y_NO = input_axis.all_reduce(layer.product(gathering.tokens()))

@@ -90,13 +90,13 @@ def backward(
     slope_NV = None if cap is None else 1 - (values_NV / cap).square_()
     grad_NV = values_NV.sub_(logs_N.unsqueeze(1)).exp_()
     absent_N = _absent(local_N, num_ids)
-    if torch.compiler.is_compiling():  # to add in some places would be a kernel of its own
+    if torch.compiler.is_compiling():  # adding in some places would be a separate kernel
         grad_NV = grad_NV - ((_columns(logits_NV) == local_N[:, None]) & ~absent_N[:, None]).float()
     else:
         local_N1 = local_N.masked_fill(absent_N, 0).unsqueeze(1)
         grad_NV.scatter_add_(1, local_N1, (absent_N.to(grad_NV.dtype) - 1).unsqueeze(1))
     if slope_NV is not None:
-        grad_NV *= slope_NV.nan_to_num_(0.0, 0.0, 0.0)  # of padding, whose logits are no numbers
+        grad_NV *= slope_NV.nan_to_num_(0.0, 0.0, 0.0)  # slopes of padding, whose logits are no numbers
     grad_NV *= scales_N.unsqueeze(1)
     return grad_NV.to(logits_NV.dtype)
 
@@ -110,7 +110,7 @@ class TokenLoss:
     first_id: int
     """This rank's columns are ids first_id, first_id + 1, ..."""
     num_ids: int
-    """How many of them are no padding."""
+    """How many of this rank's columns are not padding."""
     cap: float | None
 
     def losses(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ class RmsNorm:
 
     @staticmethod
     def sums(x, run: Run, x_axis: Axis, features: int) -> list[torch.Tensor]:
-        """Return what `forward` is given where ranks have parts of the features; all of them must call."""
+        """Return the sums that `forward` needs where ranks have parts of the features; all of them must call."""
         return [x_axis.all_reduce(run(squares_of, x))]
 
     @staticmethod
@@ -71,7 +71,7 @@ class LayerNorm:
 
     @staticmethod
     def sums(x, run: Run, x_axis: Axis, features: int) -> list[torch.Tensor]:
-        """Return what `forward` is given where ranks have parts of the features; all of them must call."""
+        """Return the sums that `forward` needs where ranks have parts of the features; all of them must call."""
         mean = x_axis.all_reduce(run(sums_of, x)).div_(features)
         return [mean, x_axis.all_reduce(run(squares_of, x, mean))]
 
@@ -106,7 +106,7 @@ def _rms_scaled(x32, weight, rstd, offset: float) -> torch.Tensor:
 
 
 def _scaled(centred, weight, bias, rstd) -> torch.Tensor:
-    """Return y, in the place of x - mean."""
+    """Return y, written over x - mean."""
     return centred.mul_(rstd).mul_(weight).add_(bias)
 
 
@@ -153,8 +153,10 @@ class NormLayer:
     def of_sum(
         self, x: torch.Tensor, added: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, Recompute]:
-        """Return x + added, its norm, and what computes that once more, of the sum and the statistics, which are kept:
-        that calls nobody."""
+        """Return x + added, its norm, and a function that recomputes the norm from the sum and the kept statistics.
+
+        That function involves no other rank.
+        """
         return _Norm.apply(x, added, self)
 
 

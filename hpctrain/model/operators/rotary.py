@@ -17,7 +17,7 @@ def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, dtype: tor
     """Turn each pair (a, b) by its angle, in another dtype than that of x where one is given."""
     a, b = x.to(dtype or x.dtype).chunk(2, dim=-1)
     cos, sin = cos.to(a.dtype), sin.to(a.dtype)
-    if torch.compiler.is_compiling():  # it writes into no part of a tensor, and needs no memory for what is between
+    if torch.compiler.is_compiling():  # compiled code cannot write into part of a tensor, and fuses intermediates
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
     result = torch.empty(x.shape, dtype=a.dtype, device=x.device)
     first, second = result.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Operators are computed by torch's operations one after the other, or each is compiled to fused kernels.
+"""Operators run as torch operations one after the other, or each is compiled to fused kernels.
 
-Both are the same pure functions of tensors. What calls other ranks lies between two of them, and is in neither.
-Compiled ones have other last bits: values are rounded to the dtype once, at the end.
+Both are the same pure functions of tensors. Communication lies between two of them, never inside. Compiled ones differ
+in the last bits: values are rounded to the dtype once, at the end.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ class Kernels:
 
     run: Run = run_eagerly
     attention: str = "torch"
-    """See `hpctrain.model.operators.attention.attend`."""
+    """Backend of attention; see `hpctrain.model.operators.attention.attend`."""
     logits_bytes: int = LOGITS_BYTES
-    """How many bytes of logits may be there at once."""
+    """Most bytes of logits that may exist at once."""
 
 
 def add_part(grad: torch.Tensor, part: torch.Tensor, overwrite: bool) -> None:

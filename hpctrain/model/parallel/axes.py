@@ -10,7 +10,7 @@ from hpctrain.sharding.intervals import Interval
 
 
 class PendingWork(Protocol):
-    """An operation that was started, and may continue while the rank computes."""
+    """A started operation, which may continue while the rank computes."""
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error."""
@@ -18,7 +18,7 @@ class PendingWork(Protocol):
 
 
 class Following:
-    """Several works, and what is to be done after all of them."""
+    """Several operations, and a function to call after all of them."""
 
     def __init__(self, works: Sequence[PendingWork], then: Callable[[], object] = lambda: None):
         self._works, self._then = works, then
@@ -32,9 +32,9 @@ class Following:
 class Axis(Protocol):
     """Collectives over the ranks that differ in one coordinate only; every one of them must call.
 
-    Tensors are contiguous. Cuts are intervals of the flat tensor, one for each rank; left out, it is cut evenly. What
-    is started may be overlapped: its tensors are to be left alone until its work was waited for. All ranks start
-    the same things in the same order.
+    Tensors are contiguous. Cuts are intervals of the flat tensor, one for each rank; by default it is cut evenly.
+    Started operations may be overlapped: their tensors must not be touched before the wait. All ranks start the same
+    operations in the same order.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Axis(Protocol):
 
 
 class OneRank:
-    """The axis of a rank that is alone on it: what it would exchange is what it has, and everything is done at once."""
+    """The axis of a rank that is alone on it: there is nothing to exchange, and every operation ends at once."""
 
     rank, size, is_overlapped, bytes_sent = 0, 1, False, (0,)
 

@@ -65,7 +65,7 @@ class Gathering:
         self.shape = torch.Size((rows, y.size * positions, features))
         self.parts = cut_parts(rows, positions, num_parts)
         self.whole = own.new_empty(self.shape) if keeps_whole else None
-        """All positions, of the parts that were taken."""
+        """All positions of the parts taken so far, where they are kept; else None."""
         self._started: deque[tuple[torch.Tensor, PendingWork, bool]] = deque()
         for part in self.parts:
             buffer = None if self.whole is None else part.of(self.whole, y.size).transpose(0, 1)

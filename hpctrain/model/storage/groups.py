@@ -24,11 +24,11 @@ class StoredRegion:
     parameter: Parameter
     box: Box
     elements: Interval
-    """Within the flattened box."""
+    """The interval in the flattened box."""
     at: Interval
-    """Within the group's flat array."""
+    """The interval in the group's flat array."""
     counts: bool
-    """Whether this copy is the one for norms and checkpoints, where axes do not cut the parameter."""
+    """Whether this copy counts in norms and checkpoints, where axes do not cut the parameter."""
 
 
 def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
@@ -41,9 +41,9 @@ class Places(Protocol):
     """The places of what a group holds: in its flat array, and in the arrays that the model computes with."""
 
     size: int
-    """Elements of the flat array."""
+    """Number of elements of the flat array."""
     is_packed: bool
-    """Whether the flat array is another one than those that the model computes with."""
+    """Whether the flat array is separate from the arrays that the model computes with."""
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
         """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
@@ -54,7 +54,7 @@ class Places(Protocol):
         ...
 
     def spread(self, packed: torch.Tensor, weights: torch.Tensor) -> None:
-        """Bring weights of the flat array to where they are used."""
+        """Copy weights from the flat array to the arrays that the model computes with."""
         ...
 
 
@@ -65,7 +65,7 @@ class PlacedUnits:
 
     def __init__(self, layouts: Sequence[UnitLayout], part: GridPart):
         self.placed: list[tuple[UnitLayout, Interval, int]] = []
-        """Of each unit its layout, the shard of it that is here, and where in the array."""
+        """For each unit, its layout, the shard of it on this rank, and the position in the array."""
         self.size = 0
         for layout in layouts:
             shard = part.stored(layout.size)
@@ -104,13 +104,14 @@ class HeldArray:
     ):
         self.places, self.size, self.weights = places, places.size, weights
         self.exchanged = exchanged or weights.dtype
-        """In which dtype weights go between the ranks: another one where these compute in different dtypes."""
+        """Dtype in which ranks exchange weights; it differs from that of `weights` where ranks compute in different
+        dtypes."""
         self.stored = stored or Interval(0, self.size)
-        """The elements that `weights` has on this rank."""
+        """The interval of the flat array that `weights` holds on this rank."""
         self.in_use: torch.Tensor | None = None
-        """The weights that the model computes with, where they are others than the group's, and are kept."""
+        """The weights that the model computes with, where these are kept separately from the group's; else None."""
         self.grads: torch.Tensor
-        """Those of this rank, fp32: of the model's arrays, or, of a sharded group, its shard of the sum."""
+        """This rank's gradients, fp32: those of the model's arrays or, in a sharded group, its shard of the sum."""
 
     def weights_at(self, at: Interval) -> torch.Tensor:
         return self.weights[self.stored.place_of(at)]
@@ -130,7 +131,7 @@ class HeldArray:
 
 
 class Sharded(HeldArray):
-    """A group of ranks that exchange one unit while it computes: they keep gradients as shards only (ZeRO 2), or
+    """A group of ranks that exchange one unit during the passes. They keep gradients only as shards (ZeRO 2), or
     weights too (ZeRO 3)."""
 
     def __init__(self, shard_group: ShardGroup, holders: Axis, places: PlacedUnits, dtype, device, exchanged=None):
@@ -155,13 +156,15 @@ class Sharded(HeldArray):
         return self.grads
 
     def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
-        """Sum the gradients of the unit's z-shard over all holders, all of whom must call; return this rank's own part
-        of the sum, which is there when the work is done."""
+        """Start to sum the gradients of the unit's z-shard over all holders; return this rank's part, and the work.
+
+        The part is valid when the work has ended. All holders must call.
+        """
         own = torch.empty_like(self.grads)
         return own, self.holders.start_reduce_scatter(grads, own, self.cuts)
 
     def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
-        """Return the weights of which each holder has a part, which are there when the work is done.
+        """Start to gather weights of which each holder has a part; they are valid when the work has ended.
 
         All holders must call.
         """

@@ -21,9 +21,9 @@ class ShardState:
     """The moments of consecutive elements of a shard, whose parameters have the same ones."""
 
     at: Interval
-    """Within the group's flat array."""
+    """The interval in the group's flat array."""
     moments: dict[str, torch.Tensor]
-    """By name, fp32 [at.size]."""
+    """Moments by name, fp32 [at.size]."""
 
 
 @dataclass
@@ -34,23 +34,24 @@ class Shard:
     holders: Axis
     zero: int
     final_after: int
-    """The item after whose backward pass the group's gradients have what a microbatch adds to them."""
+    """The item whose backward pass is the last to add to the group's gradients in a micro-batch."""
     starts_early: bool
-    """Whether they may be summed over the holders as soon as all have them: all come to that in the same order."""
+    """Whether the sum over holders may start as soon as gradients are final: all holders start sums in the same
+    order."""
     cuts: tuple[Interval, ...]
     updated: Interval
     master: torch.Tensor
     states: tuple[ShardState, ...]
-    """Of all `updated` elements, in order."""
+    """States of all `updated` elements, in order."""
     grads: torch.Tensor
-    """fp32, of the `updated` elements, summed over the holders after `start_reduce`."""
+    """Gradients of the `updated` elements, fp32, summed over the holders after `start_reduce`."""
     is_on_host: bool
-    """Whether moments, and masters that are not the weights in use, are in host memory, and must go through the device
-    to be updated."""
+    """Whether moments, and masters that are not the weights in use, are in host memory. They must go through the device
+    for an update."""
 
     @property
     def owned(self) -> Interval:
-        """The elements that this rank answers for in norms and checkpoints."""
+        """The interval that this rank owns in norms and checkpoints."""
         return self.cuts[self.holders.rank]
 
     @property
@@ -59,7 +60,8 @@ class Shard:
         return self.group.weights.dtype == torch.float32
 
     def start_reduce(self) -> PendingWork:
-        """Sum the gradients over the holders, all of whom must call; `grads` is there when the work is done."""
+        """Start to sum the gradients over the holders; `grads` is valid when the work has ended. All holders must
+        call."""
         grads = self.group.own_grads()
         if self.grads is grads:
             return self.holders.start_all_reduce(grads)

@@ -39,9 +39,10 @@ class Store:
         keep_gathered: Collection[int] = (),
         exchanged: Sequence[torch.dtype | None] = (),
     ):
-        """`communicators` are those of the shard groups, in their order. `exchanged` are the dtypes in which each of
-        them exchanges weights, None where all of its ranks compute in the same. Weights of the items
-        `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
+        """`communicators` are those of the shard groups, in their order. All holders, and all ranks of z, must call.
+
+        `exchanged` has for each of them the dtype of exchanged weights; None where all its ranks compute in one dtype.
+        Weights of the items `keep_gathered` stay gathered until they change.
         """
         self._z = axes.storing
         self.groups: list[HeldArray] = []
@@ -91,11 +92,11 @@ class Store:
         return self._z.size == 1 and not packed
 
     def note_gathering(self, item: int, work: PendingWork) -> None:
-        """Take note that weights of an item, and maybe of items behind it, are being gathered."""
+        """Record that weights of an item, and maybe of later items, are being gathered."""
         self._awaited.append((item, work))
 
     def await_weights(self, item: int | None = None) -> None:
-        """Return when the weights of an item (None: all) are there, and those of the items before it."""
+        """Wait until the weights of an item (None: all), and of the items before it, have been gathered."""
         while self._awaited and (item is None or self._awaited[0][0] <= item):
             self._awaited.pop(0)[1].wait()
 
@@ -105,7 +106,7 @@ class Store:
             group.spread_weights()
         self.traffic.forget()
         if any(unit.is_common for unit in self.units):
-            self._z.barrier()  # the others may still be reading
+            self._z.barrier()  # other ranks may still be reading
             for unit in self.units:
                 unit.share_shard()
             self._z.barrier()

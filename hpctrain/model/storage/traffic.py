@@ -1,7 +1,7 @@
-"""When whole weights and whole gradients are there, where a rank stores shards of them: gathered a layer early and
-scattered a layer late, while other layers compute (AxoNN, arXiv 2305.13525).
+"""The traffic of a rank that stores shards: it gathers weights a layer early, and scatters gradients a layer late.
 
-That is as far as the axes let it: what one does at once is done when it is needed.
+Both are overlapped with the computation of other layers (AxoNN, arXiv 2305.13525). Only an overlapped axis allows that:
+on others an operation runs when its result is needed.
 """
 
 from collections import Counter, deque
@@ -17,7 +17,7 @@ from hpctrain.plan.launch_order import OVERLAPPED_BUFFERS
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of
 
-# How many layers early something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
+# Most layers by which a gather starts early: two over the holders of ZeRO 3's shards, then one over z.
 FARTHEST = 2
 
 
@@ -53,7 +53,7 @@ class Traffic:
         self._coming: deque[Interval] = deque()
         self._kept = {unit for item in keep_gathered for unit in units[item]}
         self._is_overlapped = any(unit.overlapped_scatters for of_item in units.values() for unit in of_item)
-        sizes: Counter[int] = Counter()  # by block: no layer has more
+        sizes: Counter[int] = Counter()  # by block: no layer has more elements
         for item, of_item in units.items():
             sizes[block_of(item)] += sum(unit.layout.size for unit in of_item if unit.scatters)
         largest = max(sizes.values(), default=0)
@@ -76,7 +76,7 @@ class Traffic:
         return self._units_of(layer)[1]
 
     def expect(self, layers: Iterable[Interval]) -> None:
-        """Say which layers come next, in what order; begin to gather what the first of them need."""
+        """Announce the order of the next layers, and begin to gather for the first of them."""
         self._coming = deque(layers if self._gathers else ())
         self._prefetch()
 
@@ -96,12 +96,16 @@ class Traffic:
                 unit.prefetch(distance)
 
     def _next(self, count: int) -> Iterator[Interval]:
-        """Return the layers that come next, each of them once."""
-        return islice(dict.fromkeys(islice(self._coming, 2 * count)), count)  # most come twice running at the most
+        """Yield the next layers, each of them once."""
+        return islice(
+            dict.fromkeys(islice(self._coming, 2 * count)), count
+        )  # most layers come at most twice in succession
 
     def release(self, layer: Interval) -> None:
-        """Let go of the weights of a layer, but for those that are kept or needed again: at once, or, where there is
-        a buffer for another layer than the one that computes, by the one after it."""
+        """Release the weights of a layer, except those that are kept or needed again soon.
+
+        Soon means by the next layer, or by the next two where gathers are overlapped.
+        """
         if not self._gathers:
             return
         needed = [self._gathered(other) for other in self._next(2)]
@@ -110,7 +114,7 @@ class Traffic:
             unit.release(stays=unit in self._kept or any(unit in other for other in near))
 
     def forget(self) -> None:
-        """Let go of weights that were kept: they have changed."""
+        """Release weights that were kept: they have changed."""
         for unit in self._kept:
             unit.forget()
 
@@ -142,7 +146,7 @@ class Traffic:
             self._collect_first()
 
     def collect(self) -> None:
-        """Have all gradients where they belong."""
+        """Wait until all gradients are added to their shards."""
         while self.scattering:
             self._collect_first()
 

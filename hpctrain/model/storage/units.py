@@ -19,15 +19,15 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import UnitLayout
 
 Addition = Callable[..., object]
-"""`add(grad, *operands, overwrite)` adds to a gradient; with `overwrite`, what is there counts as zeros, and may be no
-numbers at all: to write costs less than to fill with zeros and add."""
+"""`add(grad, *operands, overwrite)` adds to a gradient. With `overwrite` the old contents are ignored, and may be no
+numbers: writing costs less than filling with zeros and adding."""
 
 
 class Weight:
     """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
 
-    Both are views. `data` is there while the unit is gathered; `grad` from `begin_backward` on, or always where the
-    rank stores the whole unit.
+    Both are views. `data` is valid while the unit is gathered. `grad` is valid from `begin_backward` on, or always
+    where the rank stores the whole unit.
     """
 
     __slots__ = ("data", "deferred", "grad", "is_unwritten", "name")
@@ -37,9 +37,9 @@ class Weight:
         self.data: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue] - until it is gathered
         self.grad: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred: list[Deferred] | None = None
-        """Where additions to `grad` are kept, while a backward pass leaves them for later."""
+        """The list that collects additions to `grad` while a backward pass defers them; else None."""
         self.is_unwritten = False
-        """Whether nobody has added to `grad` yet, and what is in it does not count: it is overwritten."""
+        """Whether nothing has been added to `grad` yet: its contents are invalid, and will be overwritten."""
 
     def accumulate(self, add: Addition, *operands: torch.Tensor) -> None:
         """Add to the gradient: now, or once the weight pass comes to it.
@@ -58,7 +58,7 @@ class Weight:
 
 
 class Deferred(NamedTuple):
-    """An addition to a weight's gradient that is left for later, with its operands."""
+    """A deferred addition to a weight's gradient, with its operands."""
 
     weight: Weight
     addition: Addition
@@ -69,21 +69,21 @@ class Deferred(NamedTuple):
 
 
 class InFlight:
-    """Operations of which each needs the result of the one before, started one by one."""
+    """Operations started one by one, since each needs the result of the one before."""
 
     def __init__(self, operations: Iterator[PendingWork], count: int):
-        """`operations` starts one each time it is asked for the next, and after `count` of them does the rest."""
+        """Each `next` of `operations` starts one operation; after `count` of them another `next` does the rest."""
         self._operations, self._count = operations, count
         self._work: PendingWork | None = None
         self._started = 0
 
     def bring(self, number: int) -> None:
-        """Have the first `number` operations started, if there are so many, and all but the last of these done."""
+        """Start the first `number` operations, if there are so many, and complete all but the last of these."""
         while self._started < min(number, self._count):
             self._next()
 
     def finish(self) -> None:
-        """Have everything done."""
+        """Complete all operations."""
         while not self._started or self._work is not None:
             self._next()
 
@@ -119,9 +119,9 @@ class UnitStore:
         over_z = axes.storing.size > 1 and axes.storing.is_overlapped
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
-        """How many operations of a scatter continue while the rank computes."""
+        """Number of operations of a scatter that are overlapped with computation."""
         self.overlapped_gathers = int(over_z) + int(over_holders and sharded is not None and not sharded.keeps_weights)
-        """And of a gather."""
+        """Number of operations of a gather that are overlapped with computation."""
         self._whole = whole
         self.is_common = whole is not None
         """Whether the whole unit is in memory that all of z see: on all of them or on none."""
@@ -186,7 +186,7 @@ class UnitStore:
         self.is_gathered = True
 
     def share_shard(self) -> None:
-        """Copy this rank's shard to where all of z see it; nobody may be reading."""
+        """Copy this rank's shard to the memory that all of z see; no rank may be reading it."""
         if self._whole is not None:
             self._whole[slice(*self._cuts[self._z.rank])] = self._shard
 
@@ -196,19 +196,19 @@ class UnitStore:
             weight.deferred = kept
 
     def begin_backward(self, whole_grad: torch.Tensor) -> None:
-        """Let the gradient of the whole unit be computed in a buffer [size of the unit], whatever is there."""
+        """Let the gradient of the whole unit be computed in a buffer [size of the unit], whatever its contents."""
         self._whole_grad = whole_grad
         for weight, at, shape in self._views:
             weight.grad, weight.is_unwritten = whole_grad[slice(*at)].view(shape), True
 
     def start_scatter(self) -> InFlight:
-        """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
+        """Start to sum the gradient and to add this rank's part to its shard.
 
-        All ranks of z, and holders of shards, must call.
+        The buffer of `begin_backward` is needed until the end. All ranks of z, and holders of shards, must call.
         """
         at, end = 0, Interval(self.layout.size, self.layout.size)
         for made in (*sorted(interval for weight, interval, _ in self._views if not weight.is_unwritten), end):
-            if at < made.start:  # nobody has written it: padding, and weights that are other items' alone
+            if at < made.start:  # never written: padding, and weights of other items alone
                 self._whole_grad[at : made.start].zero_()
             at = max(at, made.stop)
         scattering = InFlight(self._scatter(self._whole_grad), self.overlapped_scatters)
@@ -234,13 +234,13 @@ class UnitStore:
         self._sharded.grads += own
 
     def release(self, stays: bool = False) -> None:
-        """Let go of the whole unit where nobody else uses it, unless it `stays`."""
+        """Release the whole unit where nothing else uses it, unless it `stays`."""
         self._users -= 1
         if not stays:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of the whole unit, if nobody uses it."""
+        """Release the whole unit, if nothing uses it."""
         if self.is_gathered and self._users == 0:
             self._set_views(self._views, None, None)
             self.is_gathered = False
