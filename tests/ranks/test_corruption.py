@@ -107,7 +107,8 @@ def test_a_moment_that_is_not_finite_is_seen_when_it_is_saved(world, tokens, fol
     def break_one(trainer):
         if world.rank == 1:
             shard = trainer.optimizer.shards[0]
-            shard.states[0].of(shard.states[0].moments["exp_avg_sq"], shard.owned)[3] = math.inf
+            state = shard.states[0]
+            state.moments["exp_avg_sq"][state.at.place_of(shard.owned)][3] = math.inf
 
     with pytest.raises(CorruptionError, match=r"state after step 6 is not finite on rank 1 \(.*optimizer/exp_avg_sq/"):
         fit(world, small_job(tokens, {"data": world.size}), folder, break_one)
