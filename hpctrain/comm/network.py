@@ -120,7 +120,7 @@ class ClusterNetwork:
 
     @cached_property
     def _is_even(self) -> bool:
-        """Whether nodes' own links are no faster than those between nodes."""
+        """Say whether nodes' own links are no faster than those between nodes."""
         speeds = {where: link.message_bytes_per_second for where, link in slowest_links(self.cluster).items()}
         return len(speeds) < 2 or speeds["inside"] <= speeds["across"]
 

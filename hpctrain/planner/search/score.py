@@ -40,7 +40,7 @@ class Scorer:
     """Scores shapes for one job on one cluster."""
 
     def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
-        """With `is_short_of_nothing` every shape fits, whatever memory the devices have."""
+        """Every shape fits with `is_short_of_nothing`, whatever memory the devices have."""
         self._is_roomy = is_short_of_nothing
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
