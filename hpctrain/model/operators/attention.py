@@ -12,7 +12,6 @@ import torch
 import torch.nn.attention as attention_of_torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from hpctrain.architectures.description import Attention
 from hpctrain.model.operators.activation import capped
@@ -203,10 +202,13 @@ def attend(
         is_causal = not is_windowed and first + count == total and documents is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
+        mask: torch.Tensor | None = None
         if not is_causal:
             mask = _mask(queries, first, total, attention.window, documents)
-        else:  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
-            mask = causal_lower_right(count, total) if first else None
+        elif first:  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
+            from torch.nn.attention.bias import causal_lower_right  # it imports Dynamo, which takes as long as torch
+
+            mask = causal_lower_right(count, total)
         _select_flash(backend)
         with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend in ATTENTION_BACKENDS else nullcontext():
             return F.scaled_dot_product_attention(

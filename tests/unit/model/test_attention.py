@@ -1,6 +1,7 @@
 """Attention by a kernel that the job asks for: it is used, near the others, or refused before a step."""
 
 import itertools
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -179,6 +180,12 @@ def test_the_last_queries_of_a_row_need_no_mask_of_pairs(monkeypatch):
     for first in range(1, 8):
         last = attend(queries[:, :, first:], keys, values, attention, first)
         torch.testing.assert_close(last, whole[:, :, first:])
+
+
+def test_a_start_imports_no_compiler():
+    """Dynamo takes as long to import as torch, on every rank."""
+    code = "import sys, hpctrain.model.transformer, hpctrain.engine.run; sys.exit('torch._dynamo' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", code], timeout=120).returncode
 
 
 def test_a_version_of_flash_attention_is_selected_or_refused(monkeypatch):
