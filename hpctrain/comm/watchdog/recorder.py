@@ -121,37 +121,30 @@ class Recorder:
     def start(self, group: int, op: str, num_bytes: int) -> int:
         """Record that an operation of a lane begins; return the handle for `finish`.
 
-        `op` is the name of a collective or, on a lane of two ranks, "send" or "receive".
+        `op` is the name of a collective or, on a lane of two ranks, "send" or "receive". Where all slots of the ring
+        are in flight the operation gets none, and a negative handle: the oldest are those that others wait for.
         """
         code = self._codes.get(op) or self._add_operation(op)
         kind = OPERATION_KINDS.get(op, flight.COLLECTIVES)
         sequence, peer = next(self._counters[group][kind]), self._peers[group] if kind else -1
         ticket = next(self._tickets)
-        slot = ticket % RING_SLOTS
-        if self._owners[slot] in self._in_flight:
-            ticket, slot = self._slot_of(ticket)
-        self._owners[slot] = ticket
+        if self._owners[ticket % RING_SLOTS] in self._in_flight:
+            others = itertools.islice(self._tickets, RING_SLOTS)
+            free = (each for each in others if self._owners[each % RING_SLOTS] not in self._in_flight)
+            ticket = next(free, -ticket)
         self._in_flight[ticket] = now = _monotonic()
-        at = RING_AT + slot * SLOT.size
-        _pack_slot(self._memory, at, ticket, sequence, group, code, peer, num_bytes, now, 0.0, ticket)
+        if ticket > 0:
+            slot = ticket % RING_SLOTS
+            self._owners[slot] = ticket
+            at = RING_AT + slot * SLOT.size
+            _pack_slot(self._memory, at, ticket, sequence, group, code, peer, num_bytes, now, 0.0, ticket)
         if group < MAX_LANES:
             self._words[_FIRST_COUNTER + group * COUNTERS_PER_LANE + kind] = sequence
         return ticket
 
-    def _slot_of(self, ticket: int) -> tuple[int, int]:
-        """Return the next ticket whose slot is free, and the slot. Slots in flight are skipped; if all are, one is
-        forgotten."""
-        for _ in range(RING_SLOTS):
-            ticket = next(self._tickets)
-            if self._owners[ticket % RING_SLOTS] not in self._in_flight:
-                break
-        else:  # all are in flight: forget one
-            self._in_flight.pop(self._owners[ticket % RING_SLOTS], None)
-        return ticket, ticket % RING_SLOTS
-
     def finish(self, handle: int) -> None:
         """Record that the operation of this handle has ended."""
-        if self._in_flight.pop(handle, None) is not None:
+        if self._in_flight.pop(handle, None) is not None and handle > 0:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
     @contextmanager

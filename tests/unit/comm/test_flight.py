@@ -87,10 +87,17 @@ def test_more_in_flight_than_the_ring_holds():
     recorder = Recorder(None, 0, 2, "a", "cpu")
     lane = recorder.add_group("data", [0, 1])
     handles = [recorder.start(lane, "all_reduce", 1) for _ in range(flight.RING_SLOTS + 10)]
-    assert len(recorder.snapshot().in_flight) == flight.RING_SLOTS
-    for handle in handles:
+    read = recorder.snapshot()
+    assert [o.sequence for o in read.in_flight] == list(range(1, flight.RING_SLOTS + 1)), "the oldest are kept"
+    assert read.lanes[0].entered[0] == len(handles)
+    assert recorder.max_in_flight()[0] == handles[0]
+    for handle in handles[flight.RING_SLOTS :]:
+        recorder.finish(handle)
+    assert len(recorder.snapshot().in_flight) == flight.RING_SLOTS, "an end without a slot ends no other operation"
+    for handle in handles[: flight.RING_SLOTS]:
         recorder.finish(handle)
     assert recorder.snapshot().in_flight == ()
+    assert recorder.max_in_flight() is None
 
 
 def test_two_threads_record_at_once():
