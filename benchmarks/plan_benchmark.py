@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
@@ -19,6 +18,7 @@ from hpctrain.observe.overrun import QUOTED_OVERRUN
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space

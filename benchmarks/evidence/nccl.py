@@ -14,10 +14,10 @@ issues 209 and 450), nearly all of 10 Gb/s.
 import math
 from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork, GroupShape
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.links import PairLink
+from hpctrain.planner.prices.network import ClusterNetwork, GroupShape
 
 NVLINK_BYTES_PER_SECOND = 40e9
 """From which on a link inside a node is no PCIe: x16 of its fourth generation has 32e9."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from benchmarks.scale import cluster_of, nodes_of
 from hpctrain.architectures.registry import presets
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.prediction.cut_products import predict_in_parts
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.parameters import check_grid

@@ -10,7 +10,6 @@ Read it in this order; a file imports only from its own line and those above it.
     watchdog/          the flight record, and who watches the ranks
     progress/          an operation, what records it, and what moves it while a rank computes
     accelerators/      what a rank computes on, and the order in which it does what a maker's library is asked for
-    network            how long messages and collectives take
     transports/        bytes between two ranks
     collectives/       collectives over any transport, and by makers' libraries
     groups/            groups and channels, and the route that each takes

@@ -8,8 +8,8 @@
 | `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
 
 `send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has the methods,
-`hpctrain.comm.collectives` their implementations, and `hpctrain.comm.network` their seconds. To add an operation, begin
-here.
+`hpctrain.comm.collectives` their implementations, and `hpctrain.planner.prices.network` their seconds. To add an
+operation, begin here.
 """
 
 from typing import NamedTuple

@@ -342,13 +342,13 @@ class Leg:
     def _about(self) -> dict[str, str]:
         """Return the texts that checkpoints keep of the run, in addition to its job and its plan. All ranks must
         call."""
-        network = self._world.settings.network
-        assert network is not None, "a prepared run has one"
+        links_of = self._prepared.links_of
+        assert links_of is not None, "a prepared run has them"
         return {
             KEPT: self._world.on_first_rank(self._kept),
             "tokenizer": self._run.source.tokenizer_json or "",
             "data": self._prepared.training.identity,
-            "cluster": dump_cluster(network.cluster),
+            "cluster": dump_cluster(links_of),
         }
 
     def _kept(self) -> str:

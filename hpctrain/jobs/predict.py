@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import click
 from rich.table import Table
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.start.facts import Described
@@ -18,6 +17,7 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
 from hpctrain.planner.prediction.predictor import Prediction, predict
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 
 LEAST_SHARE = 5e-4

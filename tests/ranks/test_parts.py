@@ -3,7 +3,6 @@ the same bytes."""
 
 import pytest
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
@@ -11,6 +10,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.punctual import Measurement, punctual_step

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.progress.instruments import UNTRACED, RehearsedTiming, Tracer
 from hpctrain.comm.topology import Topology, candidates
 
@@ -16,6 +15,18 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.transport import Transport
 
 KEPT_CHOICES = 256
+
+
+class Network(Protocol):
+    """Knows the links between the ranks. The planner's prices implement it. All ranks get the same answers."""
+
+    def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
+        """Return which of the `candidates` takes a group the least time."""
+        ...
+
+    def is_near(self, one: int, other: int) -> bool:
+        """Say whether a message between two ranks uses fast links only."""
+        ...
 
 
 class Rehearsal(Protocol):
@@ -40,7 +51,7 @@ class Settings:
     """Everything that decides how a group communicates. Frozen: `World.configure` replaces it as a whole."""
 
     topology: Topology
-    network: ClusterNetwork | None = None
+    network: Network | None = None
     """The network of the cluster that the ranks are; None until it is known. It chooses algorithms, which can change a
     bit of the result, so it is the same on all ranks."""
     accelerator: "Accelerator | None" = None

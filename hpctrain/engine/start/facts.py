@@ -62,7 +62,7 @@ class Prepared:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Reasons of choices, by key of the job or by name of the choice."""
     links_of: Cluster | None = None
-    """The cluster whose links chose the algorithms of the run that is continued."""
+    """The cluster whose links choose algorithms: first that of the run that is continued, if it has links."""
     previous: tuple[Plan, Cluster] | None = None
     """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
     job_to_keep: Job | None = None

@@ -14,7 +14,6 @@ from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job
 from hpctrain.comm.bind import bind_accelerator
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.probe.load import LoadWatch
 from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe_overflows, with_overflows
 from hpctrain.comm.start.launcher import MORE_CORES, few_cores
@@ -50,6 +49,7 @@ from hpctrain.plan.uniform import Resolved, resolve_plan
 from hpctrain.planner.choose import PlanChoice, check_fits, choose_plan, with_dtypes, with_enough_rows
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.curves import has_times
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
@@ -305,13 +305,14 @@ def predict_step(run: Prepared) -> Prepared:
 def choose_algorithms(run: Prepared) -> Prepared:
     """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
     world, described = run.world, run.described
-    network = ClusterNetwork(run.links_of or without_profiles(described.cluster))
+    links_of = run.links_of or without_profiles(described.cluster)
+    network = ClusterNetwork(links_of)
     world.configure(network=network)
     everybody = range(world.size)
     is_shared = world.topology.route(everybody).kind in ("alone", "shared")
     choice = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
     source = run.resume_from if run.links_of else described.name
-    return run.but({"algorithms": f"{choice}, by the links of {source}"})
+    return run.but({"algorithms": f"{choice}, by the links of {source}"}, links_of=links_of)
 
 
 def choose_kernels(run: Prepared) -> Prepared:

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork, Port
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, common_parts, everywhere, gathers, receives
+from hpctrain.planner.prices.network import ClusterNetwork, Port
 from hpctrain.planner.prices.setup import Setup
 
 

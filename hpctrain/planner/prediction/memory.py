@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.holdings import Holding, ShardGroup
 from hpctrain.plan.schedule import Op, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import row_bytes
 from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
 from hpctrain.planner.prices.cost import layer_elements
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval

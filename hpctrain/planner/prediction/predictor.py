@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
@@ -20,6 +19,7 @@ from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simul
 from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.prices.cost import model_flops, update_seconds
 from hpctrain.planner.prices.efficiency import Efficiency
+from hpctrain.planner.prices.network import ConcurrentRanks
 from hpctrain.planner.prices.prices import (
     PASSES,
     Costs,

@@ -7,10 +7,10 @@ added. `ClusterNetwork.scratch_bytes` says how much one sum takes; here is how m
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.holdings import ShardGroup
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.cost import unit_elements
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import STORING, TensorGrid
 

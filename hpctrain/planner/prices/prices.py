@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hpctrain.comm.network import ClusterNetwork, ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.efficiency import Efficiency
+from hpctrain.planner.prices.network import ClusterNetwork, ConcurrentRanks
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork

@@ -7,13 +7,13 @@ from functools import cached_property, lru_cache
 from typing import ClassVar, Self
 
 from hpctrain.architectures.description import Attention, Layer, Mlp
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES
 from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.sharding.grid import AXES, STORED, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention

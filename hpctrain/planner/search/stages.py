@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from hpctrain.comm.network import ConcurrentRanks
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
@@ -25,6 +24,7 @@ from hpctrain.planner.prediction.offload import host_share, offloaded_update_sec
 from hpctrain.planner.prediction.predictor import AGREED_BYTES
 from hpctrain.planner.prices.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
 from hpctrain.planner.prices.cost import layer_elements, update_seconds
+from hpctrain.planner.prices.network import ConcurrentRanks
 from hpctrain.planner.prices.prices import Prices, Site, part_counts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import Pool

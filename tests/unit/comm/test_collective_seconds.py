@@ -6,13 +6,13 @@ import torch
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.groups.group import Group
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.operations import OPERATIONS as TABLE
 from hpctrain.comm.operations import row_of
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import CommError
 from hpctrain.jobs.common import ready_miniature
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.sharding.intervals import cut_evenly
 from tests import clusters

@@ -7,7 +7,6 @@ import pytest
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.groups.maker import RouteMaker
 from hpctrain.comm.groups.settings import Settings
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest, TensorSizes
@@ -17,6 +16,7 @@ from hpctrain.plan.role import role_of
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import search_best
 from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.prices import Prices
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits

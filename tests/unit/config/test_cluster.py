@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Family, Nic, Nodes, assumed_figures
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.links import link_between, message_seconds, nic_of, slowest_links
+from hpctrain.planner.prices.network import ClusterNetwork
 from tests.unit.described import FAMILY, NODE, TEXT
 
 

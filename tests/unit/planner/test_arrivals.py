@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, receives
 from hpctrain.planner.prediction.arrivals import arrivals
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.fabric import PretendedNetwork, max_min_rates
 from hpctrain.sharding.grid import TensorGrid

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from hpctrain.architectures.description import inner_of
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.clusters.cluster import ITEM_BYTES
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.errors import TopologyError
@@ -17,6 +16,7 @@ from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import model_flops
 from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.rehearsal.miniature import choose_width, miniature, with_exact_links
 from hpctrain.sharding.grid import TensorGrid

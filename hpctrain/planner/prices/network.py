@@ -1,6 +1,6 @@
 """Seconds of messages and collectives on a described cluster, and the algorithms that collectives take. Pure.
 
-The planner prices with it and the communicator chooses by it: the same links, the same overhead, the same decision.
+The planner prices with it and groups choose by it: the same links, the same overhead, the same decision.
 
 A group on one node, or with one rank on each node, communicates flat. A group with several families, or with several
 ranks on several nodes, communicates by domains (`comm/collectives/hierarchical.py`): reduce-scatter inside, exchange of
