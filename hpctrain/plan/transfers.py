@@ -5,10 +5,10 @@ before it. The part of a rank (`hpctrain.sharding.grid_parts`) says what it has:
 row. Different grids, rows and numbers of ranks on the two sides need nothing special: a section is the intersection of
 two parts.
 
-Ranks of a tile that have the same rows and features have a *common part*. Where they have all positions, they need the
-same. If they are near each other and a sender is far, each receives some of the tokens. Then they gather the whole
-among themselves (`gathers`): one copy crosses the slow link, also of a single row. Where they have different positions
-(a tile that is sequence parallel), each holds, sends and receives its own, and gathers nothing.
+Ranks of a tile that have the same rows, positions and features have a *common part*, whatever axes made the copies.
+They share the sending of it. Where they have all positions, are near each other, and a sender is far, each receives
+some of the tokens. Then they gather the whole among themselves (`gathers`): one copy crosses the slow link, also of a
+single row. Where a tile cuts positions, each rank receives what it has, and gathers nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.sharding.grid_parts import GridPart, parts_of
+from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval
 
 
@@ -67,31 +67,28 @@ def everywhere(_one: int, _other: int) -> bool:
 
 
 class CommonPart(NamedTuple):
-    """The rectangle of an activation that some ranks of a tile have, or of whose positions each has some."""
+    """The rows, positions and features of an activation that some ranks of a tile have alike."""
 
     tokens: Interval
     """Tokens of the microbatch, as whole rows."""
     features: Interval
+    positions: tuple[Interval, ...]
+    """The positions of each of these rows, in their order in memory."""
     ranks: tuple[int, ...]
-    positions: tuple[tuple[Interval, ...], ...]
-    """For each of the ranks the positions of each row that it has, in their order in memory."""
 
-    def are_whole(self, row: RowShape) -> bool:
-        """Say whether each of the ranks has all positions."""
-        return all(has == (Interval(0, row.positions),) for has in self.positions)
+    def is_whole(self, row: RowShape) -> bool:
+        """Say whether it has all positions."""
+        return self.positions == (Interval(0, row.positions),)
 
 
 @lru_cache(maxsize=4096)
 def common_parts(tile: Tile, row: RowShape) -> tuple[CommonPart, ...]:
     """Return the common parts of an activation that the ranks of a tile have, in the order of their first ranks."""
-    together: dict[tuple[Interval, Interval], list[tuple[int, GridPart]]] = {}
+    together: dict[tuple[Interval, Interval, tuple[Interval, ...]], list[int]] = {}
     for rank, part in zip(tile.ranks, parts_of(tile.tensor), strict=True):
-        what = part.rows(tile.rows).scale(row.positions), part.features(row.hidden_size)
-        together.setdefault(what, []).append((rank, part))
-    return tuple(
-        CommonPart(*what, tuple(rank for rank, _ in those), tuple(part.positions(row.positions) for _, part in those))
-        for what, those in together.items()
-    )
+        tokens, features = part.rows(tile.rows).scale(row.positions), part.features(row.hidden_size)
+        together.setdefault((tokens, features, part.positions(row.positions)), []).append(rank)
+    return tuple(CommonPart(*what, tuple(ranks)) for what, ranks in together.items())
 
 
 def common_part_of(tile: Tile, rank: int, row: RowShape) -> CommonPart:
@@ -103,14 +100,13 @@ def gathers(plan: Plan, tile: Tile, forward: bool, near: Near, row: RowShape) ->
     """Say whether the ranks of a tile that need the same each receive a part of it, and gather the whole.
 
     It is about activations (`forward`) or gradients of a microbatch. They gather where they are near each other, and
-    some sender is far from them. Where the tile or a sender cuts positions, ranks receive different parts and do not
-    gather.
+    some sender is far from them. Where the tile or a sender cuts positions, they do not gather.
     """
     sources = plan.upstream(tile) if forward else plan.downstream(tile)
     own = common_parts(tile, row)
     if len(own[0].ranks) == 1:
         return False
-    if not all(common.are_whole(row) for each in (tile, *sources) for common in common_parts(each, row)):
+    if not all(common.is_whole(row) for each in (tile, *sources) for common in common_parts(each, row)):
         return False
     first = tile.ranks[0]
     if all(near(first, rank) or source.ranks == tile.ranks for source in sources for rank in source.ranks):
@@ -122,32 +118,39 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
     """Yield what `receiver` is sent by the ranks of `source`.
 
     Ranks of a common part share the sending: the i-th of n senders sends what the i-th n-th of receivers needs, or a
-    share of it. Each receiver gets the whole of its part once, or the share that it brings to a gather. Where senders
-    have different positions, each sends its own.
+    share of it. Receivers are the ranks that need some of it for the same rows and features. Each receiver gets the
+    whole of its part once, or the share that it brings to a gather.
     """
     needed = common_part_of(target, receiver, row)
-    place, num_receivers = needed.ranks.index(receiver), len(needed.ranks)
-    tokens = needed.tokens.part(Interval(place, place + 1), num_receivers) if is_gathered else needed.tokens
+    tokens = needed.tokens
+    if is_gathered:
+        place = needed.ranks.index(receiver)
+        tokens = tokens.part(Interval(place, place + 1), len(needed.ranks))
     for theirs in common_parts(source, row):
         shared_tokens, features = tokens.intersect(theirs.tokens), needed.features.intersect(theirs.features)
-        if not (shared_tokens.size and features.size):
+        if not (shared_tokens.size and features.size and (sections := _meet(needed.positions, theirs.positions))):
             continue
-        are_equal = len({*theirs.positions}) == 1
-        senders = _senders(len(theirs.ranks), num_receivers, place)
-        if are_equal and needed.are_whole(row) and theirs.are_whole(row):
-            for number, share in senders:
-                if (section := shared_tokens.part(share, len(theirs.ranks))).size:
-                    yield Transfer(theirs.ranks[number], receiver, section, features)
-            continue
-        for own in needed.positions[place]:
-            if are_equal:
-                sections = [(number, own.part(share, len(theirs.ranks))) for number, share in senders]
-            else:
-                sections = [(number, each) for number, has in enumerate(theirs.positions) for each in has]
-            for number, section in sections:
-                for has in theirs.positions[number]:
-                    if (shared := own.intersect(section).intersect(has)).size:
-                        yield _of_positions(theirs.ranks[number], receiver, shared_tokens, features, shared, row)
+        receivers = [
+            rank
+            for other in common_parts(target, row)
+            if other[:2] == needed[:2] and _meet(other.positions, theirs.positions)
+            for rank in other.ranks
+        ]
+        number_of = len(theirs.ranks)
+        for number, share in _senders(number_of, len(receivers), receivers.index(receiver)):
+            sender = theirs.ranks[number]
+            if needed.is_whole(row) and theirs.is_whole(row):
+                if (section := shared_tokens.part(share, number_of)).size:
+                    yield Transfer(sender, receiver, section, features)
+                continue
+            for section in sections:
+                if (positions := section.part(share, number_of)).size:
+                    yield _of_positions(sender, receiver, shared_tokens, features, positions, row)
+
+
+def _meet(own: tuple[Interval, ...], others: tuple[Interval, ...]) -> list[Interval]:
+    """Return the positions that are in both, in the order of the first."""
+    return [both for one in own for other in others if (both := one.intersect(other)).size]
 
 
 def _of_positions(

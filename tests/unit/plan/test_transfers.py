@@ -1,6 +1,7 @@
 """Activations between tiles of different grids: every element arrives once, and both ends agree."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def cells_of(plan: Plan, transfer: Transfer) -> np.ndarray:
 def held_by(plan: Plan, rank: int) -> np.ndarray:
     tile = plan.tile_of(rank)
     common = common_part_of(tile, rank, ROW)
-    (positions,) = common.positions[common.ranks.index(rank)]
+    (positions,) = common.positions
     return cells(plan, common.tokens, common.features, positions)
 
 
@@ -115,35 +116,54 @@ def test_where_parts_are_gathered_each_element_comes_once_to_all_y_together(forw
             assert np.array_equal(count, held_by(plan, together[0]))
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize(("source_y", "target_y"), [(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
-def test_a_rank_may_have_several_intervals_of_positions(forward, source_y, target_y, monkeypatch):
-    """As in a zigzag cut, where each has an early and a late part, so that causal attention is even."""
-    row = RowShape(24, HIDDEN)
+@pytest.fixture
+def context_parallel(monkeypatch):
+    """Let z cut the positions of each row, and no rows: each rank has an early and a late part, as in a zigzag cut."""
 
     def zigzag(part: GridPart, num_positions: int) -> tuple[Interval, ...]:
-        y, cuts = part.coordinate.y, cut_evenly(num_positions, 2 * part.grid.position_parts)
-        return (cuts[y], cuts[-1 - y]) if part.grid.sequence_parallel else (Interval(0, num_positions),)
+        z, cuts = part.coordinate.z, cut_evenly(num_positions, 2 * part.grid.z)
+        return (Interval(0, num_positions),) if part.grid.z == 1 else (cuts[z], cuts[-1 - z])
 
     monkeypatch.setattr(GridPart, "positions", zigzag)
+    monkeypatch.setattr(GridPart, "rows", lambda _, rows: rows)
     common_parts.cache_clear()
-    first, second = Interval(0, 2), Interval(2, 4)
-    source = Tile(first, Interval(0, 2), tuple(range(source_y)), TensorGrid(y=source_y, sequence_parallel=True))
-    ranks = tuple(range(4, 4 + target_y))
-    target = Tile(second, Interval(0, 2), ranks, TensorGrid(y=target_y, sequence_parallel=target_y == 2))
-    plan = Plan((source, target), 1, 2)
-    receiving = target if forward else source
+    yield
+    common_parts.cache_clear()
+
+
+@pytest.mark.usefixtures("context_parallel")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("cuts", list(itertools.product([1, 2, 4], [1, 2], [1, 2, 4], [1, 2])))
+def test_ranks_that_have_the_same_positions_share_the_sending(forward, cuts, rows):
+    """Whatever axis made the copies: here y, while another one cuts positions into several intervals a rank."""
+    (source_y, source_cuts, target_y, target_cuts), row = cuts, RowShape(48, HIDDEN)
+    grids = TensorGrid(y=source_y, z=source_cuts), TensorGrid(y=target_y, z=target_cuts)
+    first, second = (tuple(range(start, start + grid.size)) for start, grid in zip((0, 8), grids, strict=True))
+    source = Tile(Interval(0, 2), Interval(0, rows), first, grids[0])
+    target = Tile(Interval(2, 4), Interval(0, rows), second, grids[1])
+    plan = Plan((source, target), 1, rows)
+    sending, receiving = (source, target) if forward else (target, source)
+    sent = Counter()
     for rank in receiving.ranks:
-        count = np.zeros((2, 24), int)
+        count = np.zeros((rows, 48), int)
         for transfer in receives(plan, receiving, rank, row, forward):
-            tokens = transfer.tokens
-            positions = transfer.cut.positions if transfer.cut else Interval(0, 24)
-            count[tokens.start // 24 : tokens.stop // 24, slice(*positions)] += 1
-        expected = np.zeros((2, 24), int)
-        for interval in receiving.part(rank).positions(24):
+            sent[transfer.sender] += transfer.num_elements
+            at = np.arange(48 * rows).reshape(rows, 48)
+            is_sent = (transfer.tokens.start <= at) & (at < transfer.tokens.stop)
+            if transfer.cut:
+                is_sent &= (transfer.cut.positions.start <= at % 48) & (at % 48 < transfer.cut.positions.stop)
+            count += is_sent
+        expected = np.zeros((rows, 48), int)
+        for interval in receiving.part(rank).positions(48):
             expected[:, slice(*interval)] = 1
         assert np.array_equal(count, expected)
-    common_parts.cache_clear()
+        if grids[0] == grids[1]:
+            senders = {each.sender for each in receives(plan, receiving, rank, row, forward)}
+            assert senders == {sending.ranks[receiving.ranks.index(rank)]}
+    whole = rows * 48 * HIDDEN
+    assert sum(sent.values()) == receiving.tensor.y * whole
+    assert set(sent.values()) == {receiving.tensor.y * whole // sending.tensor.size}
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(1, 4), (2, 4), (4, 4), (4, 2), (3, 2)])
