@@ -136,7 +136,7 @@ def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = N
         first = number_of[unit.parameters[0].name], 0, 0
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         held_by.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
-            HeldShard(first, unit, layout, layout.size / tile.tensor.stored_parts)
+            HeldShard(first, unit, layout, layout.size / len(part.stored_cuts(layout)))
         )
     cut_units = join_units(mixed)
     for unit in cut_units:
@@ -170,7 +170,7 @@ class HeldShard(NamedTuple):
     unit: Unit
     shard: UnitLayout | Region
     size: float
-    """Elements that the rank stores."""
+    """Elements that the rank stores, as a mean over the ranks that use the same."""
 
 
 @lru_cache(maxsize=16)
@@ -334,7 +334,7 @@ def _stored_rectangles(unit: Unit, grid: TensorGrid, index: int) -> Iterator[tup
     """Yield of each parameter of a unit the rectangles that a place of a grid stores. Padding is in none."""
     part = parts_of(grid)[index]
     layout = part.layout(unit)
-    shard = part.stored(layout.size)
+    shard = part.stored(layout)
     for parameter, box, placed in layout.placed():
         inside = placed.intersect(shard).shift(-placed.start)
         runs = whole_rows(parameter, box, inside) if inside.size else ()

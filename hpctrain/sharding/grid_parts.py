@@ -48,10 +48,13 @@ class GridPart(NamedTuple):
         """Return how the boxes that it uses of a unit lie one after the other."""
         return UnitLayout(unit, tuple(map(self.box, unit.parameters)))
 
-    def stored(self, size: int) -> Interval:
-        """Return which of so many elements, the flat array of a unit, it stores."""
-        index, parts = self.grid.combined(self.coordinate, STORING)
-        return cut_evenly(size, parts)[index]
+    def stored_cuts(self, layout: UnitLayout) -> tuple[Interval, ...]:
+        """Return which elements of a unit's flat array each of the ranks stores that use the same weights."""
+        return cut_evenly(layout.size, self.grid.stored_parts)
+
+    def stored(self, layout: UnitLayout) -> Interval:
+        """Return which elements of a unit's flat array it stores itself."""
+        return self.stored_cuts(layout)[self.grid.combined(self.coordinate, STORING)[0]]
 
     def counts(self, parameter: Parameter) -> bool:
         """Say whether its copy of a parameter is the one that counts, where axes do not cut the parameter.

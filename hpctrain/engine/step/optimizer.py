@@ -56,7 +56,7 @@ class Optimizer:
         """Gradients of which each rank along an axis has a part, by axis. They are summed over the axis after all other
         sums. Regions are not among them, since their holders add up all parts at once."""
         for shard in self.shards:
-            for each in () if shard.group.places.is_packed else shard.group.regions(shard.updated):
+            for each in () if shard.group.in_use is not None else shard.group.regions(shard.updated):
                 for axis in layout.holding.part.partial_axes(each.parameter):
                     grads = shard.grads[shard.updated.place_of(each.at)]
                     self._partial_grads.setdefault(axis, []).append(grads)

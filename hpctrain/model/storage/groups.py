@@ -6,7 +6,7 @@ packed for the exchange, and spread out after it (`hpctrain.model.storage.region
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -42,8 +42,8 @@ class Places(Protocol):
 
     size: int
     """Number of elements of the flat array."""
-    is_packed: bool
-    """Whether the flat array is separate from the arrays that the model computes with."""
+    placed: Sequence[tuple[UnitLayout, Interval, int]]
+    """For each whole unit its layout, the shard of it on this rank, and the position in the flat array."""
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
         """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
@@ -61,16 +61,13 @@ class Places(Protocol):
 class PlacedUnits:
     """Places of a rank's z-shards of whole units in its flat array, where they follow each other."""
 
-    is_packed = False
-
     def __init__(self, layouts: Sequence[UnitLayout], part: GridPart):
-        self.placed: list[tuple[UnitLayout, Interval, int]] = []
-        """For each unit, its layout, the shard of it on this rank, and the position in the array."""
-        self.size = 0
+        placed, self.size = [], 0
         for layout in layouts:
-            shard = part.stored(layout.size)
-            self.placed.append((layout, shard, self.size))
+            shard = part.stored(layout)
+            placed.append((layout, shard, self.size))
             self.size += shard.size
+        self.placed: Sequence[tuple[UnitLayout, Interval, int]] = placed
         self._part = part
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
@@ -88,30 +85,28 @@ class PlacedUnits:
         """Do nothing: the weights are where they are used."""
 
 
-class UnitArrays(NamedTuple):
-    """This rank's z-shards of some units, side by side: weights in the compute dtype, gradients in fp32."""
-
-    units: PlacedUnits
-    weights: torch.Tensor
-    grads: torch.Tensor
-
-
 class HeldArray:
     """The elements that the same ranks hold, as one flat array of `size`."""
 
     def __init__(
-        self, places: Places, weights: torch.Tensor, exchanged: torch.dtype | None, stored: Interval | None = None
+        self,
+        places: Places,
+        weights: torch.Tensor,
+        grads: torch.Tensor,
+        exchanged: torch.dtype | None = None,
+        stored: Interval | None = None,
+        in_use: torch.Tensor | None = None,
     ):
         self.places, self.size, self.weights = places, places.size, weights
+        self.grads = grads
+        """This rank's gradients, fp32: those of the model's arrays or, in a sharded group, its shard of the sum."""
         self.exchanged = exchanged or weights.dtype
         """Dtype in which ranks exchange weights; it differs from that of `weights` where ranks compute in different
         dtypes."""
         self.stored = stored or Interval(0, self.size)
         """The interval of the flat array that `weights` holds on this rank."""
-        self.in_use: torch.Tensor | None = None
-        """The weights that the model computes with, where these are kept separately from the group's; else None."""
-        self.grads: torch.Tensor
-        """This rank's gradients, fp32: those of the model's arrays or, in a sharded group, its shard of the sum."""
+        self.in_use = in_use
+        """The weights that the model computes with, where the group packs regions of them; else None."""
 
     def weights_at(self, at: Interval) -> torch.Tensor:
         return self.weights[self.stored.place_of(at)]
@@ -139,13 +134,12 @@ class Sharded(HeldArray):
         ((self.layout, _, _),) = places.placed
         self.holders, self.cuts = holders, shard_group.cuts(places.size)
         own = self.cuts[holders.rank]
+        grads = torch.zeros(own.size, dtype=torch.float32, device=device)
         self.keeps_weights = shard_group.zero < 3
         if self.keeps_weights:
-            super().__init__(places, weight_array(holders, places.size, dtype, device, exchanged), exchanged)
+            super().__init__(places, weight_array(holders, places.size, dtype, device, exchanged), grads, exchanged)
         else:
-            super().__init__(places, torch.zeros(own.size, dtype=dtype, device=device), exchanged, own)
-        self.exchanged = exchanged or dtype
-        self.grads = torch.zeros(own.size, dtype=torch.float32, device=device)
+            super().__init__(places, torch.zeros(own.size, dtype=dtype, device=device), grads, exchanged, own)
 
     @property
     def is_overlapped(self) -> bool:

@@ -7,20 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.model.storage.groups import PlacedUnits, StoredRegion
+from hpctrain.model.storage.groups import Places, StoredRegion
 from hpctrain.plan.holdings import Region
 from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.parameters import Box, box_size
+from hpctrain.sharding.parameters import Box, UnitLayout, box_size
 
 
 class PackedRegions:
     """Regions of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
 
-    is_packed = True
-
-    def __init__(self, regions: Sequence[Region], part: GridPart, units: PlacedUnits):
+    def __init__(self, regions: Sequence[Region], part: GridPart, units: Places):
         """They are of these units."""
+        self.placed: Sequence[tuple[UnitLayout, Interval, int]] = ()
         self._part = part
         self._regions: list[tuple[Region, Interval]] = []
         self._offsets: list[tuple[int, int]] = []

@@ -7,22 +7,17 @@ memory that all of z see, filled after each update, where there is such memory; 
 says `hpctrain.model.storage.traffic`).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from hpctrain.model.parallel.axes import Axes, Axis, PendingWork
-from hpctrain.model.storage.groups import (
-    HeldArray,
-    PlacedUnits,
-    Sharded,
-    UnitArrays,
-    weight_array,
-)
+from hpctrain.model.storage.groups import HeldArray, PlacedUnits, Sharded, weight_array
 from hpctrain.model.storage.regions import PackedRegions
 from hpctrain.model.storage.traffic import Traffic
 from hpctrain.model.storage.units import Deferred, UnitStore, Weight
-from hpctrain.plan.holdings import Holding
+from hpctrain.plan.holdings import Holding, ShardGroup
+from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval
 
 
@@ -44,52 +39,46 @@ class Store:
         `exchanged` has for each of them the dtype of exchanged weights; None where all its ranks compute in one dtype.
         Weights of the items `keep_gathered` stay gathered until they change.
         """
-        self._z = axes.storing
-        self.groups: list[HeldArray] = []
-        self.arrays: list[UnitArrays] = []
-        cut = PlacedUnits(holding.cut_units, holding.part)
+        self._z, part = axes.storing, holding.part
+        cut = PlacedUnits(holding.cut_units, part)
+        zeros, grads = (torch.zeros(cut.size, dtype=each, device=device) for each in (dtype, torch.float32))
+        of_regions = HeldArray(cut, zeros, grads)
         wires = exchanged or [None] * len(communicators)
-        for holders, shard_group, wire in zip(communicators, holding.shard_groups, wires, strict=True):
-            units = PlacedUnits(shard_group.layouts, holding.part)
-            if shard_group.zero >= 2:
-                self.groups.append(Sharded(shard_group, holders, units, dtype, device, wire))
-                continue
-            places = PackedRegions(shard_group.regions, holding.part, cut) if shard_group.regions else units
-            group = HeldArray(places, weight_array(holders, places.size, dtype, device, wire), wire)
-            self.groups.append(group)
-            if not places.is_packed:
-                group.grads = holders.allocate(units.size, torch.float32, device)
-                self.arrays.append(UnitArrays(units, group.weights, group.grads))
-        if cut.placed:
-            zeros = torch.zeros(cut.size, dtype=dtype, device=device)
-            self.arrays.append(UnitArrays(cut, zeros, torch.zeros(cut.size, dtype=torch.float32, device=device)))
-            for group in self.groups:
-                if group.places.is_packed:
-                    _, group.in_use, group.grads = self.arrays[-1]
-        self.units: list[UnitStore] = []
-        for arrays in self.arrays:  # after what is made among holders: ranks of z may have different ones
-            placed = arrays.units.placed
-            whole = self._z.allocate_common(sum(layout.size for layout, _, _ in placed), dtype, device)
-            at_whole = 0
-            for layout, shard, at in placed:
-                where = slice(at, at + shard.size)
-                unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
-                self.units.append(UnitStore(layout, axes, arrays.weights[where], arrays.grads[where], unit_whole))
-                at_whole += layout.size
-        for group in self.groups:
-            if isinstance(group, Sharded):
-                self.units.append(UnitStore(group.layout, axes, group.weights, None, None, group))
+        self.groups = [
+            _held_array(shard_group, holders, part, of_regions, dtype, wire)
+            for shard_group, holders, wire in zip(holding.shard_groups, communicators, wires, strict=True)
+        ]
+        sharded = [group for group in self.groups if isinstance(group, Sharded)]
+        others = [group for group in self.groups if group.in_use is None and group not in sharded]
+        self.arrays = [*others, of_regions, *sharded]
+        """The arrays that the model computes with."""
+        # After what is made among holders: ranks of z may have different ones.
+        self.units = [unit for array in self.arrays for unit in self._units_in(array, part)]
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self.units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
         items = {item for unit in self.units for item in unit.layout.unit.items}
         self.traffic = Traffic({item: self.units_of(item) for item in items}, self._z, device, keep_gathered)
         self._awaited: list[tuple[int, PendingWork]] = []
 
+    def _units_in(self, array: HeldArray, part: GridPart) -> Iterator[UnitStore]:
+        """Yield the units of an array, with memory that all of z see. All of z must call."""
+        placed, sharded = array.places.placed, array if isinstance(array, Sharded) else None
+        size = sum(layout.size for layout, _, _ in placed)
+        whole = None
+        if size and not sharded:
+            whole = self._z.allocate_common(size, array.weights.dtype, array.weights.device)
+        at_whole = 0
+        for layout, shard, at in placed:
+            own = slice(at, at + shard.size)
+            unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
+            cuts = part.stored_cuts(layout)
+            yield UnitStore(layout, cuts, self._z, array.weights[own], array.grads[own], unit_whole, sharded)
+            at_whole += layout.size
+
     @property
     def is_in_place(self) -> bool:
         """True where items compute with the groups' weights as they are: `refresh` has nothing to do."""
-        packed = any(group.places.is_packed for group in self.groups)
-        return self._z.size == 1 and not packed
+        return self._z.size == 1 and all(group.in_use is None for group in self.groups)
 
     def note_gathering(self, item: int, work: PendingWork) -> None:
         """Record that weights of an item, and maybe of later items, are being gathered."""
@@ -126,8 +115,21 @@ class Store:
                 unit.defer(kept)
 
     def zero_grads(self) -> None:
-        for arrays in self.arrays:
-            arrays.grads.zero_()
-        for group in self.groups:
-            if isinstance(group, Sharded):
-                group.grads.zero_()
+        for array in self.arrays:
+            array.grads.zero_()
+
+
+def _held_array(
+    shard_group: ShardGroup, holders: Axis, part: GridPart, of_regions: HeldArray, dtype, wire: torch.dtype | None
+) -> HeldArray:
+    """Make the array of a shard group, whose regions are of units in the array `of_regions`. All holders must call."""
+    device = of_regions.weights.device
+    units = PlacedUnits(shard_group.layouts, part)
+    if shard_group.zero >= 2:
+        return Sharded(shard_group, holders, units, dtype, device, wire)
+    if not shard_group.regions:
+        weights = weight_array(holders, units.size, dtype, device, wire)
+        return HeldArray(units, weights, holders.allocate(units.size, torch.float32, device), wire)
+    places = PackedRegions(shard_group.regions, part, of_regions.places)
+    weights = weight_array(holders, places.size, dtype, device, wire)
+    return HeldArray(places, weights, of_regions.grads, wire, in_use=of_regions.weights)

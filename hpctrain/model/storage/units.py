@@ -8,14 +8,14 @@ Where gradients go: `Weight.grad` is this rank's flat array itself, where that h
 of each (`Sharded`). What holders with unlike grids sum is packed first, region by region (`PackedRegions`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hpctrain.model.parallel.axes import Axes, PendingWork
+from hpctrain.model.parallel.axes import Axis, PendingWork
 from hpctrain.model.storage.groups import Sharded
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import UnitLayout
 
 Addition = Callable[..., object]
@@ -100,23 +100,24 @@ class UnitStore:
     def __init__(
         self,
         layout: UnitLayout,
-        axes: Axes,
+        cuts: Sequence[Interval],
+        storing: Axis,
         weights: torch.Tensor,
-        grads: torch.Tensor | None,
+        grads: torch.Tensor,
         whole: torch.Tensor | None,
-        sharded: Sharded | None = None,
+        sharded: Sharded | None,
     ):
-        """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
+        """The ranks of `storing` have `cuts` of the unit; `whole` is the unit in memory that all of them see, if any.
 
-        With `sharded`, `grads` is None: it adds up the gradients; `weights` are then its own, and may be fewer.
+        `weights` and `grads` are this rank's shard. With `sharded` they are what this rank has of that, maybe less.
         """
-        self.layout = layout
-        self._sharded, self._z = sharded, axes.storing
-        self.stays = whole is not None or (axes.storing.size == 1 and (sharded is None or sharded.keeps_weights))
+        self.layout, self._cuts = layout, cuts
+        self._sharded, self._z = sharded, storing
+        self.stays = whole is not None or (storing.size == 1 and (sharded is None or sharded.keeps_weights))
         """Whether the whole unit is always there."""
-        self.scatters = axes.storing.size > 1 or sharded is not None
+        self.scatters = storing.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
-        over_z = axes.storing.size > 1 and axes.storing.is_overlapped
+        over_z = storing.size > 1 and storing.is_overlapped
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
         """Number of operations of a scatter that are overlapped with computation."""
@@ -125,7 +126,6 @@ class UnitStore:
         self._whole = whole
         self.is_common = whole is not None
         """Whether the whole unit is in memory that all of z see: on all of them or on none."""
-        self._cuts = cut_evenly(layout.size, axes.storing.size)
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0
@@ -225,7 +225,6 @@ class UnitStore:
             else:
                 work.wait()
         if not self._sharded:
-            assert self._grad_shard is not None, "who shares no shards adds here"
             self._grad_shard += part
             return
         own, work = self._sharded.start_sum(part)

@@ -114,7 +114,7 @@ def memory_of(
     part = plan.tile_of(rank).part(rank)
     for group in shards.shard_groups:
         packed = sum(region.size for region in group.regions)
-        stored = sum(part.stored(layout.size).size for layout in group.layouts) + packed
+        stored = sum(part.stored(layout).size for layout in group.layouts) + packed
         updated = group.cuts(stored)[group.ranks.index(rank)].size if group.zero else stored
         placed = ((p.shape, box_size(box)) for layout in group.layouts for p, box, _ in layout.placed())
         parts = [*placed, *((region.parameter.shape, region.size) for region in group.regions)]

@@ -176,7 +176,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
         tile = plan.tile_of(rank)
         number = plan.tiles.index(tile) if not tile.is_idle else -1
         for arrays in store.arrays:  # zero is 0 or 1 here
-            for layout, shard, at in arrays.units.placed:
+            for layout, shard, at in arrays.places.placed:
                 for parameter, box, placed in layout.placed():
                     inside = placed.intersect(shard)
                     if not inside.size:

@@ -167,8 +167,7 @@ def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype(
     """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
     places = PlacedUnits([], *parts_of(ONE_RANK))
     places.size, waits = 8, []
-    group = HeldArray(places, torch.ones(8, dtype=torch.bfloat16), torch.float32)
-    group.grads = torch.zeros(8)
+    group = HeldArray(places, torch.ones(8, dtype=torch.bfloat16), torch.zeros(8), torch.float32)
     shard = make_shard(group, Group((0,)), ShardGroup((0,), (1,), 1), RULES["adamw"], CpuAccelerator().host_buffer)
 
     class Copies(TorchDispatchMode):

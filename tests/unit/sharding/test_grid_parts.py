@@ -10,7 +10,7 @@ from hpctrain.config.job import Model
 from hpctrain.sharding.grid import AXES, RANK_ORDER, Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of, same_elements
 from hpctrain.sharding.intervals import Interval, place_in, tiles_exactly
-from hpctrain.sharding.parameters import all_parameters, box_size
+from hpctrain.sharding.parameters import all_parameters, box_size, units
 
 MODEL = Model(architecture="gpt2", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, vocab_size=13)
 GRIDS = st.builds(TensorGrid, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3), st.booleans())
@@ -64,10 +64,17 @@ def test_one_loss_counts_of_each_part_of_the_rows(grid):
     assert tiles_exactly(rows, Interval(0, 12))
 
 
-@given(GRIDS, st.integers(1, 40))
-def test_what_ranks_store_of_one_box_is_all_of_it(grid, size):
-    stored = Counter(part.stored(size) for part in parts_of(grid))
-    assert sum(interval.size for interval in stored) == size
+@given(GRIDS)
+def test_what_ranks_store_of_a_unit_is_all_of_it(grid):
+    for unit in units(MODEL, grid):
+        stored = {}
+        for part in parts_of(grid):
+            layout = part.layout(unit)
+            assert part.stored(layout) in part.stored_cuts(layout)
+            stored.setdefault(part.coordinate[:2], []).append(part.stored(layout))
+        for intervals in stored.values():
+            assert tuple(intervals) == part.stored_cuts(layout)
+            assert tiles_exactly(intervals, Interval(0, layout.size))
 
 
 def test_ranks_of_one_head_store_the_same_elements():
