@@ -90,7 +90,10 @@ class RunMetrics:
 
     def record(self, metrics: SavedMetrics) -> None:
         """Send this rank's figures of the step that has just ended; write those that have come meanwhile."""
-        self._pending.append((metrics.copy(), self._observed.world.gather_numbers(self._figures())))
+        memory, recorder = self._observed.accelerator.memory(), self._observed.recorder
+        parts = recorder.parts().values() if recorder.knows_times else [float("nan")] * len(EXPOSED)
+        figures = [memory.peak, memory.peak * self._sharers / memory.total, *parts]
+        self._pending.append((metrics.copy(), self._observed.world.gather_numbers(figures)))
         while self._pending and self._pending[0][1].done():
             self._write_first()
 
@@ -98,11 +101,6 @@ class RunMetrics:
         """Write all that was recorded. All ranks must call."""
         while self._pending:
             self._write_first()
-
-    def _figures(self) -> list[float]:
-        memory, recorder = self._observed.accelerator.memory(), self._observed.recorder
-        parts = recorder.parts().values() if recorder.knows_times else [float("nan")] * len(EXPOSED)
-        return [memory.peak, memory.peak * self._sharers / memory.total, *parts]
 
     def _write_first(self) -> None:
         metrics, pending = self._pending.popleft()

@@ -8,8 +8,8 @@ trace-summary.json   for each axis how long it communicated, and how much of tha
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
 
+from hpctrain.comm.topology import Place
 from hpctrain.observe.folder.schema import TRACE_SUMMARY, SavedTraceSummary
 from hpctrain.observe.folder.spans import OVERLAPPED, WAITED, Observed, Observer, Span, mean_by_axis, sums_by_axis
 from hpctrain.observe.text_tables import table, text_of
@@ -19,13 +19,6 @@ COMPUTE = "compute"
 """The thread of what a rank computes, and of what it waits for."""
 MAX_SPANS = 2_000_000
 """Of all ranks together: some 300 MB; viewers open no larger trace."""
-
-
-class RankTrace(NamedTuple):
-    """The spans of one rank, in seconds of the trace."""
-
-    label: str
-    spans: list[Span]
 
 
 class RunTrace(Observer):
@@ -56,56 +49,48 @@ class RunTrace(Observer):
         """Write what was not written; return on rank 0 the text for people."""
         if self._is_done or not self._num_steps:
             return None
-        self._is_done, files = True, self._observed.files
-        traces = self._observed.world.gather_objects(self._rank_trace())
-        if not traces:
-            return None
-        summary, path = summarise(traces, self._num_steps), files.path / TRACE
-        files.write(TRACE_SUMMARY, summary, indent=1)
-        is_written = files.attempt(path, lambda: _write(path, traces))
-        return format_summary(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
-
-    def _rank_trace(self) -> RankTrace:
-        """Return this rank's spans in seconds of its device from the first of all ranks' on."""
+        self._is_done, world, files = True, self._observed.world, self._observed.files
         spans, self._spans = self._spans, []
         seconds = self._observed.clock(min((span.begin for span in spans), default=float("inf")))
-        kept = [s._replace(name=str(s.name), begin=seconds(s.begin), end=seconds(s.end)) for s in spans]
-        place = self._observed.world.place
-        return RankTrace(f"{place.family} on {place.host}", kept)
+        own = [s._replace(name=str(s.name), begin=seconds(s.begin), end=seconds(s.end)) for s in spans]
+        ranks = world.gather_objects(own)
+        if not ranks:
+            return None
+        summary, path = summarise(ranks, self._num_steps), files.path / TRACE
+        files.write(TRACE_SUMMARY, summary, indent=1)
+        is_written = files.attempt(path, lambda: write_chrome(path, ranks, world.topology.places))
+        return format_summary(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written
 
 
-def _write(path: Path, traces: Sequence[RankTrace]) -> None:
-    """Write the trace, whole or not at all. Raises OSError."""
-    partial = path.with_name(f"{TRACE}.partial")
+def write_chrome(path: Path, ranks: Sequence[Sequence[Span]], places: Sequence[Place]) -> None:
+    """Write the spans of all ranks in Chrome's trace event format, as "complete events" in microseconds.
+
+    Times are rounded to nanoseconds before they are subtracted, so that what was inside another span still is. The file
+    is there whole or not at all. Raises OSError.
+    """
+    partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # what is there may be a pipe
+    separator = '{"displayTimeUnit": "ms", "traceEvents": [\n'
     with partial.open("x") as file:
-        write_chrome(file, traces)
+        for rank, (spans, place) in enumerate(zip(ranks, places, strict=True)):
+            for event in _events(rank, spans, place):
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
     partial.replace(path)
 
 
-def write_chrome(file: IO[str], traces: Sequence[RankTrace]) -> None:
-    """Write spans in Chrome's trace event format, as "complete events" in microseconds.
-
-    Times are rounded to nanoseconds before they are subtracted, so that what was inside another span still is.
-    """
-    separator = '{"displayTimeUnit": "ms", "traceEvents": [\n'
-    for rank, trace in enumerate(traces):
-        for event in _events(rank, trace):
-            file.write(separator + json.dumps(event))
-            separator = ",\n"
-    file.write("\n]}\n")
-
-
-def _events(rank: int, trace: RankTrace) -> Iterator[dict]:
-    lanes = [COMPUTE, *sorted({span.lane for span in trace.spans if span.kind == OVERLAPPED})]
-    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({trace.label})"}}
+def _events(rank: int, spans: Sequence[Span], place: Place) -> Iterator[dict]:
+    lanes = [COMPUTE, *sorted({span.lane for span in spans if span.kind == OVERLAPPED})]
+    label = f"rank {rank} ({place.family} on {place.host})"
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": label}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for number, lane in enumerate(lanes):
         name = lane if lane == COMPUTE else f"lane {lane}"
         yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
     # Of spans that begin together the longer one is around the other.
-    for span in sorted(trace.spans, key=lambda s: (s.begin, -s.end)):
+    for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         begin, end = round(span.begin * 1e9), round(span.end * 1e9)
         name = f"{span.group} {span.name}" if span.group else span.name
         event = {
@@ -119,11 +104,11 @@ def _events(rank: int, trace: RankTrace) -> Iterator[dict]:
         yield event | ({"args": {"bytes": span.num_bytes}} if span.num_bytes else {})
 
 
-def summarise(traces: Sequence[RankTrace], num_steps: int) -> SavedTraceSummary:
+def summarise(ranks: Sequence[Sequence[Span]], num_steps: int) -> SavedTraceSummary:
     """Return what each axis took in one step: means over the ranks that have the axis, and all of them by rank."""
-    ranks = [sums_by_axis(trace.spans, num_steps) for trace in traces]
-    axes = mean_by_axis(ranks)
-    by_rank = {axis: {rank: sums[axis] for rank, sums in enumerate(ranks) if axis in sums} for axis in axes}
+    sums = [sums_by_axis(spans, num_steps) for spans in ranks]
+    axes = mean_by_axis(sums)
+    by_rank = {axis: {rank: own[axis] for rank, own in enumerate(sums) if axis in own} for axis in axes}
     return {"steps": num_steps, "axes": axes, "ranks": by_rank}
 
 

@@ -10,7 +10,7 @@ checkpoints/     see hpctrain.checkpoint
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -101,8 +101,7 @@ class RunFolder:
     def note(self, event: str, step: int, text: str, **more: object) -> None:
         """Append an event."""
         self.step = step
-        path = self.path / EVENTS.name
-        self.attempt(path, lambda: append_event(self.path, event, step, text, more))
+        self.attempt(self.path / EVENTS.name, lambda: note_event(self.path, event, step, text, **more))
 
     def attempt(self, path: Path, write: Callable[[], object]) -> bool:
         """Write a file by `write`, and return whether that succeeded; report the first failure of each file."""
@@ -127,7 +126,7 @@ def append_line(path: Path, line: object) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def append_event(folder: Path, event: str, step: int, text: str, more: Mapping[str, object]) -> None:
+def note_event(folder: Path, event: str, step: int, text: str, **more: object) -> None:
     """Append an event to those of a run folder. Raises OSError."""
     append_line(folder / EVENTS.name, {"time": time.time(), "event": event, "step": step, "text": text, **more})
 
@@ -171,12 +170,6 @@ START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAIL
 )
 
 
-def note_event(folder: Path, event: str, step: int, text: str, **more: object) -> None:
-    """Append an event to a run folder that no run writes now. Raises TrainingError where the disk refuses."""
-    with writing(folder):
-        append_event(folder, event, step, text, more)
-
-
 def read_events(folder: Path) -> list[dict]:
     """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
     with suppress(OSError):  # something that no run wrote
@@ -200,7 +193,8 @@ def refuse_missing_checkpoints(folder: Path) -> None:
 def note_failure(folder: Path, flight: Path) -> None:
     """Note how the last start of a run failed, if it neither ended in order nor has been noted; before the next one.
 
-    What is known of it is in the flight records, which the next start writes anew.
+    What is known of it is in the flight records, which the next start writes anew. Raises TrainingError where the disk
+    refuses.
     """
     from hpctrain.comm.watchdog.diagnosis import post_mortem
 
@@ -210,4 +204,5 @@ def note_failure(folder: Path, flight: Path) -> None:
     result = post_mortem(flight, time.time())
     state, causes = (result[0], list(result[1].sentences)) if result else ("not ended in order", [])
     text = "; ".join(causes) or "it left no flight records"
-    note_event(folder, FAILURE, events[-1]["step"], text, state=state, causes=causes)
+    with writing(folder):
+        note_event(folder, FAILURE, events[-1]["step"], text, state=state, causes=causes)

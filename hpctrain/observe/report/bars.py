@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -50,14 +49,6 @@ class StackedBar:
         return sum(self.parts.values())
 
 
-class BarGroup(NamedTuple):
-    """The bars of equal ranks, and the capacity of each of these."""
-
-    tiles: TileGroup
-    bars: list[StackedBar]
-    limit: float | None = None
-
-
 def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     """Return where a step goes for equal ranks, as predicted and as measured in the last logged step: their mean."""
     stacks = []
@@ -74,12 +65,12 @@ def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def step_panel(run: RunRecord) -> Panel:
     """Return where a step goes, by stage, and the communication by axis."""
-    groups = [BarGroup(tiles, step_stacks(run, tiles)) for tiles in run.groups]
-    shown = [(group.tiles, bar) for group in groups for bar in group.bars[-1:]]
+    stacks = {group: step_stacks(run, group) for group in run.groups}
+    shown = [(group, bar) for group, bars in stacks.items() for bar in bars[-1:]]
     if not shown:
         return Panel("Where a step goes is not known", lambda width: None)
-    num_ranks = sum(len(tiles.ranks) for tiles, _ in shown)
-    mean = {part: sum(bar.parts[part] * len(tiles.ranks) for tiles, bar in shown) / num_ranks for part in EXPOSED}
+    num_ranks = sum(len(group.ranks) for group, _ in shown)
+    mean = {part: sum(bar.parts[part] * len(group.ranks) for group, bar in shown) / num_ranks for part in EXPOSED}
     total, compute = sum(mean.values()), mean.pop("compute")
     other = max(mean, key=mean.__getitem__)
     verb = "compute" if shown[0][1].name == "measured" else "are predicted to compute"
@@ -91,7 +82,7 @@ def step_panel(run: RunRecord) -> Panel:
     ]
     return Panel(
         f"Ranks {verb} {compute / total:.0%} of a step; next is '{other}' with {mean[other] / total:.1%}",
-        lambda width: _draw(groups, width, PARTS, show_seconds, "seconds of a rank in one step"),
+        lambda width: _draw(stacks, {}, width, PARTS, show_seconds, "seconds of a rank in one step"),
         "Measured are the means of one logged step. Waiting belongs to what is waited for.",
         rows,
     )
@@ -113,18 +104,20 @@ def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
 
 def memory_panel(run: RunRecord) -> Panel:
     """Return predicted memory by part above the measured peak, against the device's capacity."""
-    groups = [
-        BarGroup(tiles, memory_stacks(run, tiles), run.value(CLUSTER, "families", tiles.tile.family, "memory_bytes"))
-        for tiles in run.groups
+    stacks = {group: memory_stacks(run, group) for group in run.groups}
+    limits = {name: family.memory_bytes for name, family in run.cluster.families.items()}
+    filled = [
+        (bar.name == "measured", bar.total / limit, group)
+        for group, bars in stacks.items()
+        for bar in bars
+        if (limit := limits.get(group.tile.family))
     ]
-    bars = [(group, bar, group.limit) for group in groups for bar in group.bars]
-    filled = [(bar.name == "measured", bar.total / limit, group) for group, bar, limit in bars if limit]
     if not filled:
         return Panel("Memory is not known", lambda width: None)
     is_measured, share, fullest = max(filled, key=lambda each: each[:2])
-    family = fullest.tiles.tile.family
+    family = fullest.tile.family
     title = Markup("The fullest ranks ({}) {} {} of {}").format(
-        fullest.tiles.describe(),
+        fullest.describe(),
         "use" if is_measured else "are predicted to use",
         show_percent(share),
         run.figure(show_bytes, CLUSTER, "families", family, "memory_bytes"),
@@ -132,38 +125,41 @@ def memory_panel(run: RunRecord) -> Panel:
     is_cpu = run.cluster.families[family].kind == "cpu"
     note = "A CPU rank's peak is its whole process: Python, torch and buffers of MPI are in it, and no part above."
     title_of_axis = "memory of the fullest rank"
-    return Panel(title, lambda width: _draw(groups, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else "")
+    return Panel(
+        title, lambda width: _draw(stacks, limits, width, MEMORY, show_bytes, title_of_axis), note if is_cpu else ""
+    )
 
 
 def _draw(
-    groups: Sequence[BarGroup],
+    stacks: Mapping[TileGroup, Sequence[StackedBar]],
+    limits: Mapping[str, float | None],
     width: int,
     parts: Mapping[str, tuple[str, str]],
     show: Callable[[float], str],
     title: str,
 ) -> Svg | None:
-    """Draw the bars of each group; `parts` are the class and the name of each part."""
-    groups = [group for group in groups[:MAX_GROUPS] if group.bars]
+    """Draw the bars of each group; `limits` are the capacities of families, `parts` the class and name of each part."""
+    groups = {group: bars for group, bars in list(stacks.items())[:MAX_GROUPS] if bars}
     if not groups:
         return None
-    bars = [bar for group in groups for bar in group.bars]
-    most = max(bar.total for bar in bars)
+    every = [bar for bars in groups.values() for bar in bars]
+    most = max(bar.total for bar in every)
     # A capacity that is many times what is used would leave nothing to see: it is said in words alone.
-    near = [group.limit for group in groups if group.limit and group.limit <= 4 * most]
-    legend = [parts[part] for part in parts if any(bar.parts.get(part, 0) > 0 for bar in bars)]
+    near = [limit for group in groups if (limit := limits.get(group.tile.family)) and limit <= 4 * most]
+    legend = [parts[part] for part in parts if any(bar.parts.get(part, 0) > 0 for bar in every)]
     legend += [("limitkey", "capacity of a device")] if near else []
-    heights = [len(group.bars) * LANE + 30 for group in groups]
+    heights = [len(bars) * LANE + 30 for bars in groups.values()]
     svg = Svg(width, title, legend)
     high = max([most, *near]) * 1.02
     base = 2 if show is show_bytes else 10
     x = svg.axis_x((0, high), LANES_LEFT, sum(heights), show, title, right=76, base=base)
     top = svg.top
-    for group, height in zip(groups, heights, strict=True):
-        heading, limit = group.tiles.describe(), group.limit
+    for (group, bars), height in zip(groups.items(), heights, strict=True):
+        heading, limit = group.describe(), limits.get(group.tile.family)
         full = f"{heading} · capacity {show(limit)}" if limit else heading
         fits = text_width(full) < width - LANES_LEFT - 10
-        tops = svg.lanes(top, full if fits else heading, [bar.name for bar in group.bars])
-        for bar, at in zip(group.bars, tops, strict=True):
+        tops = svg.lanes(top, full if fits else heading, [bar.name for bar in bars])
+        for bar, at in zip(bars, tops, strict=True):
             so_far = 0.0
             for part, value in bar.parts.items():
                 if value > 0:
@@ -176,6 +172,6 @@ def _draw(
                 label_at = x(limit) + 5  # the line of the capacity must not cross it
             svg.text(label_at, at + 11, text, "tick")
         if limit in near:
-            svg.line(x(limit), top + 14, x(limit), top + 18 + len(group.bars) * LANE, "limit")
+            svg.line(x(limit), top + 14, x(limit), top + 18 + len(bars) * LANE, "limit")
         top += height
     return svg

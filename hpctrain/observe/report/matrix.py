@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -19,18 +18,6 @@ MAX_CELLS = 40
 OTHER = OperationRow()
 """Stands for operations that older runs have, and groups no longer."""
 IN_NODE = "inside a node"
-
-
-class Matrix(NamedTuple):
-    """Bytes between cells: ranks, or groups of consecutive ranks."""
-
-    cells: list[range]
-    """The ranks of each."""
-    num_bytes: Counter[tuple[int, int]]
-
-    @property
-    def names(self) -> list[str]:
-        return [str(cell[0]) if len(cell) == 1 else f"{cell[0]}-{cell[-1]}" for cell in self.cells]
 
 
 def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> Counter[tuple[int, int]]:
@@ -72,17 +59,14 @@ def fabric_totals(run: RunRecord) -> dict[str, float]:
     return dict(totals.most_common())
 
 
-def matrix_of(run: RunRecord) -> Matrix | None:
-    """Return the matrix of a run; None where its traffic is not known."""
-    if not run.traffic:
-        return None
-    cluster, size = run.cluster, len(run.plan.ranks)
+def cells_of(run: RunRecord) -> list[range]:
+    """Return the cells of a matrix: ranks, or the ranks of some nodes, so that there are not too many."""
+    size = len(run.plan.ranks)
     cell_size = math.ceil(size / MAX_CELLS)
-    if cell_size > 1:  # whole nodes
-        on_node = max(nodes.num_devices for nodes in cluster.nodes)
+    if cell_size > 1:
+        on_node = max(nodes.num_devices for nodes in run.cluster.nodes)
         cell_size = on_node * math.ceil(cell_size / on_node)
-    cells = [range(first, min(size, first + cell_size)) for first in range(0, size, cell_size)]
-    return Matrix(cells, bytes_between(run.traffic["groups"], lambda rank: rank // cell_size))
+    return [range(first, min(size, first + cell_size)) for first in range(0, size, cell_size)]
 
 
 def traffic_panel(run: RunRecord) -> Panel:
@@ -97,18 +81,18 @@ def traffic_panel(run: RunRecord) -> Panel:
     return Panel(title, lambda width: _draw(run, totals, width), note)
 
 
-def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None:
-    matrix = matrix_of(run)
-    if matrix is None or not matrix.num_bytes:
-        return None
-    names = matrix.names
+def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg:
+    assert run.traffic, "there are totals of it"
+    cells = cells_of(run)
+    num_bytes = bytes_between(run.traffic["groups"], lambda rank: rank // len(cells[0]))
+    names = [str(cell[0]) if len(cell) == 1 else f"{cell[0]}-{cell[-1]}" for cell in cells]
     fabrics = {IN_NODE: "f0"} | {name: f"f{number}" for number, name in enumerate(run.cluster.fabrics, 1)}
     legend = [(fabrics[name], f"{name}: {show_traffic(size)}") for name, size in totals.items()]
     svg = Svg(width, "bytes between ranks in one step", legend, gap=34)
     head = svg.top
     left = 20 + 7 * max(map(len, names))
     cell = min(46.0, (min(width, 620) - left - 14) / len(names))
-    most = max(matrix.num_bytes.values())
+    most = max(num_bytes.values())
     svg.height = head + cell * len(names) + 12
     svg.text(left, head - 20, "to rank", "label")
     svg.text(4, head - 6, "from", "label")
@@ -121,10 +105,10 @@ def _draw(run: RunRecord, totals: Mapping[str, float], width: int) -> Svg | None
             svg.text(left - 6, head + middle + 4, name, "tick", "end")
     for a in range(len(names)):
         svg.rect(left, head + a * cell, cell * len(names), cell, "cell")
-    for (a, b), size in sorted(matrix.num_bytes.items()):
+    for (a, b), size in sorted(num_bytes.items()):
         strength = 0.12 + 0.88 * size / most
         at = left + b * cell, head + a * cell
-        where = fabric_between(run.cluster, matrix.cells[a][0], matrix.cells[b][-1])  # as most of their bytes
+        where = fabric_between(run.cluster, cells[a][0], cells[b][-1])  # as most of their bytes
         title = f"rank {names[a]} to {names[b]}: {show_traffic(size)} {'' if where == IN_NODE else 'over '}{where}"
         svg.rect(
             *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=strength,

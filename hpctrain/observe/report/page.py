@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -22,14 +22,6 @@ WIDE, HALF, NARROW = 840, 470, 342
 """Pixels of pictures: of one run (readable on paper too), of two side by side, on a phone."""
 
 
-class Section(NamedTuple):
-    """A part of the page: a panel for each run, or one for all."""
-
-    anchor: str
-    name: str
-    panels: list[Panel]
-
-
 def family_colours(names: Iterable[str]) -> dict[str, str]:
     """Return the fill class of each family, the same in all pictures of a page."""
     return {name: f"f{number % 8}" for number, name in enumerate(dict.fromkeys(names))}
@@ -44,7 +36,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
         return plan_panel(run.plan, f"{counted(len(run.plan.tiles), 'tile')} on {run.cluster.describe()}", colours)
 
     sections = [
-        Section(anchor, name, [panel(runs)])
+        {"anchor": anchor, "name": name, "panels": [panel(runs)]}
         for anchor, name, panel in (
             ("loss", "Loss", loss_panel),
             ("speed", "Speed", speed_panel),
@@ -53,7 +45,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
         )
     ]
     sections += [
-        Section(anchor, name, [panel(run) for run in runs])
+        {"anchor": anchor, "name": name, "panels": [panel(run) for run in runs]}
         for anchor, name, panel in (
             ("plan", "Plan", show_plan),
             ("timeline", "Timeline of a step", timeline_panel),
@@ -68,10 +60,12 @@ def render_report(runs: Sequence[RunRecord]) -> str:
 def render_plan(plan: Plan, name: str) -> str:
     """Return a page with the picture of a plan alone."""
     colours = family_colours([tile.family for tile in plan.tiles])
-    return _render(name, [Section("plan", "Plan", [plan_panel(plan, plan.describe(), colours)])], [])
+    section = {"anchor": "plan", "name": "Plan", "panels": [plan_panel(plan, plan.describe(), colours)]}
+    return _render(name, [section], [])
 
 
-def _render(title: str, sections: list[Section], runs: Sequence[RunRecord]) -> str:
+def _render(title: str, sections: list[dict[str, Any]], runs: Sequence[RunRecord]) -> str:
+    """Render the page; a section has a panel for each run, or one for all."""
     environment = Environment(loader=PackageLoader("hpctrain.observe.report", "."), autoescape=True)
     environment.trim_blocks = environment.lstrip_blocks = True
     return environment.get_template("report.html").render(

@@ -1,7 +1,6 @@
 """Summarises a run for the top of its page and for the tables at the end."""
 
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -20,14 +19,6 @@ YARDSTICK = {
     "speedup_over_best_family": "speed-up over the best family alone",
     "speedup_over_even": "speed-up over the even plan",
 }
-
-
-class Fact(NamedTuple):
-    """A figure at the top of the page."""
-
-    name: str
-    value: Markup | str
-    note: Markup | str = ""
 
 
 def verdict(run: RunRecord) -> Markup:
@@ -50,30 +41,30 @@ def verdict(run: RunRecord) -> Markup:
     return text + Markup("; a step takes {}, {} {} than predicted").format(seconds, drift, longer)
 
 
-def training_facts(run: RunRecord) -> list[Fact]:
-    """Return what was trained, on what, and when."""
+def training_rows(run: RunRecord) -> list[tuple[str, Markup | str]]:
+    """Return what was trained, on what, and when: a name and a value for each."""
     job = run.job
     batch = run.figure("{:,}".format, RESOLVED, "train", "global_batch")
     length = run.figure("{:,}".format, RESOLVED, "data", "sequence_length")
     rate = run.figure("{:.4g}".format, RESOLVED, "train", "learning_rate")
-    facts = [
-        Fact("model", f"{describe_model(job.model)}, {job.train.dtype}"),
-        Fact("data", str(job.data.tokens)),
-        Fact("step", Markup("{} sequences of {} tokens, learning rate {}").format(batch, length, rate)),
-        Fact("plan", f"{run.plan.describe()}, on {run.cluster.describe()}"),
+    rows: list[tuple[str, Markup | str]] = [
+        ("model", f"{describe_model(job.model)}, {job.train.dtype}"),
+        ("data", str(job.data.tokens)),
+        ("step", Markup("{} sequences of {} tokens, learning rate {}").format(batch, length, rate)),
+        ("plan", f"{run.plan.describe()}, on {run.cluster.describe()}"),
     ]
     if run.events:
         first, last = (datetime.fromtimestamp(run.events[at]["time"], UTC) for at in (0, -1))
-        facts.append(Fact("time", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
+        rows.append(("time", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
     if run.start.get("rehearsed"):
         scale = run.start.get("reasons", {}).get("rehearsal", "")
         text = "times and memory are those of the devices that the ranks impersonate"
-        facts.append(Fact("rehearsal", f"{text}; {scale}" if scale else text))
-    return facts
+        rows.append(("rehearsal", f"{text}; {scale}" if scale else text))
+    return rows
 
 
-def headline_figures(run: RunRecord) -> list[Fact]:
-    """Return the figures at the top: those that the run has."""
+def headline_rows(run: RunRecord) -> list[tuple[str, Markup | str, str]]:
+    """Return the figures at the top, those that the run has: a name, a value and a note for each."""
     shown = (
         ("loss", "loss", "{:.4f}".format, "nats, last step"),
         ("validation loss", "validation_loss", "{:.4f}".format, "nats"),
@@ -81,18 +72,18 @@ def headline_figures(run: RunRecord) -> list[Fact]:
         ("of the families' sum", "fraction_of_sum", "{:.2f}".format, "1: as much as all families alone, together"),
         ("MFU", "mfu", show_percent, "of the devices' peak"),
     )
-    figures = [Fact(name, run.figure(show, METRICS.name, key), note) for name, key, show, note in shown]
+    rows = [(name, run.figure(show, METRICS.name, key), note) for name, key, show, note in shown]
     last = run.metrics[-1] if run.metrics else {}
     if fullest := last.get("memory_share"):
         share = run.figure(show_percent, METRICS.name, "memory_share", "max")
-        figures.append(Fact("fullest memory", share, f"rank {fullest['max_rank']}"))
+        rows.append(("fullest memory", share, f"rank {fullest['max_rank']}"))
     if slowest := last.get("slowest"):
         rank = run.figure("rank {}".format, METRICS.name, "slowest", "rank")
-        figures.append(Fact("slowest", rank, describe_slowest(slowest)))
+        rows.append(("slowest", rank, describe_slowest(slowest)))
     if "overrun" in run.end:
         overrun = run.figure(show_percent, EVENTS.name, "overrun")
-        figures.append(Fact("rehearsal's overrun", overrun, describe_overrun(run.end["overrun"])))
-    return [fact for fact in figures if fact.value]
+        rows.append(("rehearsal's overrun", overrun, describe_overrun(run.end["overrun"])))
+    return [row for row in rows if row[1]]
 
 
 def prediction_rows(run: RunRecord) -> list[tuple[Markup | str, ...]]:

@@ -70,20 +70,16 @@ class Svg:
         self.width, self.height = float(width), 0.0
         self._attributes: dict[str, object] = {"role": "img", "aria_label": label}
         self._parts: list[str] = []
-        self.top = self._legend(legend) + gap
-        """Where the plot begins."""
-
-    def _legend(self, entries: Sequence[tuple[str, str]]) -> float:
-        """Write a box and a name for each entry, in lines; return the height that they take."""
         x, line = LEGEND_LEFT, 0
-        for class_, name in entries:
+        for class_, name in legend:
             size = 18 + text_width(name) + 14
             if x > LEGEND_LEFT and x + size > self.width:
                 x, line = LEGEND_LEFT, line + 1
             self.rect(x, 2 + line * 19, 12, 12, class_)
             self.text(x + 17, 12.5 + line * 19, name, "key")
             x += size
-        return 19.0 * (line + 1)
+        self.top = 19.0 * (line + 1) + gap
+        """Where the plot begins."""
 
     def axis_x(
         self,

@@ -1,13 +1,11 @@
 """The plan as a picture: items across, rows down, a box for each tile or for many equal ones."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from hpctrain.observe.console import wrap
 from hpctrain.observe.report.svg import RIGHT, Panel, PixelScale, Svg, clip, show_whole, text_width
 from hpctrain.plan.draw import options_of, ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
-from hpctrain.sharding.intervals import Interval
 
 LEFT = 46
 MAX_BOXES = 60
@@ -17,22 +15,17 @@ SLIM = 60
 """A box with fewer pixels across has its text from top to bottom."""
 
 
-class Box(NamedTuple):
-    tiles: tuple[Tile, ...]
-    rows: Interval
-
-
-def boxes_of(plan: Plan) -> list[Box]:
-    """Return a box for each tile, or for equal tiles with consecutive rows."""
+def boxes_of(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles of each box: one, or equal ones with consecutive rows."""
     if len(plan.tiles) <= MAX_BOXES:
-        return [Box((tile,), tile.rows) for tile in plan.tiles]
-    boxes: list[Box] = []
+        return [[tile] for tile in plan.tiles]
+    boxes: list[list[Tile]] = []
     for tile in sorted(plan.tiles, key=lambda t: (t.items, t.rows)):
-        last = boxes[-1] if boxes else None
-        if last and last.tiles[0].work == tile.work and last.rows.stop == tile.rows.start:
-            boxes[-1] = Box((*last.tiles, tile), Interval(last.rows.start, tile.rows.stop))
+        last = boxes[-1][-1] if boxes else None
+        if last and last.work == tile.work and last.rows.stop == tile.rows.start:
+            boxes[-1].append(tile)
         else:
-            boxes.append(Box((tile,), tile.rows))
+            boxes.append([tile])
     return boxes
 
 
@@ -50,9 +43,9 @@ def plan_panel(plan: Plan, title: str, colours: Mapping[str, str]) -> Panel:
 def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
     boxes = boxes_of(plan)
     num_items = max(tile.items.stop for tile in plan.tiles)
-    bounds = sorted({bound for box in boxes for bound in box.rows})
+    bounds = sorted({bound for box in boxes for bound in (box[0].rows.start, box[-1].rows.stop)})
     cuts = len(bounds) - 1
-    slimmest = min(box.tiles[0].items.size for box in boxes) / num_items * (width - LEFT - RIGHT)
+    slimmest = min(box[0].items.size for box in boxes) / num_items * (width - LEFT - RIGHT)
     height = min(520, max(270 if slimmest < SLIM else 150, 62 * cuts))
     families = dict.fromkeys(tile.family for tile in plan.tiles)
     svg = Svg(width, f"tiles of the plan {plan.describe()}", [(colours[name], name) for name in families], gap=26)
@@ -62,12 +55,12 @@ def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
     for bound in bounds if cuts <= 16 else (0, plan.rows):
         svg.text(LEFT - 6, y(bound) + 4, bound, "tick", "end")
     for box in boxes:
-        tile = box.tiles[0]
-        left, right, top, bottom = x(tile.items.start), x(tile.items.stop), y(box.rows.start), y(box.rows.stop)
+        tile = box[0]
+        left, right, top, bottom = x(tile.items.start), x(tile.items.stop), y(tile.rows.start), y(box[-1].rows.stop)
         lines = _lines(box)
         svg.rect(left, top, right - left, bottom - top, f"tile {colours[tile.family]}", "\n".join(lines))
-        if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
-            for other in box.tiles[1:]:
+        if len(box) > 1 and (bottom - top) / len(box) >= 3:
+            for other in box[1:]:
                 svg.line(left, y(other.rows.start), right, y(other.rows.start), "seam")
         if right - left < SLIM < bottom - top:
             middle, start = (left + right) / 2 + 4, top + 6
@@ -83,10 +76,10 @@ def _draw(plan: Plan, colours: Mapping[str, str], width: int) -> Svg:
     return svg
 
 
-def _lines(box: Box) -> list[str]:
-    """Return what is written into a box, the most important first."""
-    tile, count = box.tiles[0], len(box.tiles)
-    ranks = ranges(tuple(sorted(rank for equal in box.tiles for rank in equal.ranks)))
+def _lines(tiles: Sequence[Tile]) -> list[str]:
+    """Return what is written into a box of equal tiles, the most important first."""
+    tile, count = tiles[0], len(tiles)
+    ranks = ranges(tuple(sorted(rank for equal in tiles for rank in equal.ranks)))
     rows = f"{count} tiles of {counted(tile.rows.size, 'row')}" if count > 1 else counted(tile.rows.size, "row")
     lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", rows, str(tile.tensor)]
     return [*lines, *(["ZeRO 1"] if tile.zero == 1 else []), *options_of(tile)]

@@ -1,7 +1,6 @@
 """The trace of a run: what is written, what is summed up, and that it costs nothing where nobody asked for it."""
 
 import contextlib
-import io
 import json
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from hpctrain.comm.waiting import Condition, Patience, Phase
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
 from hpctrain.observe.folder.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
-from hpctrain.observe.trace import RankTrace, RunTrace, format_summary, summarise, write_chrome
+from hpctrain.observe.trace import RunTrace, format_summary, summarise, write_chrome
 from tests.unit.planner.test_predict import plan_of
 
 PLAN = plan_of()
@@ -29,14 +28,13 @@ SPANS = [
 ]
 
 
-def written(traces) -> list[dict]:
-    file = io.StringIO()
-    write_chrome(file, traces)
-    return json.loads(file.getvalue())["traceEvents"]
+def written(folder, ranks) -> list[dict]:
+    write_chrome(folder / "trace.json", ranks, [Place(host, "cpu") for host in "ab"[: len(ranks)]])
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_rank_is_a_process_and_a_lane_a_thread():
-    events = written([RankTrace("cpu on a", SPANS), RankTrace("cpu on b", SPANS[:1])])
+def test_a_rank_is_a_process_and_a_lane_a_thread(tmp_path):
+    events = written(tmp_path, [SPANS, SPANS[:1]])
     names = {
         (e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")
     }
@@ -59,23 +57,23 @@ def test_a_rank_is_a_process_and_a_lane_a_thread():
     assert next(e for e in events if e["name"] == "z all_gather")["args"] == {"bytes": 80}
 
 
-def test_rounding_leaves_spans_inside_those_around_them():
+def test_rounding_leaves_spans_inside_those_around_them(tmp_path):
     third = 1 / 3
     spans = [Span(COMPUTED, "outer", 0.1, 0.1 + 4 * third), Span(COMPUTED, "inner", 0.1 + third, 0.1 + 4 * third)]
-    outer, inner = (e for e in written([RankTrace("", spans)]) if e["ph"] == "X")
+    outer, inner = (e for e in written(tmp_path, [spans]) if e["ph"] == "X")
     end = [round(e["ts"] * 1e3) + round(e["dur"] * 1e3) for e in (outer, inner)]
     assert end[0] == end[1]
 
 
 def test_what_is_hidden_is_what_was_not_waited_for():
-    summary = summarise([RankTrace("", SPANS), RankTrace("", [])], num_steps=2)
+    summary = summarise([SPANS, []], num_steps=2)
     assert summary["axes"] == {
         "x": {"communication_seconds": 0.5, "hidden_seconds": 0.0, "exposed_seconds": 0.5, "tensor_bytes": 50},
         "z": {"communication_seconds": 1.5, "hidden_seconds": 1.25, "exposed_seconds": 0.25, "tensor_bytes": 40},
     }
     assert summary["ranks"]["z"] == {0: summary["axes"]["z"]}
     assert ["z", "1500.00", "1250.00", "250.00"] in [line.split() for line in format_summary(summary).splitlines()]
-    assert "nothing is communicated" in format_summary(summarise([RankTrace("", SPANS[:2])], 1))
+    assert "nothing is communicated" in format_summary(summarise([SPANS[:2]], 1))
 
 
 def test_a_recorder_keeps_what_happens_since_a_step_began():
@@ -150,7 +148,7 @@ class Lonely:
     """A world of one rank."""
 
     rank, size = 0, 1
-    place = Place("a", "cpu")
+    topology = SimpleNamespace(places=(Place("a", "cpu"),))
 
     def largest(self, value):
         return value
