@@ -33,7 +33,7 @@ from hpctrain.jobs.common import load_job_on, started_world
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
-from hpctrain.model.transformer import Computing
+from hpctrain.model.transformer import LayerContext
 from hpctrain.plan.holdings import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
@@ -122,8 +122,8 @@ def pass_of_block(job: Job) -> Callable[[], None]:
     model, dtype, device = job.model, DTYPES[job.train.dtype or "fp32"], torch.device("cpu")
     axes, layer = Axes(), Interval(1, 3)
     store = Store([ONE_RANK], whole_model(model), axes, dtype, device)
-    computing = Computing(make_kernels(job.kernels, "cpu"))
-    (block,) = Stage(model, Tile(layer, Interval(0, 1), (0,)), axes, store, computing=computing).layers
+    context = LayerContext(model, axes, store, make_kernels(job.kernels, "cpu"))
+    (block,) = Stage(Tile(layer, Interval(0, 1), (0,)), context).layers
     shape = 1, job.data.sequence_length, model.hidden_size
     hidden, gradient = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)
 

@@ -27,9 +27,7 @@ class ModelShape(Protocol):
     score_cap: float | None
     logit_cap: float | None
     norm_epsilon: float
-
-    @property
-    def rope(self) -> "RotaryScaling | None": ...
+    rope_scaling: "RotaryScaling | None"
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,14 @@ class Norm:
         return self.kind == "layer"
 
 
-@dataclass(frozen=True)
-class RotaryScaling:
-    """A change of the frequencies of rotary positions for sequences longer than those of pre-training."""
+class RotaryScaling(Protocol):
+    """A job's table `[model.rope_scaling]`, which says what each key is."""
 
     kind: Literal["linear", "llama3"]
     factor: float
-    low_factor: float = 1.0
-    """llama3: wavelengths longer than original_positions / low_factor are divided by the factor."""
-    high_factor: float = 4.0
-    """llama3: wavelengths shorter than original_positions / high_factor stay; between both they are interpolated."""
-    original_positions: int = 8192
-    """llama3: longest sequence of pre-training."""
+    low_factor: float
+    high_factor: float
+    original_positions: int
 
 
 @dataclass(frozen=True)

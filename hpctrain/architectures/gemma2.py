@@ -40,7 +40,7 @@ def describe(shape: ModelShape) -> Description:
             kv_heads_of(shape),
             head_size_of(shape),
             norm,
-            rotary=Rotary(shape.rope_base, shape.rope),
+            rotary=Rotary(shape.rope_base, shape.rope_scaling),
             window=None if is_global(shape, layer) else shape.window,
             score_divisor=shape.score_divisor,
             score_cap=shape.score_cap,

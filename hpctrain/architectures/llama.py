@@ -20,7 +20,7 @@ from hpctrain.architectures.huggingface import LLAMA_DEFAULTS, ROPE_KEYS, Huggin
 
 def describe(shape: ModelShape) -> Description:
     norm = Norm(shape.norm_epsilon)
-    rotary = Rotary(shape.rope_base, shape.rope)
+    rotary = Rotary(shape.rope_base, shape.rope_scaling)
     attention = Attention(shape.num_heads, kv_heads_of(shape), head_size_of(shape), norm, rotary=rotary)
     block = Layer(attention, Mlp(inner_of(shape), norm))
     return Description(shape.hidden_size, (block,) * shape.num_layers, norm, tied_head=shape.tie_head)

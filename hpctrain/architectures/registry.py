@@ -60,8 +60,8 @@ class _NotedShape:
         self.read: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        self.read.add("rope_scaling" if name == "rope" else name)
-        return None if name == "rope" else self._values[name]
+        self.read.add(name)
+        return None if name == "rope_scaling" else self._values[name]  # it may be a file's, not checked yet
 
 
 def keys_read(family: str, values: Mapping[str, Any]) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from hpctrain.architectures.description import Description, RotaryScaling, head_size_of
+from hpctrain.architectures.description import Description, head_size_of
 from hpctrain.architectures.registry import describe_unread, families, presets, unread_keys
 from hpctrain.config.bounds import (
     MOST_NUMBER,
@@ -152,10 +152,6 @@ class Model(Table):
         """The vocabulary size of a resolved job."""
         assert self.vocab_size is not None, "a job is resolved before its model is used"
         return self.vocab_size
-
-    @property
-    def rope(self) -> RotaryScaling | None:
-        return RotaryScaling(**vars(self.rope_scaling)) if self.rope_scaling else None
 
     @property
     def description(self) -> Description:

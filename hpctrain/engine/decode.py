@@ -18,7 +18,7 @@ from hpctrain.data.tokens import open_tokens
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
-from hpctrain.model.transformer import Block, Cache, Embedding, Head
+from hpctrain.model.transformer import Block, Cache, Embedding, Head, LayerContext
 from hpctrain.plan.holdings import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
@@ -34,7 +34,8 @@ class WholeModel:
             self.model = model = self.job.model
             axes = Axes()
             store = Store([ONE_RANK], whole_model(model), axes, torch.float32, torch.device("cpu"))
-            self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
+            tile = Tile(Interval(0, model.num_items), Interval(0, 1), (0,))
+            self._stage = Stage(tile, LayerContext(model, axes, store))
             for group in store.groups:
                 for region in group.regions(Interval(0, group.size)):
                     read_region(index, "model", region, group.weights[slice(*region.at)])

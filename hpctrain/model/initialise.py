@@ -23,18 +23,6 @@ ELEMENTS_AT_ONCE = 16 * BLOCK
 """Elements that a thread draws before it copies them: 4 MiB, which fit in part into a cache."""
 
 
-def _standard_normal(seed: int, name: str, elements: Interval) -> np.ndarray:
-    """Return fp32 numbers of the normal distribution for these elements of a parameter."""
-    first, last = elements.start // BLOCK, -(-elements.stop // BLOCK)
-    drawn = np.empty((last - first) * BLOCK, dtype=np.float32)
-    for block in range(first, last):
-        key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
-        generator = np.random.Generator(np.random.SFC64(np.frombuffer(key, dtype="<u4")))
-        start = (block - first) * BLOCK
-        generator.standard_normal(dtype=np.float32, out=drawn[start : start + BLOCK])
-    return drawn[elements.start - first * BLOCK : elements.stop - first * BLOCK]
-
-
 def initial_values(parameter: Parameter, elements: Interval, model: Model, seed: int) -> torch.Tensor:
     """Return fp32 initial values of consecutive elements of the whole, unsplit, flattened parameter."""
     match parameter.init:
@@ -45,7 +33,14 @@ def initial_values(parameter: Parameter, elements: Interval, model: Model, seed:
     std = model.init_std
     if parameter.init == "residual":  # GPT-2: the sum over the residual stream keeps its size
         std /= math.sqrt(2 * model.num_layers)
-    return torch.from_numpy(_standard_normal(seed, parameter.name, elements)).mul_(std)
+    first, last = elements.start // BLOCK, -(-elements.stop // BLOCK)
+    drawn = np.empty((last - first) * BLOCK, dtype=np.float32)
+    for block in range(first, last):
+        key = hashlib.blake2b(f"{seed}/{parameter.name}/{block}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.SFC64(np.frombuffer(key, dtype="<u4")))
+        start = (block - first) * BLOCK
+        generator.standard_normal(dtype=np.float32, out=drawn[start : start + BLOCK])
+    return torch.from_numpy(drawn[elements.start - first * BLOCK : elements.stop - first * BLOCK]).mul_(std)
 
 
 def fill_initial(

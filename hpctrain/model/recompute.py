@@ -27,34 +27,23 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
-    def restored(self) -> torch.Tensor:
-        return self.of.value().as_strided(self.size, self.stride, self.offset)
-
 
 class _Dropped:
     """A tensor that graphs do not keep. It is computed again at the first use, and gone after the last one."""
 
     def __init__(self, tensor: torch.Tensor, compute: Callable[[], torch.Tensor]):
-        self._tensor, self._compute = ref(tensor), compute
-        self._uses = 0
+        self.tensor, self._compute = ref(tensor), compute
+        self.uses = 0
+        """Views of it that graphs keep and have not used."""
         self._value: torch.Tensor | None = None
-
-    @property
-    def is_there(self) -> bool:
-        """Say whether the storage of the tensor is still its own: another tensor may have the address after it."""
-        return self._tensor() is not None
-
-    def place(self, saved: torch.Tensor) -> _View:
-        self._uses += 1
-        return _View(self, saved.size(), saved.stride(), saved.storage_offset())
 
     def value(self) -> torch.Tensor:
         if self._value is None:
             with torch.no_grad():
                 self._value = self._compute()
         value = self._value
-        self._uses -= 1
-        if not self._uses:
+        self.uses -= 1
+        if not self.uses:
             self._value = None
         return value
 
@@ -75,11 +64,16 @@ class Dropping:
 
     def drops(self, tensor: torch.Tensor) -> bool:
         dropped = self._dropped.get(_address(tensor))
-        return dropped is not None and dropped.is_there
+        # Another tensor may have the address after the dropped one is gone.
+        return dropped is not None and dropped.tensor() is not None
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | _View:
         """Return the object that a graph keeps instead of a tensor."""
-        return self._dropped[_address(saved)].place(saved) if self.drops(saved) else saved
+        if not self.drops(saved):
+            return saved
+        dropped = self._dropped[_address(saved)]
+        dropped.uses += 1
+        return _View(dropped, saved.size(), saved.stride(), saved.storage_offset())
 
     @contextmanager
     def packing(self) -> Iterator[None]:
@@ -97,7 +91,7 @@ class Dropping:
 
 def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
     """Return the tensor that a graph has kept, or what it has kept in its place."""
-    return kept if isinstance(kept, torch.Tensor) else kept.restored()
+    return kept if isinstance(kept, torch.Tensor) else kept.of.value().as_strided(kept.size, kept.stride, kept.offset)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -120,7 +114,9 @@ class End(Function):
         return ctx.gradient, None
 
 
-class _KeepingInputs(Function):
+class KeepingInputs(Function):
+    """The result of `compute`, of whose inputs alone is kept what its backward pass needs."""
+
     @staticmethod
     def forward(ctx, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor):
         ctx.compute = compute
@@ -134,8 +130,3 @@ class _KeepingInputs(Function):
             end = End.apply(ctx.compute(*leaves), gradient)
         end.backward()
         return None, *(leaf.grad for leaf in leaves)
-
-
-def keeping_inputs(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return what `compute` makes of its inputs, of which alone is kept what its backward pass needs."""
-    return _KeepingInputs.apply(compute, *inputs)

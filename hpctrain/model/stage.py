@@ -15,11 +15,10 @@ import torch
 from hpctrain.config.job import Model
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.operators.attention import Documents
-from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.recompute import End
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Deferred
-from hpctrain.model.transformer import Computing, Embedding, Head, LayerModule, TileContext, make_layer
+from hpctrain.model.transformer import Block, Embedding, Head, LayerContext, LayerModule
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
 
@@ -55,11 +54,6 @@ def initialise(store: Store, model: Model, seed: int, num_threads: int = 1) -> N
             group.weights_at(region.at).copy_(values)
 
 
-def _forget_numbers(value: torch.Tensor) -> None:
-    """Free the numbers of a tensor whose place in the graph alone is needed; Megatron's `deallocate_output_tensor`."""
-    value.data = value.new_empty(()).expand(value.shape)
-
-
 class LayerTracer(Protocol):
     """A recorder of what each layer computes, and when."""
 
@@ -75,18 +69,12 @@ class LayerTracer(Protocol):
 class Stage:
     """The items of one tile on one rank."""
 
-    def __init__(
-        self,
-        model: Model,
-        tile: Tile,
-        axes: Axes,
-        store: Store,
-        tracer: LayerTracer | None = None,
-        computing: Computing | None = None,
-    ):
-        self.tile, self.store, self._tracer = tile, store, tracer
-        context = TileContext(model, axes, store, computing or Computing(), tile.recompute)
-        self.layers: list[LayerModule] = [make_layer(items, context) for items in layers(tile.items)]
+    def __init__(self, tile: Tile, context: LayerContext, tracer: LayerTracer | None = None):
+        self.tile, self.store, self._tracer = tile, context.store, tracer
+        self.layers: list[LayerModule] = []
+        for items in layers(tile.items):
+            kind = Embedding if items.start == 0 else Head if items.stop == context.model.num_items else Block
+            self.layers.append(kind(items, context, tile.recompute))
 
     @property
     def is_first(self) -> bool:
@@ -122,8 +110,8 @@ class Stage:
         result = value.detach()
         saved.loss = result if self.is_last else None
         saved.forget_masks()
-        if keeps_graph:  # they are sent, and may be freed before the graph
-            _forget_numbers(value)
+        if keeps_graph:  # its place in the graph alone is needed: its numbers are sent, and freed before the graph
+            value.data = value.new_empty(()).expand(value.shape)
         return result, saved
 
     def _traced(self, layers: Iterable[LayerModule], what: str) -> Iterator[LayerModule]:

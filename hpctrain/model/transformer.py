@@ -6,7 +6,7 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
-from hpctrain.model.recompute import Dropping, Recompute, keeping_inputs
+from hpctrain.model.recompute import Dropping, KeepingInputs
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.grid import TensorGrid
@@ -56,37 +56,29 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Settings by which a rank computes its layers, in addition to the model and the tensor grid."""
+class LayerContext:
+    """The model, the rank and the settings that all layers of a rank share."""
 
+    model: Model
+    axes: Axes
+    store: Store
     kernels: Kernels = field(default_factory=Kernels)
     parts: int = 1
     """Number of parts into which a product next to a collective is cut, so that the collective overlaps another
     part."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Dtype in which an operator computes, by operator (a key of `[precision.overrides]`)."""
-
-
-@dataclass(frozen=True)
-class TileContext:
-    """The model, rank and options that all layers of a tile share."""
-
-    model: Model
-    axes: Axes
-    store: Store
-    computing: Computing
-    recompute: str
-    """The tile's: "none", "selective" or "full"."""
     rotary_tables: rotary.Tables = field(default_factory=rotary.Tables)
 
 
 class LayerModule:
     """The items of one layer, with handles of their weights, which are valid while the stage has them gathered."""
 
-    def __init__(self, items: Interval, context: TileContext):
-        self.items, self.model, self.axes, self._store = items, context.model, context.axes, context.store
+    def __init__(self, items: Interval, context: LayerContext, recompute: str):
+        """`recompute` is "none", "selective" or "full"."""
+        self.items, self.context, self._recompute = items, context, recompute
+        self.model, self.axes, self.kernels = context.model, context.axes, context.kernels
         self.description, self.name = self.model.description, name_layer(items, self.model.num_items)
-        self._computing, self.kernels, self._recompute = context.computing, context.computing.kernels, context.recompute
         self._names = {item: [p.name for p in item_parameters(self.model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -101,7 +93,7 @@ class LayerModule:
         result = []
         for item, every in self._names.items():
             names = [n for n in every if any(n == s or n.endswith(f".{s}") for s in suffixes)]
-            result += self._store.weights(item, names) if names else []
+            result += self.context.store.weights(item, names) if names else []
         return result
 
     def make_norm(self, name: str, of: Norm) -> NormLayer:
@@ -127,7 +119,7 @@ class LayerModule:
 
     def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Compute an operator in the dtype to which a job pins it; return the result in the dtype of its inputs."""
-        dtype = self._computing.dtypes.get(operator)
+        dtype = self.context.dtypes.get(operator)
         if dtype is None or dtype == inputs[0].dtype:
             return compute(*inputs)
         return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
@@ -142,8 +134,8 @@ class LayerModule:
 class Embedding(LayerModule):
     """Token ids to hidden states."""
 
-    def __init__(self, items: Interval, context: TileContext):
-        super().__init__(items, context)
+    def __init__(self, items: Interval, context: LayerContext, recompute: str):
+        super().__init__(items, context, recompute)
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
@@ -171,8 +163,8 @@ class Block(LayerModule):
     row-parallel in y, their outputs being cut by x.
     """
 
-    def __init__(self, items: Interval, context: TileContext):
-        super().__init__(items, context)
+    def __init__(self, items: Interval, context: LayerContext, recompute: str):
+        super().__init__(items, context, recompute)
         block = self.description.blocks[block_of(self.items.start)]
         attention, mlp = self.attention_description, self.mlp_description = block.attention, block.mlp
         self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
@@ -187,22 +179,22 @@ class Block(LayerModule):
             for each in "qk"
             if (of := attention.head_norm)
         ]
-        self._linear_dtype = self._computing.dtypes.get("linear")
-        x, y, parts = self.axes.x, self.axes.y, self._computing.parts
+        self._linear_dtype = self.context.dtypes.get("linear")
+        x, y, parts = self.axes.x, self.axes.y, self.context.parts
         self.qkv, self.out, self.up, self.down = (
-            self.make_linear(self._handles(names, "weight"), self._handles(names, "bias"), *cut_by, parts)
+            self.make_linear(
+                self.weights(*(f"{name}.weight" for name in names)),
+                self.weights(*(f"{name}.bias" for name in names)),
+                *cut_by,
+                parts,
+            )
             for names, cut_by in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
         )
         self.num_heads = attention.heads // y.size
         # More y than key and value heads: several y hold the same head, and the optimizer sums its gradient.
         self.num_kv_heads = max(1, attention.kv_heads // y.size)
-        self._rotary_tables = context.rotary_tables
         self.cache: Cache | None = None
         self._dropping: Dropping | None = None
-
-    def _handles(self, names: Sequence[str], kind: str) -> list[Weight]:
-        """Return the weights of a linear layer, or its biases."""
-        return self.weights(*(f"{name}.{kind}" for name in names))
 
     def forward(self, hidden: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the residual stream behind the block; drop what is computed again."""
@@ -239,7 +231,11 @@ class Block(LayerModule):
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the feed-forward part adds, of normed hidden states."""
-        return self.linear(self.down, self.computed_and_dropped(self.activated, self.linear(self.up, x)))
+        up = self.linear(self.up, x)
+        inner = self.activated(up)
+        if self._dropping:
+            self._dropping.drop(inner, self.activated, up)
+        return self.linear(self.down, inner)
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """Apply a layer, in the dtype to which a job pins it."""
@@ -261,13 +257,6 @@ class Block(LayerModule):
             self._dropping.drop(result, compute, hidden)
         return hidden, result
 
-    def computed_and_dropped(self, compute: Recompute, given: torch.Tensor) -> torch.Tensor:
-        """Return what a cheap operator makes of its input. With selective recomputing autograd does not keep it."""
-        result = compute(given)
-        if self._dropping:
-            self._dropping.drop(result, compute, given)
-        return result
-
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values. With selective recomputing autograd does not keep queries and keys: they are
         views of one tensor, which is dropped. Values are a view of `qkv`, which is kept."""
@@ -286,8 +275,8 @@ class Block(LayerModule):
         if not self.attention_description.rotary:
             return *qkv.split_with_sizes(counts, dim=2), *values
         first = self.cache.length if self.cache else 0
-        cos, sin = self._rotary_tables.get(self.attention_description, first, qkv)
-        dtype = self._computing.dtypes.get("rotary")
+        cos, sin = self.context.rotary_tables.get(self.attention_description, first, qkv)
+        dtype = self.context.dtypes.get("rotary")
         return *rotary.rotate(qkv, cos, sin, counts, self.kernels.run, dtype), *values
 
     def attend(
@@ -302,7 +291,7 @@ class Block(LayerModule):
         attention = self.attention_description
         attending = partial(attend, attention=attention, first=first, documents=documents, backend=backend)
         if self._recompute == "selective" and attention.score_cap is not None:
-            attending = partial(keeping_inputs, attending)
+            attending = partial(KeepingInputs.apply, attending)
         return self.computed_in("attention", attending, queries, keys, values)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
@@ -314,8 +303,8 @@ class Block(LayerModule):
 class Head(LayerModule):
     """Hidden states to logits, and to the summed loss."""
 
-    def __init__(self, items: Interval, context: TileContext):
-        super().__init__(items, context)
+    def __init__(self, items: Interval, context: LayerContext, recompute: str):
+        super().__init__(items, context, recompute)
         self.final_norm = self.make_norm("norm", self.description.norm)
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
         self._product = self.make_linear(self.table, [], self.axes.x, self.axes.y)
@@ -323,7 +312,7 @@ class Head(LayerModule):
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.final_norm(hidden)
-        return normed.to(self._computing.dtypes.get("head", normed.dtype))
+        return normed.to(self.context.dtypes.get("head", normed.dtype))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
@@ -336,8 +325,3 @@ class Head(LayerModule):
         if tokens_at_once(count, table.data.shape[0], self.kernels.logits_bytes) < count:
             return head_loss(self._normed(hidden), table, targets, self._loss)
         return cross_entropy(self._product(self._normed(hidden)), targets, self._loss)
-
-
-def make_layer(items: Interval, context: TileContext) -> LayerModule:
-    kind = Embedding if items.start == 0 else Head if items.stop == context.model.num_items else Block
-    return kind(items, context)

@@ -37,7 +37,7 @@ from hpctrain.engine.step.layout import Layout, make_kernels, make_layout
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.pipeline import Pipeline
 from hpctrain.model.stage import Stage
-from hpctrain.model.transformer import Computing
+from hpctrain.model.transformer import LayerContext
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.planner.prices.curves import PROFILED_ZEROS, describe_work
 from hpctrain.sharding.intervals import Interval
@@ -256,13 +256,14 @@ class Trials:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = with_values(job, "model", num_layers=1)
         layout = self._layout(small, zero, rows)
-        computing = Computing(make_kernels(self._kernels, self._accelerator.family))
+        kernels = make_kernels(self._kernels, self._accelerator.family)
+        context = LayerContext(small.model, layout.axes, layout.store, kernels)
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.full((), 1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
-            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store, computing=computing)
+            Stage(replace(layout.tiles[0], items=items), context)
             for items in layers(Interval(0, small.model.num_items))
         )
         return RowTimes(

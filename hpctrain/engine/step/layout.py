@@ -18,7 +18,7 @@ from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
-from hpctrain.model.transformer import Computing
+from hpctrain.model.transformer import LayerContext
 from hpctrain.plan.holdings import Holding
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
@@ -100,9 +100,10 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
     store = Store(groups, role.holding, axes, dtype, accelerator.device, kept, exchanged)
     dtypes = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
-    computing = Computing(make_kernels(job.kernels, own), overlap.tensor_parts or 1, dtypes)
+    kernels = make_kernels(job.kernels, own)
+    context = LayerContext(job.model, axes, store, kernels, overlap.tensor_parts or 1, dtypes)
     tracer = None if world.tracer is UNTRACED else world.tracer
-    stages = tuple(Stage(job.model, tile, axes, store, tracer, computing) for tile in role.tiles)
+    stages = tuple(Stage(tile, context, tracer) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

@@ -106,8 +106,4 @@ class Gathering:
             target = part.of(out, self._y_size)
             is_placed = target.is_contiguous()
             result = compute(tokens, out=target.view(-1, target.shape[-1]) if is_placed else None)
-            yield result, _nothing if is_placed else partial(target.copy_, result.view(target.shape))
-
-
-def _nothing() -> None:
-    pass
+            yield result, (lambda: None) if is_placed else partial(target.copy_, result.view(target.shape))

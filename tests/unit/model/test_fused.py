@@ -25,7 +25,7 @@ from hpctrain.model.operators.cases import operators
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import Axes
 from hpctrain.model.stage import Stage
-from hpctrain.model.transformer import Computing
+from hpctrain.model.transformer import LayerContext
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
 from tests.compilers import CACHE_VARIABLE, need_compiler
@@ -66,7 +66,7 @@ ROWS, LENGTH = 3, 12
 def differentiated(name: str, recompute: str, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the gradients of weights of a microbatch."""
     made = make_stage(MODELS[name], recompute)
-    stage = Stage(MODELS[name], made.tile, made.layers[0].axes, made.store, computing=Computing(kernels))
+    stage = Stage(made.tile, LayerContext(MODELS[name], made.layers[0].axes, made.store, kernels))
     tokens = torch.randint(0, MODELS[name].num_ids, (ROWS, LENGTH + 1), generator=torch.manual_seed(3))
     loss, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
     stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))

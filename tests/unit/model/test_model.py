@@ -13,7 +13,7 @@ from hpctrain.model.operators.running import run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.storage.store import Store
-from hpctrain.model.transformer import IGNORED
+from hpctrain.model.transformer import IGNORED, LayerContext
 from hpctrain.plan.holdings import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
@@ -41,7 +41,7 @@ def make_stage(model: Model, recompute: str) -> Stage:
     axes = Axes()
     store = Store([ONE_RANK], whole_model(model), axes, torch.float32, torch.device("cpu"))
     tile = Tile(Interval(0, model.num_items), Interval(0, 3), (0,), recompute=recompute)
-    stage = Stage(model, tile, axes, store)
+    stage = Stage(tile, LayerContext(model, axes, store))
     initialise(store, model, 3)
     group = store.groups[0]
     group.weights.add_(0.1 * torch.randn(group.size, generator=torch.Generator().manual_seed(0)))  # biases too

@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.recompute import DEVICE, GLOBAL_BATCH, OLD, SETTINGS, cluster_of
 from hpctrain.config.job import load_job
-from hpctrain.model.recompute import Dropping, keeping_inputs
+from hpctrain.model.recompute import Dropping, KeepingInputs
 from hpctrain.model.stage import Stage
-from hpctrain.model.transformer import Computing
+from hpctrain.model.transformer import LayerContext
 from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
@@ -71,7 +71,7 @@ def test_of_an_operator_with_large_results_inputs_alone_are_kept():
     x, y = (torch.randn(4, 5, generator=torch.manual_seed(seed)).requires_grad_() for seed in (1, 2))
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
-        result = keeping_inputs(lambda a, b: (a @ b.t()).softmax(1) @ b, x, y)
+        result = KeepingInputs.apply(lambda a, b: (a @ b.t()).softmax(1) @ b, x, y)
     assert kept == [20, 20]
     expected = torch.autograd.grad((x @ y.t()).softmax(1) @ y, (x, y), torch.ones(4, 5))
     result.backward(torch.ones(4, 5))
@@ -113,7 +113,7 @@ def test_operators_that_compute_in_another_dtype_do_so_again(name):
     gradients = []
     for recompute in ("selective", "none"):
         made = make_stage(model, recompute)
-        stage = Stage(model, made.tile, made.layers[0].axes, made.store, computing=Computing(dtypes=DTYPES))
+        stage = Stage(made.tile, LayerContext(model, made.layers[0].axes, made.store, dtypes=DTYPES))
         _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
         gradients.append(stage.store.groups[0].own_grads())
