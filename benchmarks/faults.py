@@ -207,10 +207,10 @@ def _observe(counts: dict, run: Path, damaged: Path, tensors: dict, older: dict)
     counts["inspect_found"] += isinstance(said.exception, CheckpointError)
     counts["tracebacks"] += said.exception is not None and not isinstance(said.exception, (CheckpointError, SystemExit))
     counts["latest_refused"] += _raises(lambda: choose_checkpoint(Alone(), run, "latest"), CheckpointError)  # pyright: ignore
-    choice = choose_checkpoint(Alone(), run, "auto")  # pyright: ignore[reportArgumentType] - one rank
-    if choice.checkpoint is not None and choice.lines:
-        expected = older if choice.checkpoint != damaged else tensors
-        counts["fell_back"] += _holds(choice.checkpoint, expected)
+    checkpoint, lines = choose_checkpoint(Alone(), run, "auto")  # pyright: ignore[reportArgumentType] - one rank
+    if checkpoint is not None and lines:
+        expected = older if checkpoint != damaged else tensors
+        counts["fell_back"] += _holds(checkpoint, expected)
     counts["read_in_silence"] += not _raises_or_holds(damaged, tensors)
 
 

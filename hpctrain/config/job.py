@@ -41,6 +41,7 @@ from hpctrain.config.tables import (
     Several,
     Table,
     explain,
+    flatten,
     parse_toml,
     parse_toml_value,
     read_text,
@@ -366,19 +367,12 @@ def _read(path: Path, seen: tuple[Path, ...], say: Callable[[str], None]) -> tup
         train["start_from"] = str((path.parent / train["start_from"]).absolute())
     base = tree.pop("extends", None)
     if base is None:
-        return tree, {key: str(path) for key in _dotted(tree)}
+        return tree, {key: str(path) for key, _ in flatten(tree)}
     if not isinstance(base, str):
         raise JobError(f"{path}: extends = {base!r}: must be a job file or a ready-made job, in quotes")
     own = path.parent / base
     parent, origins = _read(own if is_file(own) else ready_jobs().get(base, own), (*seen, where), say)
-    return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
-
-
-def _dotted(tree: dict, prefix: str = "") -> Iterable[str]:
-    for key, value in tree.items():
-        yield prefix + key
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
+    return _merge(parent, tree), origins | {key: str(path) for key, _ in flatten(tree)}
 
 
 def _merge(under: dict, over: dict) -> dict:

@@ -197,6 +197,14 @@ def tables_of(tree: Mapping[str, Any], section: str) -> list[tuple[str, dict[str
     return [(f"{section}.{name}", table) for name, table in named if isinstance(table, dict)]
 
 
+def flatten(tree: Mapping[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield each key of nested tables with its value, a table itself before what is in it: `train`, `train.steps`."""
+    for key, value in tree.items():
+        yield key, value
+        if isinstance(value, Mapping):
+            yield from ((f"{key}{separator}{inner}", each) for inner, each in flatten(value, separator))
+
+
 def given_values(table: Table) -> dict[str, Any]:
     """Return the values of a table that are set, by key."""
     values = {name: getattr(table, name) for name in type(table).model_fields}

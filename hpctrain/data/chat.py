@@ -6,7 +6,7 @@ of the tokenizer's folder.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +34,6 @@ class Chat(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(len(str(message.get("content") or "").encode(errors="replace")) for message in self.messages)
-
-
-class Rendered(NamedTuple):
-    """The text of a chat, and which characters of it the model is to learn."""
-
-    text: str
-    learnt: list[tuple[int, int]]
 
 
 def chat_of(record: Mapping[str, Any], value: Sequence, where: str) -> Chat:
@@ -82,15 +75,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"{origin}: the chat template cannot be read: {error}") from None
 
-    def render(self, chat: Chat, where: str) -> Rendered:
-        """Return the text of a chat, and the spans of it that are the assistant's.
+    def render(self, chat: Chat, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a chat, and the spans of it that are the assistant's, which the model is to learn.
 
         These are the spans inside `{% generation %}`, where the template has it. Else each span begins after the
         template's prompt for an answer, and includes the token that ends the answer. Raises DataError, with `where`.
         """
         text = self._text(chat, len(chat.messages), False, where)
         if self._marks:
-            return _unmarked(text, where)
+            return _unmarked(text)
         learnt = []
         for number, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
@@ -102,7 +95,7 @@ class ChatTemplate:
                     " can say which tokens are the assistant's; enclose them in {% generation %} … {% endgeneration %}"
                 )
             learnt.append((len(before), len(after)))
-        return Rendered(text, learnt)
+        return text, learnt
 
     def _prompt(self, chat: Chat, number: int, where: str) -> str:
         """Return what the template writes before a message of the assistant."""
@@ -125,7 +118,7 @@ class ChatTemplate:
             raise DataError(f"{where}: {self._origin} cannot write this chat: {error}") from None
 
 
-def _unmarked(text: str, where: str) -> Rendered:
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a text without its marks, and the spans that the marks enclosed."""
     parts, learnt, at = re.split(f"([{BEGIN}{END}])", text), [], 0
     begin = None
@@ -137,7 +130,7 @@ def _unmarked(text: str, where: str) -> Rendered:
             begin = None
         else:
             at += len(part)
-    return Rendered("".join(part for part in parts if part not in (BEGIN, END)), learnt)
+    return "".join(part for part in parts if part not in (BEGIN, END)), learnt
 
 
 def _environment():
@@ -188,12 +181,10 @@ def read_template(folder: Path) -> ChatTemplate | None:
     if not isinstance(source, str):
         return None
     origin = str(path if is_file(path) else folder / CONFIG_FILE)
-    return ChatTemplate(source, dict(_special_tokens(config)), origin)
-
-
-def _special_tokens(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    special: dict[str, str] = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
         content = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(content, str):
-            yield name, content
+            special[name] = content
+    return ChatTemplate(source, special, origin)

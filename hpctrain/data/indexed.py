@@ -8,7 +8,6 @@ not.
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,21 +38,17 @@ MOST_HIGH_HALF = 15
 """The largest high half of a 4-byte token with an id below a million."""
 
 
-class IndexedTokens(NamedTuple):
-    """The tokens of Megatron's files, mapped, and where each document begins."""
-
-    tokens: np.ndarray
-    documents: np.ndarray
-
-
 def index_of(path: Path) -> Path | None:
     """Return the index in the folder of a `.bin` file; None where it has none."""
     index = path.with_suffix(".idx")
     return index if is_file(index) else None
 
 
-def open_indexed(path: Path, index: Path, size: int) -> IndexedTokens:
-    """Map the tokens of a `.bin` file of so many bytes by its index. Raises DataError where these contradict."""
+def open_indexed(path: Path, index: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Map the tokens of a `.bin` file of so many bytes by its index; return them, and where each document begins.
+
+    Raises DataError where file and index contradict each other.
+    """
     try:
         data = read_bytes(index)
     except OSError as error:
@@ -91,7 +86,7 @@ def open_indexed(path: Path, index: Path, size: int) -> IndexedTokens:
         raise DataError(f"{index}: its bounds of documents are not those of {num_sequences:,} sequences")
     begins = np.unique(np.concatenate([[0], starts[bounds]]))
     tokens = np.memmap(path, dtype, mode="r").view(np.ndarray)
-    return IndexedTokens(tokens, begins[begins < len(tokens)])
+    return tokens, begins[begins < len(tokens)]
 
 
 def refuse_other_kinds(path: Path, head: bytes, size: int) -> None:

@@ -31,7 +31,9 @@ def permute(positions: np.ndarray, size: int, seed: int, epochs: np.ndarray | in
     if ((positions < 0) | (positions >= size)).any():
         raise ValueError(f"positions {positions.min()} to {positions.max()} of a permutation of {size}")
     bits = max(1, (size - 1).bit_length())
-    keys = _round_keys(seed, epochs.ravel())
+    base = np.frombuffer(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "<u8").astype(np.uint64)
+    stream = _mix(base + epochs.ravel().astype(np.uint64) * _GOLDEN)
+    keys = _mix(stream + np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * _GOLDEN)  # [ROUNDS, epochs]
     out = _feistel(positions.ravel().astype(np.uint64), keys, bits)
     while len(outside := np.flatnonzero(out >= size)):
         out[outside] = _feistel(out[outside], keys[:, outside], bits)
@@ -47,13 +49,6 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
         left = left ^ (_mix(right ^ keys[i]) & left_mask)
         right = right ^ (_mix(left ^ keys[i + 1]) & right_mask)
     return left << right_bits | right
-
-
-def _round_keys(seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Return uint64 [ROUNDS, epochs]; a seed may be any integer."""
-    base = np.frombuffer(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "<u8").astype(np.uint64)
-    stream = _mix(base + epochs.astype(np.uint64) * _GOLDEN)
-    return _mix(stream + np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * _GOLDEN)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -128,7 +123,8 @@ class Sequences:
         """
         first = self.first_tokens(positions)[:, None]
         tokens = first + np.arange(self.sequence_length)
-        return np.maximum(self.source.documents[self._document_of(tokens)] - first, 0)
+        documents = self.source.documents
+        return np.maximum(documents[np.searchsorted(documents, tokens, side="right") - 1] - first, 0)
 
     def loss_mask(self, positions: np.ndarray) -> np.ndarray:
         """Return for each target of sequences whether it counts in the loss, bool [positions, length]."""
@@ -161,9 +157,6 @@ class Sequences:
 
     def _turn_of(self, tokens: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.source.turns, tokens, side="right") - 1
-
-    def _document_of(self, tokens: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.source.documents, tokens, side="right") - 1
 
     @property
     def identity(self) -> str:

@@ -16,7 +16,7 @@ import click
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster_defaults import describe_sources
-from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster, read_cluster_file
+from hpctrain.config.clusters.cluster_file import locate_cluster, read_cluster_file
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
@@ -82,15 +82,6 @@ def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tu
 
     job, described = with_vocabulary(load_job(reference, overrides)), load_described(cluster)
     return scale_for_finished(described.truth, job), described
-
-
-def load_cluster_on(world: "World", reference: str) -> Described:
-    """Read the cluster that the ranks run on, a file or a ready one's name. All ranks must call.
-
-    The variables of its families were for their start; a run folder and its checkpoints are for others to read.
-    """
-    with world.all_or_none():
-        return Described(load_cluster(reference).without_environment(), reference)
 
 
 def start_rehearsal(

@@ -157,7 +157,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _described(path: Path) -> dict:
     from hpctrain.config.job import load_job
-    from hpctrain.config.tables import parse_toml_once, read_text
+    from hpctrain.config.tables import flatten, parse_toml_once, read_text
     from hpctrain.plan.checks import check_tiling
     from hpctrain.plan.file import load_plan
     from hpctrain.sharding.parameters import count_parameters
@@ -173,21 +173,13 @@ def _described(path: Path) -> dict:
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
     sections = job.model_dump(mode="json", exclude_none=True, exclude={"name"})
-    summary = {"job": job.name, **{name: _format_table(section) for name, section in sections.items()}}
+    summary = {"job": job.name}
+    for name, section in sections.items():
+        pairs = ((key, value) for key, value in flatten(section) if not isinstance(value, dict))
+        summary[name] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in pairs)
     if job.model.vocab_size:
         summary["parameters"] = f"{count_parameters(job.model):,}"
     return summary
-
-
-def _format_table(section: dict) -> str:
-    """Return a table of a file as lines `key = value`; tables in it as `key.key = value`."""
-    lines = []
-    for key, value in section.items():
-        if isinstance(value, dict):
-            lines += [f"{key}.{line}" for line in _format_table(value).splitlines()]
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join(lines)
 
 
 def _cluster(path: Path) -> dict:

@@ -7,7 +7,9 @@ import click
 
 from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
+from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import InterruptionError
+from hpctrain.engine.start.facts import Described
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     NONE_OR_MORE,
@@ -18,7 +20,7 @@ from hpctrain.jobs.arguments import (
     rehearse_option,
     time_scale_option,
 )
-from hpctrain.jobs.common import load_cluster_on, load_described, load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world
 
 
 @click.command("train")
@@ -85,8 +87,11 @@ def command(
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
         if rehearsed:
             parsed, described = start_rehearsal(world, rehearsed, parsed, time_scale)
+        elif cluster:
+            with world.all_or_none():  # a run folder is for others to read: it does not get the variables of a start
+                described = Described(load_cluster(cluster).without_environment(), cluster)
         else:
-            described = load_cluster_on(world, cluster) if cluster else None
+            described = None
 
         from hpctrain.engine.run import Run  # and with it torch and h5py: when MPI is started, and the files are right
 

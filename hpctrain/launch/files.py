@@ -37,6 +37,8 @@ from hpctrain.plan.tiling import Plan
 FOLDER = "launch"
 PRIVATE = re.compile(r"cluster\.toml|rank-\d+\.sh")
 PACKAGE = Path(hpctrain.__file__).parent
+LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")
+"""The number of a rank on its host, as a shell finds it."""
 
 
 def launch_files(
@@ -51,8 +53,10 @@ def launch_files(
         files[f"{FOLDER}/cluster.toml"] = dump_cluster(cluster)
     if plan:
         files[f"{FOLDER}/plan.toml"] = dump_plan(plan)
+    own_venv = sys.prefix if sys.prefix != sys.base_prefix else ""
     for number, component in enumerate(components):
-        files[f"{FOLDER}/rank-{number}.sh"] = rank_script(component)
+        script = render("rank", component=component, own_venv=own_venv, local_rank=LOCAL_RANK)
+        files[f"{FOLDER}/rank-{number}.sh"] = script
     return files
 
 
@@ -74,15 +78,6 @@ def write_files(run: Path, files: Mapping[str, str]) -> None:
     except OSError as error:
         where = error.filename or run
         raise JobError(f"{where}: cannot be written: {describe_os_error(error)}; choose another --run") from None
-
-
-LOCAL_RANK = reduce(lambda rest, name: f"${{{name}:-{rest}}}", reversed(LOCAL_RANK_VARIABLES), "0")
-
-
-def rank_script(component: Component) -> str:
-    """Return the script of a component's ranks."""
-    own_venv = sys.prefix if sys.prefix != sys.base_prefix else ""
-    return render("rank", component=component, own_venv=own_venv, local_rank=LOCAL_RANK)
 
 
 def render(template: str, **values: object) -> str:

@@ -1,12 +1,13 @@
 """Passes metrics on to other software where the job asks for it: TensorBoard, Weights & Biases, Prometheus."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import refused_as, replace_text
+from hpctrain.config.tables import flatten
 
 PREFIX = "hpctrain_"
 
@@ -24,13 +25,9 @@ class MetricsWriter:
         """Pass on what was kept back."""
 
 
-def flat(metrics: Mapping, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every figure with its name; those of a table are named after both, such as `compute_seconds_max`."""
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}_")
-        elif isinstance(value, (int, float)):
-            yield prefix + name, value
+def flat(metrics: Mapping) -> dict[str, float]:
+    """Return every figure by its name; those of a table are named after both, such as `compute_seconds_max`."""
+    return {name: value for name, value in flatten(metrics, "_") if isinstance(value, (int, float))}
 
 
 class TensorBoardWriter(MetricsWriter):
@@ -42,7 +39,7 @@ class TensorBoardWriter(MetricsWriter):
         self._writer = package.SummaryWriter(str(self.path))
 
     def write(self, metrics: Mapping) -> None:
-        for name, value in flat(metrics):
+        for name, value in flat(metrics).items():
             if name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
 
@@ -63,7 +60,7 @@ class WandbWriter(MetricsWriter):
         )
 
     def write(self, metrics: Mapping) -> None:
-        self._run.log(dict(flat(metrics)), step=metrics["step"])
+        self._run.log(flat(metrics), step=metrics["step"])
 
     def close(self) -> None:
         self._run.finish()
@@ -81,7 +78,7 @@ class PrometheusWriter(MetricsWriter):
 
     def write(self, metrics: Mapping) -> None:
         lines = []
-        for name, value in flat(metrics):
+        for name, value in flat(metrics).items():
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
         replace_text(self.path, "\n".join(lines) + "\n")
 

@@ -34,7 +34,7 @@ class OverrunWatch(Observer):
         """Return the overrun of the step that ended on the rank that was the latest; None of the first step, which does
         not count. After the last one nothing is raised: its figures would be left out for nothing."""
         self._is_last = is_last
-        self._overrun = self._world.largest(self._device.take_overrun())
+        self._overrun = self._world.largest(self._device.clock.take_overrun())
         self._num_steps += 1
         return self._overrun if self._num_steps > 1 else None
 

@@ -138,10 +138,6 @@ class RehearsedAccelerator(CpuAccelerator):
     def overrun(self) -> float | None:
         return self.clock.overrun
 
-    def take_overrun(self) -> float:
-        """Return the share of time by which steps were late since this was called last."""
-        return self.clock.take_overrun()
-
     def raise_time_scale(self, times: float) -> None:
         """Let everything take `times` as long from now on, and forget the overrun so far. All ranks must call."""
         self.time_scale *= times

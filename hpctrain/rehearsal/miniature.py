@@ -257,7 +257,8 @@ class Miniature:
             parts.append("the job as it is")
         if self.scale:
             factors = ("FLOP/s", self.scale.flops), ("bytes/s", self.scale.num_bytes), ("memory", self.scale.memory)
-            parts += [f"{what} {_fraction(factor)}" for what, factor in factors]
+            for what, factor in factors:
+                parts.append(f"{what} x {factor:.3g}" if factor > 0.5 else f"{what} 1/{1 / factor:,.0f}")
             parts.append(f"fp32 represents {self.scale.dtype}")
         else:
             parts.append("the cluster as it is")
@@ -436,8 +437,3 @@ def _even_plan(job: Job, cluster: Cluster) -> Plan:
             raise PlanError(f"train.global_batch {job.train.global_batch} cannot be cut evenly for {ranks} ranks")
         request = PlanRequest(pipeline=depth, data=ranks // depth, microbatch=1)
     return resolve_plan(job.model_copy(update={"plan": request}), ranks, families).plan
-
-
-def _fraction(factor: float) -> str:
-    """Write a factor as people read it."""
-    return f"x {factor:.3g}" if factor > 0.5 else f"1/{1 / factor:,.0f}"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.config.tables import flatten
 from hpctrain.observe.report.record import RunRecord
 
 FIGURES = (("loss, last step", "loss"), ("validation loss, last", "validation_loss"))
@@ -37,18 +38,8 @@ def _last(run: RunRecord, key: str) -> float | None:
 
 def _settings(run: RunRecord) -> dict[str, Any]:
     """Return what a run was trained with, by dotted key; plan and cluster in words."""
-    plain = {"plan": run.plan.describe(), "cluster": run.cluster.describe(), "steps done": _steps(run)}
+    done = run.metrics[-1]["step"] if run.metrics else 0
+    plain = {"plan": run.plan.describe(), "cluster": run.cluster.describe(), "steps done": done}
     job = run.job.model_dump(exclude={"plan"})
-    return plain | {key: value for key, value in _flat("", job) if key not in SKIPPED}
-
-
-def _steps(run: RunRecord) -> int:
-    return run.metrics[-1]["step"] if run.metrics else 0
-
-
-def _flat(prefix: str, tree: dict[str, Any]) -> list[tuple[str, Any]]:
-    result = []
-    for name, value in tree.items():
-        key = f"{prefix}.{name}".lstrip(".")
-        result += _flat(key, value) if isinstance(value, dict) and value else [(key, value)]
-    return result
+    leaves = ((key, value) for key, value in flatten(job) if not (value and isinstance(value, dict)))
+    return plain | {key: value for key, value in leaves if key not in SKIPPED}

@@ -241,9 +241,9 @@ def test_own_checkpoints_come_before_those_that_latest_disowns(run, tmp_path):
         shutil.rmtree(run / f"checkpoints/step-{step:08d}", ignore_errors=True)
         shutil.copytree(tmp_path / f"other/checkpoints/step-{step:08d}", run / f"checkpoints/step-{step:08d}")
     assert [step_of(path) for path in candidates(run, "auto")[0]] == [2, 1, 4, 3]
-    choice = choose_checkpoint(Alone(), run, "auto")
-    assert choice.checkpoint == run / "checkpoints/step-00000002"
-    assert "names step-00000003 with another manifest than that has" in choice.lines[0]
+    checkpoint, lines = choose_checkpoint(Alone(), run, "auto")
+    assert checkpoint == run / "checkpoints/step-00000002"
+    assert "names step-00000003 with another manifest than that has" in lines[0]
     with pytest.raises(DamagedCheckpointError, match="came from elsewhere"):
         choose_checkpoint(Alone(), run, "latest")
 
@@ -276,9 +276,9 @@ def test_a_folder_without_permissions_is_passed_over_with_a_word(run, monkeypatc
         return status_of(path, *arguments, **options)
 
     monkeypatch.setattr(os, "stat", refused)
-    choice = choose_checkpoint(Alone(), run, "auto")
-    assert choice.checkpoint == run / "checkpoints/step-00000001"
-    assert "step-00000002/manifest.json: cannot be read: Permission denied" in "\n".join(choice.lines)
+    checkpoint, lines = choose_checkpoint(Alone(), run, "auto")
+    assert checkpoint == run / "checkpoints/step-00000001"
+    assert "step-00000002/manifest.json: cannot be read: Permission denied" in "\n".join(lines)
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
         choose_checkpoint(Alone(), run, "step-00000002")
 

@@ -61,9 +61,9 @@ def test_a_checkpoint_with_what_is_no_file_falls_back(tmp_path, make):
         data = file.read_bytes()
         file.unlink()
         make(file)
-        choice = choose_checkpoint(Alone(), run, "auto")  # pyright: ignore[reportArgumentType] - one rank
-        assert choice.checkpoint == (two if file.name == "latest" else one), file
-        assert choice.lines, file
+        checkpoint, lines = choose_checkpoint(Alone(), run, "auto")  # pyright: ignore[reportArgumentType] - one rank
+        assert checkpoint == (two if file.name == "latest" else one), file
+        assert lines, file
         file.unlink()
         file.write_bytes(data)
 

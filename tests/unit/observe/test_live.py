@@ -159,7 +159,7 @@ def test_prometheus_has_all_figures_of_the_latest_step(tmp_path):
     writer.write(METRICS | RANKS | {"step": 12})
     lines = path.read_text().splitlines()
     assert 'hpctrain_step{job="a \\"job\\"\\\\"} 12' in lines and "# TYPE hpctrain_memory_share_max gauge" in lines
-    assert len(lines) == 2 * len(dict(flat(METRICS | RANKS))), "the text of `waits_for` is no figure"
+    assert len(lines) == 2 * len(flat(METRICS | RANKS)), "the text of `waits_for` is no figure"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     path.parent.rename(tmp_path / "gone")
     with pytest.raises(FileNotFoundError):

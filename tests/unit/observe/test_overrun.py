@@ -18,10 +18,8 @@ class Device:
     """Late by shares that are given, of steps at its first time scale."""
 
     def __init__(self, *overruns: float):
-        self.time_scale, self._overruns = 2.0, iter(overruns)
-
-    def take_overrun(self) -> float:
-        return next(self._overruns)
+        late = iter(overruns)
+        self.time_scale, self.clock = 2.0, SimpleNamespace(take_overrun=lambda: next(late))
 
     def raise_time_scale(self, times: float) -> None:
         self.time_scale *= times
