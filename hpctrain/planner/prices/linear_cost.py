@@ -15,7 +15,8 @@ def linear(
 ) -> LayerCost:
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
-    num_bytes = setup.item_bytes
+    # Where software cuts norms over y, a sum is a scatter and the gather of the next product's input.
+    num_bytes = (setup.item_bytes + setup.operand_bytes) / 2 if setup.stack.sequence_parallel else setup.item_bytes
     cut = _sizes(tokens, parts if sizes[of_in] > 1 else 1)
     dtype = setup.linear_dtype
     cast_bytes = setup.stack.cast_bytes if dtype else 0.0
@@ -25,7 +26,7 @@ def linear(
     backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], cast_bytes * tokens * out)
     of_weight = MatrixProduct(out, tokens, into, dtype=dtype)
     if sizes[of_out] > 1:
-        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
+        backward.exchanges.append(Exchange(of_out, "all_reduce", int(tokens * into * num_bytes), behind=of_weight))
     added = 1 if setup.passes.weight else 0
     return LayerCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
@@ -41,9 +42,10 @@ def gathering_linear(
     cost = linear(setup, tokens, into, out, ("x", "y"), {"x": grid.x, "y": 1})
     of_input, of_weight = cost.backward_input.products[0], cost.backward_weight.products[0]
     whole = tokens * into * num_bytes
+    operands = tokens * into * setup.operand_bytes
     cut = _Parts(setup, grid, rows, parts)
     products = [MatrixProduct(each, into, out, dtype=setup.linear_dtype) for each in cut.tokens]
-    exchanges = _gathers(products, into, num_bytes)
+    exchanges = _gathers(products, into, setup.operand_bytes)
     if grid.x > 1:
         exchanges += _sums("x", "all_reduce", products, num_bytes)
     # A whole that is kept is joined for its product, too, unless a single row is cut.
@@ -51,7 +53,7 @@ def gathering_linear(
     passed = cost.forward.passed_bytes + joined + cut.placed_bytes(out)
     forward = PassWork(products, passed, cut.copies, exchanges)
     if regathers:
-        cost.backward_input.exchanges.append(Exchange("y", "all_gather", whole, behind=of_input))
+        cost.backward_input.exchanges.append(Exchange("y", "all_gather", operands, behind=of_input))
     cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=of_weight))
     cost.backward_input.passed_bytes += (1 + regathers) * joining_bytes(rows, whole)
     return LayerCost(forward, cost.backward_input, cost.backward_weight)
@@ -67,7 +69,7 @@ def scattering_linear(setup: Setup, rows: int, into: int, out: int, grid: Tensor
     forward = PassWork(products, scattered, cut.copies, _sums("y", "reduce_scatter", products, num_bytes))
     of_input = [MatrixProduct(each, out, into, dtype=setup.linear_dtype) for each in cut.tokens]
     gathered = cost.backward_input.passed_bytes + cut.placed_bytes(out) + cut.joined_bytes(out) + cut.placed_bytes(into)
-    gathers = _gathers(of_input, out, num_bytes)
+    gathers = _gathers(of_input, out, setup.operand_bytes)
     backward = PassWork(of_input, gathered, 2 * cut.copies, gathers + cost.backward_input.exchanges)
     return LayerCost(forward, backward, cost.backward_weight)
 
@@ -98,11 +100,11 @@ def _sizes(size: int, parts: int) -> list[int]:
     return [part.size for part in cut_evenly(size, max(1, min(parts, size)))]
 
 
-def _sums(axis: str, operation: str, products: list[MatrixProduct], num_bytes: int) -> list[Exchange]:
+def _sums(axis: str, operation: str, products: list[MatrixProduct], num_bytes: float) -> list[Exchange]:
     """Return the sums of outputs, each of which overlaps the next product."""
     behind = [*products[1:], None]
     return [
-        Exchange(axis, operation, product.m * product.n * num_bytes, behind=following)
+        Exchange(axis, operation, int(product.m * product.n * num_bytes), behind=following)
         for product, following in zip(products, behind, strict=True)
     ]
 

@@ -333,6 +333,11 @@ class Setup:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def operand_bytes(self) -> int:
+        """The bytes of a number that ranks gather to multiply it in a linear layer of a block: cast before it moves."""
+        return ITEM_BYTES[self.linear_dtype] if self.linear_dtype else self.item_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of a gradient that replicas exchange."""
         return self.stack.exchanged_bytes(self.dtype)

@@ -13,6 +13,7 @@ from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup, Stack
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 
 # Two stages of eight gaming cards each, a node a stage, one slow port a node.
 CARDS = DescribedRun(
@@ -114,3 +115,33 @@ def test_zero_0_of_other_software_stays_0_where_families_hold_the_same():
         Predictor(replace(run.setup(), stack=stack), plan, cluster).memory[0].memory for stack in (HPCTRAIN, MEGATRON)
     )
     assert theirs.moments == pytest.approx(2 * ours.moments, rel=0.01)
+
+
+def test_what_is_gathered_for_a_product_in_fp8_carries_one_byte_and_what_is_summed_two():
+    half = replace(CARDS, accelerator="H100", stack="fsdp", dtype="bf16", sequence_parallel=True)
+
+    def exchanged(run: DescribedRun, operation: str) -> float:
+        grid = TensorGrid(y=8, sequence_parallel=run.stack == "fsdp")
+        cost = layer_cost(run.setup(), grid, BLOCK, 1)
+        passes = (cost.forward, cost.backward_input, cost.backward_weight)
+        return sum(e.num_bytes for work in passes for e in work.exchanges if e.operation == operation)
+
+    for run, operation, share in (
+        (half, "all_gather", 0.5),
+        (half, "reduce_scatter", 1.0),
+        (replace(half, stack="megatron-core"), "all_reduce", 0.75),
+        (replace(half, stack="megatron-lm", sequence_parallel=False), "all_reduce", 1.0),
+    ):
+        assert exchanged(replace(run, linear_dtype="fp8"), operation) == share * exchanged(run, operation) > 0, run
+
+
+def test_interleaved_stages_keep_the_microbatches_of_megatrons_warm_up():
+    plain = replace(CARDS, layers=16, tensor=1, pipeline=4, global_batch=32, architecture="llama")
+    twice = replace(plain, interleave=2)
+    for depth, (one, more) in enumerate(zip(reversed(plain.memory()), reversed(twice.memory()), strict=True)):
+        kept = [stage.memory.activations for stage in (one, more)]
+        microbatches = (4 + 1 + 2 * depth) / 2
+        if depth:
+            assert kept[1] / kept[0] == pytest.approx(microbatches / (depth + 1), rel=1e-6)
+        else:  # the logits, of one microbatch
+            assert 1 < kept[1] / kept[0] < microbatches
