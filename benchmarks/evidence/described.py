@@ -16,7 +16,9 @@ from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster, Fabric, Nic, N
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
+from hpctrain.plan.schedule import in_flight
 from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.memory import StageMemory
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
@@ -51,6 +53,10 @@ class DescribedRun:
     network: str = "HDR"
     nics_per_node: int | None = None
     """That a node's devices share; None: one for each."""
+    nic_bytes_per_second: float | None = None
+    """Of one NIC, where it is told; else the network's."""
+    latency_seconds: float | None = None
+    """Of a message between nodes, where it is told; else the network's."""
     link_bytes_per_second: float | None = None
     """Between devices of a node, where it is told; else the data sheet's."""
     dtype: str = "fp16"
@@ -69,6 +75,8 @@ class DescribedRun:
     tie_head: bool = True
     stages: tuple[int, ...] = ()
     """How many items each stage has; left out: blocks cut evenly."""
+    gpipe: bool = False
+    """Whether all forward passes of a step come before the first backward pass (GPipe)."""
     overlapped: bool = False
     """Whether gradients, kept in half precision, are summed beside the last backward pass, in torch's buckets."""
     overlaps_tensor: bool = False
@@ -164,6 +172,9 @@ class DescribedRun:
             recompute=self.recompute,
             zero=0 if self.zero == 3 else self.zero,
         )
+        if self.gpipe:
+            warm_ups = ((tile, plan.microbatches - 1 - plan.depth_to_loss(tile)) for tile in plan.tiles)
+            plan = replace(plan, tiles=tuple(replace(tile, extra_warmup=max(0, extra)) for tile, extra in warm_ups))
         if not self.stages:
             return plan
         every = layers(Interval(0, self.model.num_items))
@@ -182,12 +193,13 @@ class DescribedRun:
         """Return as many nodes as are needed. What their software reserves is known to the stack, not to the device."""
         accelerator, network = ACCELERATORS[self.accelerator], NETWORKS[self.network]
         per_node = min(self.devices_per_node, self.num_devices)
+        latency = self.latency_seconds or network.latency_seconds
         nic = Nic(
             origin="datasheet",
             fabric=self.network,
             count=self.nics_per_node or per_node,
-            send_bytes_per_second=network.bytes_per_second,
-            receive_bytes_per_second=network.bytes_per_second,
+            send_bytes_per_second=self.nic_bytes_per_second or network.bytes_per_second,
+            receive_bytes_per_second=self.nic_bytes_per_second or network.bytes_per_second,
         )
         nodes = Nodes(
             origin="datasheet",
@@ -199,7 +211,7 @@ class DescribedRun:
         )
         return Cluster(
             families={self.accelerator: accelerator.family(self.accelerator, reserved_bytes=0)},
-            fabrics={self.network: Fabric(origin="datasheet", latency_seconds=network.latency_seconds)},
+            fabrics={self.network: Fabric(origin="datasheet", latency_seconds=latency)},
             nodes=(nodes,),
         )
 
@@ -214,12 +226,15 @@ class DescribedRun:
         prediction = predictor.predict()
         if self.interleave == 1:
             return prediction
-        return interleaved(prediction, self.plan, self.interleave, _uneven_seconds(predictor, prediction))
+        uneven_seconds = _uneven_seconds(predictor, prediction)
+        return interleaved(prediction, self.plan, self.interleave, predictor.setup, uneven_seconds)
 
-    def memory(self) -> tuple[StageMemory, ...]:
+    def memory(self, stack: Software | None = None) -> tuple[StageMemory, ...]:
         """Return what ranks need, without simulating a step."""
-        memory = self._predictor(None, None, None).memory
-        return memory if self.interleave == 1 else interleaved_memory(memory, self.plan, self.interleave)
+        memory = self._predictor(stack, None, None).memory
+        if self.interleave == 1:
+            return memory
+        return interleaved_memory(memory, self.plan, self.interleave, self.setup(stack))
 
     def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         setup = self.setup(stack)
@@ -274,7 +289,9 @@ def _uneven_seconds(predictor: Predictor, prediction: Prediction) -> float:
     return max(0.0, slowest * predictor.plan.microbatches - parts["compute"] - parts["tensor"])
 
 
-def interleaved(prediction: Prediction, plan: Plan, virtual_stages: int, uneven_seconds: float = 0.0) -> Prediction:
+def interleaved(
+    prediction: Prediction, plan: Plan, virtual_stages: int, setup: Setup, uneven_seconds: float = 0.0
+) -> Prediction:
     """Return a prediction where ranks have so many virtual stages: the bubble is as many times shorter (Narayanan et
     al. 2021), but for what ranks wait for the slowest stage. Raises as `interleaved_memory`."""
     breakdown, exposed = dict(prediction.breakdown_seconds), dict(prediction.exposed_seconds)
@@ -289,16 +306,20 @@ def interleaved(prediction: Prediction, plan: Plan, virtual_stages: int, uneven_
         interval_seconds=(low * share, high * share),
         breakdown_seconds=breakdown,
         exposed_seconds=exposed,
-        memory=interleaved_memory(prediction.memory, plan, virtual_stages),
+        memory=interleaved_memory(prediction.memory, plan, virtual_stages, setup),
         tokens_per_second=prediction.tokens_per_second / share,
         mfu=prediction.mfu / share,
     )
 
 
-def interleaved_memory(memory: Sequence[StageMemory], plan: Plan, virtual_stages: int) -> tuple[StageMemory, ...]:
+def interleaved_memory(
+    memory: Sequence[StageMemory], plan: Plan, virtual_stages: int, setup: Setup
+) -> tuple[StageMemory, ...]:
     """Return what ranks with so many virtual stages need (Korthikanti et al. 2022, section 4.2.3).
 
-    Raises PlanError where the plan has too few blocks for so many.
+    With v virtual stages, a rank of p stages, d before the loss, keeps ((v - 1) p + 1 + 2 d) / v microbatches: those
+    of Megatron-LM's warm-up. Logits of one microbatch exist at once. Raises PlanError where the plan has too few blocks
+    for so many.
     """
     stages, num_layers = max(plan.path_length(tile) for tile in plan.tiles), plan.tiles[-1].items.stop // 2 + 1
     if stages < 2 or stages * virtual_stages > num_layers:
@@ -306,8 +327,16 @@ def interleaved_memory(memory: Sequence[StageMemory], plan: Plan, virtual_stages
             f"interleave = {virtual_stages} of {stages} stages: there must be two stages, and no more virtual stages,"
             f" here {stages * virtual_stages}, than the model has layers with its ends, {num_layers}"
         )
-    more = 1 + (stages - 1) / (stages * virtual_stages)
-    return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)
+
+    def interleaved(stage: StageMemory) -> StageMemory:
+        tile, depth = stage.tile, plan.depth_to_loss(stage.tile)
+        kept = min(plan.microbatches, ((virtual_stages - 1) * stages + 1 + 2 * depth) / virtual_stages)
+        rows = tile.rank_rows
+        of_head = 0.0 if depth else rows * layer_kept(setup, tile.tensor, setup.head, tile.recompute, rows)
+        activations = of_head + (stage.memory.activations - of_head) * kept / in_flight(plan, tile)
+        return replace(stage, memory=replace(stage.memory, activations=int(activations)))
+
+    return tuple(map(interleaved, memory))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
+from benchmarks.evidence.held_out import golden_memory, held_out_sets
 from benchmarks.evidence.published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS
 from hpctrain.planner.prices.cost import model_flops
@@ -108,15 +109,55 @@ def fitted_without(left_out: PublishedSet | None, sets: Sequence[PublishedSet]) 
     return fit(rows, SHIPPED.changed(start)) if rows else SHIPPED.changed(start)
 
 
-def report(each: PublishedSet, sets: Sequence[PublishedSet], leave_out: bool, show_rows: bool) -> None:
+def elsewhere(rows: Sequence[Measured], others: Sequence[Measured]) -> list[float]:
+    """Return the trivial predictions of `rows`, with one efficiency for each accelerator, by `others` on it."""
+    result = []
+    for row in rows:
+        of_it = [other for other in others if other.run.accelerator == row.run.accelerator]
+        result += baseline([row], of_it or others)
+    return result
+
+
+def mean_error(predicted: Sequence[float], rows: Sequence[Measured]) -> float:
+    return statistics.mean(abs(p / row.seconds - 1) for p, row in zip(predicted, rows, strict=True))
+
+
+def table(sets: Sequence[PublishedSet], every: Sequence[PublishedSet]) -> None:
+    """Print one line for each of some sets out of `every`, with the trivial predictors next to ours."""
+    print("| set | rows | error | bias | tau | one share: of this set | of the accelerator elsewhere | memory | fits |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for each in sets:
+        rows, others = each.rows, [row for other in every if other is not each for row in other.rows]
+        predictions = [SHIPPED.predict(row) for row in rows]
+        predicted = [prediction.step_seconds for prediction in predictions]
+        bias = statistics.mean(p / row.seconds - 1 for p, row in zip(predicted, rows, strict=True))
+        needed = [max(stage.memory.total for stage in prediction.memory) for prediction in predictions]
+        off = [abs(n / row.memory_bytes - 1) for n, row in zip(needed, rows, strict=True) if row.memory_bytes]
+        right = sum(p.fits for p in predictions) + sum(not SHIPPED.predict(row).fits for row in each.out_of_memory)
+        tau = kendall(predicted, [row.seconds for row in rows])
+        figures = [
+            *(f"{value:.1%}" for value in (mean_error(predicted, rows), bias)),
+            f"{tau:.2f}",
+            *(f"{mean_error(trivial, rows):.1%}" for trivial in (baseline(rows, rows), elsewhere(rows, others))),
+            f"{statistics.mean(off):.1%}" if off else "",
+            f"{right} of {len(rows) + len(each.out_of_memory)}",
+        ]
+        print(f"| {each.name} | {len(rows)} | {' | '.join(figures)} |", flush=True)
+    off = [predicted / published - 1 for _, published, predicted in golden_memory()]
+    mean, bias = statistics.mean(map(abs, off)), statistics.mean(off)
+    print(f"Megatron-LM's functional tests, memory of {len(off)} runs: mean error {mean:.1%}, bias {bias:+.1%}")
+
+
+def report(each: PublishedSet, sets: Sequence[PublishedSet], fitted: Sequence[PublishedSet], show_rows: bool) -> None:
+    """Print the scores of one of the `sets`; where `fitted` are given, also by a fit to these without it."""
     rows = each.rows
     others = [row for other in sets if other is not each for row in other.rows]
     predictions = [SHIPPED.predict(row) for row in rows]
     predicted = [prediction.step_seconds for prediction in predictions]
     print(f"{each.name}, {len(rows)} rows")
     print(f"  predictor                {scores(predicted, rows)}")
-    if leave_out:
-        parameters = fitted_without(each, sets)
+    if fitted:
+        parameters = fitted_without(each, fitted)
         print(f"    fitted without it      {scores([parameters.predict(row).step_seconds for row in rows], rows)}")
     print(f"  trivial baseline         {scores(baseline(rows, rows), rows)}")
     print(f"    fitted without it      {scores(baseline(rows, others), rows)}")
@@ -132,7 +173,7 @@ def report(each: PublishedSet, sets: Sequence[PublishedSet], leave_out: bool, sh
         print(f"  predicted to fit, though it ran out of memory: {missed} of {len(each.out_of_memory)}")
     for name in each.left_out:
         print(f"  left out: {name}")
-    if show_rows and len(rows) < 50:
+    if show_rows and len(rows) < 100:
         for p, n, row in zip(predicted, needed, rows, strict=True):
             memory = (
                 f", memory {row.memory_bytes / 1e9:5.1f} GB ({n / row.memory_bytes - 1:+.1%})"
@@ -166,6 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="print what a fit to all sets would change, and nothing else"
     )
+    parser.add_argument("--table", action="store_true", help="print one line for each set, and leave none out")
     parser.add_argument("--only", default="", metavar="NAME", help="sets whose name has this in it")
     arguments = parser.parse_args()
     sets = all_sets()
@@ -175,9 +217,13 @@ def main() -> None:
         for each in sets:
             print(f"{each.name:40} {scores([fitted.predict(row).step_seconds for row in each.rows], each.rows)}")
         return
-    for each in sets:
+    every = [*sets, *held_out_sets()]
+    if arguments.table:
+        table([each for each in every if arguments.only.lower() in each.name.lower()], every)
+        return
+    for each in every:
         if arguments.only.lower() in each.name.lower():
-            report(each, sets, not arguments.quick, arguments.rows)
+            report(each, every, [] if arguments.quick else sets, arguments.rows)
     if arguments.only:
         return
     report_layers(arguments.rows)

@@ -346,14 +346,14 @@ def test_other_software_is_predicted_on_different_families_in_one_pipeline():
     def predicted(stack=MEGATRON):
         return predict(Setup(job.model, 128, "fp16", stack), plan, cluster)
 
-    plain = predicted()
-    twice = interleaved(plain, plan, 2)
+    plain, setup = predicted(), Setup(job.model, 128, "fp16", MEGATRON)
+    twice = interleaved(plain, plan, 2, setup)
     assert twice.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
     assert sum(twice.breakdown_seconds.values()) == pytest.approx(twice.step_seconds)
     cut = predicted(replace(MEGATRON, sequence_parallel=True))
     assert cut.memory[0].memory.activations < plain.memory[0].memory.activations
     with pytest.raises(PlanError, match="no more virtual stages, here 8, than the model has layers with its ends, 6"):
-        interleaved(plain, plan, 4)
+        interleaved(plain, plan, 4, setup)
 
 
 def test_the_command_refuses_a_family_that_has_no_dtype_to_train_in(tmp_path):

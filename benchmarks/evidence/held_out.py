@@ -1,0 +1,87 @@
+"""Published sets that came after all constants were fitted, and to which nothing is fitted; each function tells its
+source. They are half of what each source has, so that others can score the other half.
+"""
+
+from dataclasses import replace
+
+from benchmarks.evidence.measured import load_measured
+from benchmarks.evidence.published import FOLDER, PublishedSet, summary
+from benchmarks.evidence.stacks import STACKS
+
+
+def dgxc() -> PublishedSet:
+    """Llama 3.1, Nemotron 4 and GPT-3 by NeMo, bf16 and fp8, 8 to 2,048 H100 and 128 to 512 GB200 (NVIDIA/
+    dgxc-benchmarking, README tables at v24.11.1, v25.02.02, v25.04.02 and v25.05.05). Configurations are as for
+    `published.nemo`; rows that are there too are left out. 340B of 2025 is assumed to be interleaved by 12."""
+    return summary("NeMo at DGX Cloud, H100 and GB200", "dgxc_h100_gb200.csv")
+
+
+def mlperf() -> PublishedSet:
+    """Llama 3.1 405B and 8B in fp8 on 8 to 2,560 H100, H200, B200, GB200 and GB300 (logs of MLPerf Training v5.0 and
+    v5.1). Assumed: ends count as a block each, nothing is recomputed. CUDA graphs are not described."""
+    return summary("MLPerf v5, Llama 3.1", "mlperf_llama.csv")
+
+
+def megatron_bridge() -> PublishedSet:
+    """Llama 3 by Megatron-Bridge 25.09 to 26.06 in bf16 and fp8 (NVIDIA-NeMo/Megatron-Bridge, docs/
+    performance-summary.md and its archive at 067f987). Assumed as for `mlperf`."""
+    return summary("Megatron-Bridge, H100 to GB300", "megatron_bridge.csv")
+
+
+def flagperf() -> PublishedSet:
+    """Llama 3 8B, Llama 2 70B and 7B by Megatron-Core 0.6 and FlagScale on A800, H800 and H100 (FlagOpen/FlagPerf at
+    1b5a030). Memory is nvidia-smi's. Assumed: ZeRO 1, exchanges at the end of a step, selective recomputing where
+    `recompute-activations` is told, else none."""
+    return summary("FlagPerf, A800, H800, H100", "flagperf.csv")
+
+
+def gipfelsturm() -> PublishedSet:
+    """Qwen 3 and Llama 3 shapes by Megatron-Core 0.16 on 4 to 32 GH200 (lsaie-ss26-gipfelsturm at 7644e91), fused
+    attention by cuDNN, FlashAttention 2 or 3, 512 to 8,192 positions."""
+    return summary("Gipfelsturm, 4 to 32 GH200", "gipfelsturm_gh200.csv")
+
+
+def internevo() -> PublishedSet:
+    """InternLM 7B on 8 to 1,024 A100-80, four ports of 100 Gb/s a node (InternLM/InternEvo, doc/en/
+    train_performance.md at c628a8c). States sharded within 4 or 8 devices are taken as ZeRO 1."""
+    return summary("InternEvo, 8 to 1,024 A100", "internevo_a100.csv")
+
+
+def nanotron() -> PublishedSet:
+    """A Llama of 1B by nanotron in July 2024 on 8 and 16 H100 (nanotron/old_bench). Memory is what torch reserved. EFA
+    of 400 Gb/s a device is assumed."""
+    return summary("nanotron, 8 and 16 H100", "nanotron_h100.csv")
+
+
+def yafsdp() -> PublishedSet:
+    """Llama by torch's FSDP and by YaFSDP, a rewrite of it, on 64 to 256 A100-80, one row each (yandex/YaFSDP at
+    669fc36). HDR and bf16 are assumed."""
+    return summary("FSDP and YaFSDP, 64 to 256 A100", "yafsdp_a100.csv")
+
+
+def diloco() -> PublishedSet:
+    """A Llama of 31M on 4 nodes of one L40S each, links shaped to 0.05 to 5 Gb/s (Adnan082/diloco-measured at 07b7885).
+    Data parallel, and local updates that are exchanged after each step; fp32 throughout."""
+    return summary("DiLoCo, 4 L40S on slow links", "diloco_l40s.csv")
+
+
+def dtfm() -> PublishedSet:
+    """GPT of 1.3B and more by Megatron-LM and by DT-FM's pipelines (GPipe) on up to 64 V100, links of 1 to 25 Gb/s and
+    0.1 to 50 ms (DS3Lab/Decentralized_FM_alpha at cb03043). Networks that are even only, and no parameter server."""
+    return summary("DT-FM, 3 to 64 V100 on slow links", "dtfm_v100.csv")
+
+
+def golden_memory() -> list[tuple[str, float, float]]:
+    """Return of Megatron-LM's own functional tests what torch allocated on the last rank at the peak: (name, bytes as
+    published, bytes as predicted). Small models on 4 or 8 A100, H100 and GB200 (NVIDIA/Megatron-LM at d98e8a6)."""
+    result = []
+    for row in load_measured(FOLDER / "megatron_golden_memory.csv"):
+        stack = replace(STACKS[row.run.stack], reserved_bytes=0.0, communicator_bytes=0.0)
+        last = next(stage for stage in row.run.memory(stack) if row.run.num_devices - 1 in stage.ranks)
+        result.append((row.name, row.memory_bytes or 0.0, last.memory.total))
+    return result
+
+
+def held_out_sets() -> list[PublishedSet]:
+    sets = dgxc, mlperf, megatron_bridge, flagperf, gipfelsturm, internevo, nanotron, yafsdp, diloco, dtfm
+    return [each() for each in sets]
