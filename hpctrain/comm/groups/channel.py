@@ -159,9 +159,10 @@ def make_channel(
         except NoRoomError as error:  # on both ends
             refusal = str(error)
     backend = routes.message_backend(ranks, instruments.pace)
-    # The channel records messages; the trace also shows those that go out while the rank computes.
-    outgoing = Group(ranks, backend, patience, instruments.unrecorded(), engine.add_lane())
-    incoming = Group(ranks, backend, patience, Instruments(pace=instruments.pace), engine.add_lane())
+    # The channel records messages; the trace also shows those that go out while the rank computes. All in flight are
+    # posted at once: where bytes are long under way, a message does not wait for the one before to arrive.
+    outgoing = Group(ranks, backend, patience, instruments.unrecorded(), engine.add_lane(moves_all=True))
+    incoming = Group(ranks, backend, patience, Instruments(pace=instruments.pace), engine.add_lane(moves_all=True))
     channel = MessageChannel(outgoing, incoming, depth, patience, instruments)
     channel.reason = refusal or channel.reason
     return channel

@@ -1,8 +1,8 @@
 """Lanes: operations that continue while the rank computes.
 
-One `ProgressEngine` moves all lanes of a rank: a poll advances the first operation of every lane. A thread polls while
-there is work, so that progress never depends on the main thread. A main thread that waits polls too, which saves the
-time of waking the other thread.
+One `ProgressEngine` moves all lanes of a rank: a poll advances the first operation of every lane, or all of them. A
+thread polls while there is work, so that progress never depends on the main thread. A main thread that waits polls too,
+which saves the time of waking the other thread.
 """
 
 import threading
@@ -20,11 +20,11 @@ from hpctrain.comm.waiting import (
 
 
 class Lane:
-    """An ordered stream of operations that move one after the other; several lanes move independently."""
+    """An ordered stream of operations that begin one after the other; several lanes move independently."""
 
-    def __init__(self, engine: "ProgressEngine"):
+    def __init__(self, engine: "ProgressEngine", moves_all: bool):
         """Only `ProgressEngine.add_lane` calls it."""
-        self._engine = engine
+        self._engine, self._moves_all = engine, moves_all
         self.queue: deque[Operation] = deque()
         self._abandoned: list[Operation] = []
         """Abandoned operations, kept alive since MPI may still write into their tensors."""
@@ -51,7 +51,15 @@ class Lane:
         while self.queue and self.queue[0].advance():
             self.queue.popleft()
             ended = True
+        if self._moves_all:
+            for operation in tuple(self.queue)[1:]:
+                operation.advance()
         return ended
+
+    def not_before(self) -> float:
+        """Return the `time.monotonic` before which it does not move by itself; 0: polling may help at any time."""
+        moving = self.queue if self._moves_all else tuple(self.queue)[:1]
+        return min(operation.not_before() for operation in moving)
 
 
 class ProgressEngine:
@@ -70,8 +78,9 @@ class ProgressEngine:
             self._thread = threading.Thread(target=self._run, name="lanes", daemon=True)
             self._thread.start()
 
-    def add_lane(self) -> Lane:
-        lane = Lane(self)
+    def add_lane(self, moves_all: bool = False) -> Lane:
+        """Return a new lane. An operation moves when the one before has ended; with `moves_all` when it has begun."""
+        lane = Lane(self, moves_all)
         with self._lock:
             self._lanes.append(lane)
         return lane
@@ -121,7 +130,7 @@ class ProgressEngine:
     def _not_before(self) -> float:
         """Return the `time.monotonic` before which no lane moves by itself; 0: polling may help at any time."""
         with self._lock:
-            return min((lane.queue[0].not_before() for lane in self._lanes if lane.queue), default=0.0)
+            return min((lane.not_before() for lane in self._lanes if lane.queue), default=0.0)
 
     def finish(self) -> None:
         """Wait for the operations in flight on all lanes."""

@@ -11,8 +11,17 @@ from hpctrain.planner.prices.network import ClusterNetwork, Port
 from hpctrain.planner.prices.setup import Setup
 
 
-def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
-    """Return by source and target the seconds until the target has a microbatch's message."""
+class MessageCost(NamedTuple):
+    """What a microbatch's message from one tile to another takes."""
+
+    seconds: float
+    """Seconds until the target has it."""
+    under_way: float = 0.0
+    """Seconds of these after its last byte has left, when the next one may leave: latency, and what gathers it."""
+
+
+def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], MessageCost]:
+    """Return by source and target what a microbatch's message takes."""
     return _Messages(setup, plan, network).all()
 
 
@@ -66,7 +75,7 @@ class _Messages:
         """How many messages of each size a NIC passes at once, by where they cross."""
         self._known: dict[tuple, float] = {}
 
-    def all(self) -> dict[tuple[Tile, Tile], float]:
+    def all(self) -> dict[tuple[Tile, Tile], MessageCost]:
         """Return the messages."""
         every = []
         for tile, forward in itertools.product(self._plan.tiles, (True, False)):
@@ -76,28 +85,30 @@ class _Messages:
             for part, sender, receiver in arrival.messages():
                 for port, _ in self._network.ports(sender, receiver):
                     self._passed.setdefault((arrival.crosses, port), Counter())[part.num_bytes] += 1
-        result: dict[tuple[Tile, Tile], float] = {}
+        result: dict[tuple[Tile, Tile], MessageCost] = {}
         for arrival in every:
             gather = self._gather_seconds(arrival)
-            for source, seconds in self._seconds(arrival).items():
-                result[arrival.sources[source], arrival.tile] = seconds + gather  # as if it came so much later
+            for source, (seconds, under_way) in self._costs(arrival).items():
+                # as if it came so much later
+                result[arrival.sources[source], arrival.tile] = MessageCost(seconds + gather, under_way + gather)
         return result
 
-    def _seconds(self, arrival: _Arrival) -> dict[int, float]:
-        """Return when the last rank of a tile has what it is sent, by the source's place."""
-        result: dict[int, float] = {}
-        inside: dict[tuple[int, int], float] = {}
+    def _costs(self, arrival: _Arrival) -> dict[int, MessageCost]:
+        """Return what it takes until the last rank of a tile has what it is sent, by the source's place."""
+        result: dict[int, MessageCost] = {}
+        inside: dict[tuple[int, int], MessageCost] = {}
         for part, sender, receiver in arrival.messages():
+            latency = self._network.latency_seconds(sender, receiver)
             if flows := self._flows(arrival.crosses, self._network.ports(sender, receiver), part.num_bytes):
-                seconds = self._network.seconds(sender, receiver, part.num_bytes, flows)
-                result[part.source] = max(result.get(part.source, 0.0), seconds)
+                cost = MessageCost(self._network.seconds(sender, receiver, part.num_bytes, flows), latency)
+                result[part.source] = max(result.get(part.source, cost), cost)
             elif sender != receiver:  # one after the other, by the receiver's link
                 seconds, key = self._network.seconds(sender, receiver, part.num_bytes), (part.source, part.receiver)
-                inside[key] = inside.get(key, 0.0) + seconds
+                inside[key] = MessageCost(inside.get(key, MessageCost(0.0)).seconds + seconds, latency)
             else:
-                result.setdefault(part.source, 0.0)
-        for (source, _), seconds in inside.items():
-            result[source] = max(result.get(source, 0.0), seconds)
+                result.setdefault(part.source, MessageCost(0.0))
+        for (source, _), cost in inside.items():
+            result[source] = max(result.get(source, cost), cost)
         return result
 
     def _flows(self, crosses: tuple[int, bool], ports: tuple[tuple[Port, float], ...], num_bytes: float) -> float:

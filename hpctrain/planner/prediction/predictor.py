@@ -12,7 +12,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.arrivals import arrivals, crossing
+from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simulate
@@ -201,12 +201,14 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
-        messages, agree, crossed = self._messages
-        return Costs(tiles, messages, self._gradient_exchanges(), agree, self._blocking_share or 0.0, crossed)
+        costs, agree, crossed = self._messages
+        seconds, under_way = ({pair: cost[i] for pair, cost in costs.items()} for i in (0, 1))
+        blocking = self._blocking_share or 0.0
+        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way)
 
     @cached_property
-    def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
-        """The seconds of messages between tiles, those until all agree, and which messages leave a node."""
+    def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:
+        """What messages between tiles take, the seconds until all agree, and which messages leave a node."""
         messages = arrivals(self.setup, self.plan, self.network)
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)

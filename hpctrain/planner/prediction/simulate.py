@@ -3,7 +3,8 @@
 The loop of `plan.schedule_run` says what happens; this module says when:
 
 - Each tile has a clock. Ranks with several tiles use that of the first.
-- A message leaves when it is sent, after those before it on its channel, and arrives after its seconds.
+- A message leaves when it is sent, after those before it on its channel, and arrives after its seconds. It occupies its
+  wire for its bytes, not while it is under way.
 - Messages that leave a node forward and backward share a NIC, one after the other.
 - A receive waits for its message, and a send waits while the channel is full.
 - All tiles synchronise to sum gradients and to agree on the step.
@@ -81,6 +82,8 @@ class _Clock(Runner):
 @dataclass(eq=False)
 class _Wire(Wire):
     seconds: float = 0.0
+    under_way: float = 0.0
+    """Seconds of these after the message has left."""
     leaves: bool = False
     """Whether its messages leave a node."""
     arrivals: deque[float] = field(default_factory=deque)
@@ -127,11 +130,14 @@ class Simulation(ScheduleRun):
         return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
 
     def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
-        return _Wire(ends, *rest, seconds=self._costs.messages[ends], leaves=ends in self._costs.leaving)
+        under_way = self._costs.under_way.get(ends, 0.0)
+        leaves = ends in self._costs.leaving
+        return _Wire(ends, *rest, seconds=self._costs.messages[ends], under_way=under_way, leaves=leaves)
 
     def prices(self, tiles: Sequence[Tile]) -> object:
         pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
-        messages = tuple((self._costs.messages[ends], ends in self._costs.leaving) for ends in pairs)
+        costs = self._costs
+        messages = tuple((costs.messages[e], costs.under_way.get(e), e in costs.leaving) for e in pairs)
         return tuple(self._costs.tiles[tile] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
@@ -155,12 +161,13 @@ class Simulation(ScheduleRun):
         for wire in wires:
             if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
-            wire.free_at = max(clock.now, wire.free_at, others if wire.leaves else 0.0) + wire.seconds
+            start = max(clock.now, wire.free_at, others if wire.leaves else 0.0)
+            wire.free_at = start + wire.seconds - wire.under_way
             if wire.leaves:
                 clock.sent_at[step.op] = max(wire.free_at, clock.sent_at.get(step.op, 0.0))
-            wire.arrivals.append(wire.free_at)
+            wire.arrivals.append(wire.free_at + wire.under_way)
         if share := self._costs.blocking_share:
-            end = max(wire.free_at - wire.seconds * (1 - share) for wire in wires)
+            end = max(wire.free_at - (wire.seconds - wire.under_way) * (1 - share) for wire in wires)
             clock.parts["pipeline"] += clock.wait_until(end)
         clock.done[step.virtual_stage] = clock.now
 

@@ -151,6 +151,10 @@ class ClusterNetwork:
         """Return the seconds of a message while `flows` messages like it use the same NIC."""
         return self._message_seconds(self._number(source, target), num_bytes, flows)
 
+    def latency_seconds(self, source: int, target: int) -> float:
+        """Return the part of a message's seconds in which others may follow it: the time that a byte is under way."""
+        return self._numbered[self._number(source, target)].latency_seconds
+
     def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
         link = self._numbered[number]
         if link.between == "device":

@@ -256,3 +256,5 @@ class Costs:
     """Share of each message's time during which its sender computes nothing."""
     leaving: frozenset[tuple[Tile, Tile]] = frozenset()
     """Pairs of tiles whose messages leave a node. A rank's forward and backward messages share its NIC."""
+    under_way: Mapping[tuple[Tile, Tile], float] = field(default_factory=dict)
+    """Seconds of each message in which the next one may leave: a message occupies its wire for its bytes alone."""

@@ -24,6 +24,8 @@ class StageMessages(NamedTuple):
     """Seconds of the gradient's message to the stage before."""
     leave_node: bool = False
     """Whether they leave a node: what a stage sends forward and backward shares a NIC then."""
+    under_way: float = 0.0
+    """Seconds of each of them in which the next one may leave."""
 
 
 def done_after(
@@ -64,8 +66,9 @@ def done_after(
                     num_forward[i] += 1
                     if after:
                         nic_free_at = gradient_sent[i] if shares_nic else 0.0
-                        activation_sent[i] = max(now[i], activation_sent[i], nic_free_at) + after.activation
-                        activations_at[i + 1].append(activation_sent[i])
+                        start = max(now[i], activation_sent[i], nic_free_at)
+                        activation_sent[i] = start + after.activation - after.under_way
+                        activations_at[i + 1].append(start + after.activation)
                 else:
                     if after:
                         if len(gradients_at[i]) == num_backward[i]:
@@ -75,8 +78,8 @@ def done_after(
                         start = max(
                             now[i] + backward - weight, gradient_sent[i], activation_sent[i] if shares_nic else 0.0
                         )
-                        gradient_sent[i] = start + before.gradient
-                        gradients_at[i - 1].append(gradient_sent[i])
+                        gradient_sent[i] = start + before.gradient - before.under_way
+                        gradients_at[i - 1].append(start + before.gradient)
                     now[i] += backward
                     num_backward[i] += 1
     if num_run == microbatches:

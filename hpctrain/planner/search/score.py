@@ -337,6 +337,7 @@ class Scorer:
             self._message_seconds(ranks, choice.grid, others, other.grid, rows),
             self._message_seconds(others, other.grid, ranks, choice.grid, rows),
             bool(self.costs.network.ports(ranks[0], others[0])),
+            self.costs.network.latency_seconds(ranks[0], others[0]),
         )
 
     def _message_seconds(

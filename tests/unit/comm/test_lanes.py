@@ -112,3 +112,30 @@ def test_a_blocking_call_begins_when_what_was_started_has_ended():
     group.all_reduce(torch.tensor([2.0]))
     assert order == ["1 begins", "1 ends", "2 begins", "2 ends"]
     started.wait()
+
+
+@pytest.mark.parametrize("moves_all", [True, False])
+def test_messages_of_a_channel_are_posted_while_others_are_under_way(moves_all):
+    """A relay holds what was posted: on a lane that moves all, three messages are under way together."""
+    lane, held = ProgressEngine(threaded=False).add_lane(moves_all), []
+
+    def posting(number):
+        def steps():
+            held.append(number)
+            yield Condition(lambda: number not in held, "the relay to let it go")
+
+        return Operation(Instruments(), "send", 0, steps(), SOON, is_overlapped=True)
+
+    messages = [posting(number) for number in range(3)]
+    for message in messages:
+        lane.begin(message)
+    assert held == ([0, 1, 2] if moves_all else [0]), "in their order"
+    if moves_all:
+        held.remove(1)
+        assert messages[1].done() and not messages[0].done()
+    while held:
+        held.remove(held[0])
+        lane.advance()
+    for message in messages:
+        message.wait()
+    assert not lane.queue

@@ -23,7 +23,7 @@ CARDS = DescribedRun(
 
 def message_seconds(run: DescribedRun, stack: Stack) -> float:
     setup: Setup = run.setup(stack)
-    return max(arrivals(setup, run.plan, NcclNetwork(run.cluster)).values())
+    return max(arrivals(setup, run.plan, NcclNetwork(run.cluster)).values()).seconds
 
 
 def test_ranks_of_a_stage_share_a_message_and_gather_it_inside_the_node():

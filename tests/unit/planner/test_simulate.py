@@ -60,7 +60,8 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     elif data.draw(st.booleans()):
         tile = data.draw(st.sampled_from(list(copies)))
         tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
-    costs = Costs(tiles, messages, tuple(exchanges), agree_seconds=0.1, leaving=frozenset(leaving))
+    under_way = {pair: data.draw(st.sampled_from([0.0, 0.5])) * seconds for pair, seconds in messages.items()}
+    costs = Costs(tiles, messages, tuple(exchanges), 0.1, leaving=frozenset(leaving), under_way=under_way)
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,3 +96,20 @@ def test_what_a_stage_sends_forward_and_backward_shares_its_nic():
     across = simulate(plan, schedules, Costs(cost, messages, leaving=frozenset(pairs))).step_seconds
     assert across >= 2 * plan.microbatches * 1.0, "forty messages leave one node"
     assert inside < across
+
+
+def test_delays_of_messages_one_after_the_other_overlap():
+    """Two sites: a stage sends while earlier messages are under way, so that it waits for one delay, not for all."""
+    plan = Plan(tuple(Tile(Interval(3 * i, 3 * i + 3), Interval(0, 1), (i,), extra_warmup=9) for i in range(2)), 10, 1)
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(0.01),), (PassCost(0.02),)))
+    pairs = [pair for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))]
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+
+    def step(delay: float, num_bytes: float, is_under_way: bool) -> float:
+        under_way = dict.fromkeys(pairs, delay if is_under_way else 0.0)
+        costs = Costs(cost, dict.fromkeys(pairs, delay + num_bytes), leaving=frozenset(pairs), under_way=under_way)
+        return simulate(plan, schedules, costs).step_seconds
+
+    assert step(0.5, 0.001, True) - step(0.0, 0.001, True) == pytest.approx(2 * 0.5, rel=0.1), "there and back"
+    assert step(0.5, 0.001, False) > 5.0, "each occupies the wire"
+    assert step(0.0, 0.1, True) > 10 * 0.1, "bytes do"
