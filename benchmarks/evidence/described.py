@@ -83,6 +83,8 @@ class DescribedRun:
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
     """In place of the stack's, where the model's activation function is another one."""
+    cuda_graphs: bool = False
+    """Whether the host starts whole passes as graphs, so that no operation waits for it."""
     blocking_launches: bool = False
     """Whether the host waits for each operation before it starts the next (`CUDA_LAUNCH_BLOCKING`)."""
 
@@ -134,6 +136,8 @@ class DescribedRun:
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
         stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept, tensor_slowdown=1.0)
+        if self.cuda_graphs:
+            stack = replace(stack, dispatch_seconds=0.0)
         if self.overlapped:
             size = ITEM_BYTES[self.dtype]
             stack = replace(stack, own_gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)

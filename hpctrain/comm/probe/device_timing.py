@@ -56,6 +56,8 @@ class DeviceFigures(NamedTuple):
     """FLOP/s of a product by dtype and shape; shapes that would have taken too long are left out."""
     overlap_slowdown: float | None = None
     """Computing time with overlapped communication over that without; None where the device cannot do both at once."""
+    operation_seconds: float | None = None
+    """Seconds that the host needs to start an operation; None where the device is its host."""
     reserved_bytes: int = 0
     """Bytes of the memory that no plan may fill."""
     free_host_bytes: int | None = None
@@ -94,7 +96,7 @@ def measure_device(
     """
     on_cpu = accelerator.kind == "cpu"
     memory = accelerator.memory().total // (ranks_on_host if on_cpu else 1)
-    budget = TimeBudget(seconds, len(dtypes) * len(SHAPES) + 2)
+    budget = TimeBudget(seconds, len(dtypes) * len(SHAPES) + 3)
     speeds: dict[tuple[str, Shape], float] = {}
     for name in dtypes:
         most_bytes = memory // SHARE_OF_MEMORY if name in accelerator.measured_dtypes else 0
@@ -107,9 +109,11 @@ def measure_device(
     comm.barrier()
     share = budget.next_share()
     host_copied = None if on_cpu else num_bytes / host_copy_seconds(accelerator, num_bytes, share)
-    reserved = accelerator.reserved_bytes()
-    model = accelerator.model
-    return DeviceFigures(family, accelerator.kind, model, memory, copied, host_copied, speeds, reserved_bytes=reserved)
+    comm.barrier()
+    share = budget.next_share()
+    started = None if on_cpu else operation_seconds(accelerator, share)
+    figures = DeviceFigures(family, accelerator.kind, accelerator.model, memory, copied, host_copied, speeds)
+    return figures._replace(operation_seconds=started, reserved_bytes=accelerator.reserved_bytes())
 
 
 def measure_products(
@@ -181,6 +185,21 @@ def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
 
     directions = ((host, there), (there, host))
     return max(seconds_of(lambda w=direction: one_direction(*w), accelerator, seconds / 2) for direction in directions)
+
+
+SMALL_OPERATIONS = 8
+"""Operations of `operation_seconds`: a product, its activation and a sum, their five of the backward pass."""
+
+
+def operation_seconds(accelerator: Accelerator, seconds: float) -> float:
+    """Return what the host needs to start an operation, in passes whose tensors are so small that the device waits."""
+    weight = torch.ones(8, 8, device=accelerator.device, requires_grad=True)
+    data = torch.ones(8, 8, device=accelerator.device)
+
+    def both_passes() -> None:
+        torch.nn.functional.gelu(data @ weight).sum().backward()
+
+    return seconds_of(both_passes, accelerator, seconds) / SMALL_OPERATIONS
 
 
 # Products short enough that many are computed while bytes move, and large enough to keep the device busy.

@@ -179,6 +179,9 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
     comments[f"{key}.products"] = (
         "[m, k] @ [k, n]; shapes that would have taken too long are left out. Each the best of some rounds."
     )
+    started = [other.operation_seconds for other in figures if other.operation_seconds]
+    if started:
+        comments[f"{key}.operation_seconds"] = "Of small operations of a forward and a backward pass: the host's time."
     slowed = [other.overlap_slowdown for other in figures if other.overlap_slowdown]
     if slowed:
         comments[f"{key}.overlap_slowdown"] = "A product while an all-reduce of all ranks is in flight, of one without."
@@ -195,6 +198,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
             ProductSpeed(dtype=dtype, shape=shape, flops_per_second=_short(speed))
             for (dtype, shape), speed in speeds.items()
         ),
+        operation_seconds=_short(statistics.median(started)) if started else None,
         overlap_slowdown=_short(statistics.median(slowed)) if slowed else None,
         measured_at_once=at_once,
     )

@@ -69,6 +69,9 @@ Name = Annotated[str, AfterValidator(check_name)]
 
 OVERFLOW_MARGIN = 0.02
 """The share of a device's memory that stays free beyond what an overflow showed: the run ended before it needed all."""
+HOST_OPERATION_SECONDS = 10e-6
+"""What a host needs to start one operation of a pass, where nobody measured it: the interpreter, the library and the
+driver of a server of x86."""
 MANY_ROWS = 64
 """Products of so many times `half_speed_rows` have the sustained speed."""
 
@@ -127,6 +130,8 @@ class Family(Figures):
     half_speed_rows: Annotated[float, Field(ge=0, le=MOST_NUMBER)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
+    operation_seconds: Seconds | None = None
+    """What its host needs to start one operation of a pass; CPUs leave it out."""
     overlap_slowdown: Slowdown | None = None
     """The factor by which it computes longer while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None

@@ -9,9 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpctrain.config.clusters.cluster import Family
+from hpctrain.config.clusters.cluster import HOST_OPERATION_SECONDS, Family
 
 LIST_COMMAND = "`hpctrain catalogue` lists them"
+GRACE_OPERATION_SECONDS = 50e-6
+"""What a Grace processor needs to start an operation: a microbatch of a Qwen 3 of 14B takes 0.21 s by tensor 4, with
+512, 1,024 and 2,048 positions, which is 50 us for each of some 4,100 operations (lsaie-ss26-gipfelsturm, at 7644e91)."""
 LINK_LATENCY_SECONDS = 10e-6
 """Of a message of a collective library between devices of a node: NCCL's by its own tests."""
 
@@ -30,6 +33,8 @@ class CatalogueEntry:
     family_name: str
     """The name of its entry in `EFFICIENCIES`."""
     source: str
+    operation_seconds: float = HOST_OPERATION_SECONDS
+    """What its host needs to start an operation, where the host is a part of the module."""
 
     def family(self, name: str, reserved_bytes: int | None = None) -> Family:
         """Return it as a cluster file's family; `reserved_bytes` in place of the default."""
@@ -41,6 +46,7 @@ class CatalogueEntry:
             memory_bytes_per_second=self.memory_bytes_per_second,
             peak_flops_per_second=self.peak_flops_per_second,
             reserved_bytes=reserved_bytes,
+            operation_seconds=self.operation_seconds,
         )
 
 
@@ -89,7 +95,7 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "NVIDIA H200 data sheet, SXM5"),
     "GH200": CatalogueEntry(
         "cuda", 94.5 * GIB, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
-        "NVIDIA GH200 data sheet, 96 GB"),
+        "NVIDIA GH200 data sheet, 96 GB", GRACE_OPERATION_SECONDS),
     "B200": CatalogueEntry(
         "cuda", 178.3 * GIB, 7.7e12, _fp(75e12, 2250e12, 2250e12, 1120e12), 900e9, "blackwell",
         "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved"),
@@ -110,7 +116,7 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "NVIDIA HGX B300 data sheet, an eighth of its figures with sparsity halved"),
     "GB300": CatalogueEntry(
         "cuda", 277.0 * GIB, 8.0e12, _fp(80e12, 2500e12, 2500e12, 1250e12), 900e9, "blackwell",
-        "NVIDIA GB300 NVL72 data sheet, a 72nd of its figures with sparsity halved"),
+        "NVIDIA GB300 NVL72 data sheet, a 72nd of its figures with sparsity halved", GRACE_OPERATION_SECONDS),
     "A10": CatalogueEntry(
         "cuda", 22.2 * GIB, 0.6e12, _fp(31.2e12, 125e12, 125e12, 62.5e12), 32e9, "ga102",
         "NVIDIA A10 data sheet, PCIe 4"),
@@ -137,7 +143,7 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "NVIDIA P100 data sheet, SXM2"),
     "GB200": CatalogueEntry(
         "cuda", 184.0 * GIB, 8.0e12, _fp(80e12, 2450e12, 2450e12, 1225e12), 900e9, "blackwell",
-        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)"),
+        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)", GRACE_OPERATION_SECONDS),
     "V100": CatalogueEntry(
         "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta",
         "NVIDIA V100 data sheet, SXM2, 16 GB"),

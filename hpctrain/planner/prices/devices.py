@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family, Profile
+from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, HOST_OPERATION_SECONDS, ITEM_BYTES, Family, Profile
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_chip
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
@@ -93,6 +94,16 @@ class DeviceModel:
         return self.family.peak_flops_per_second.get(self.computes_in or dtype) or self.speed(dtype)
 
     @cached_property
+    def operation_seconds(self) -> float:
+        """Return what its host needs to start an operation, by the file, else by its model."""
+        if self.family.kind == "cpu":
+            return 0.0
+        name = lookup_chip(self.family.model or "")
+        return self.family.operation_seconds or (
+            ACCELERATORS[name].operation_seconds if name else HOST_OPERATION_SECONDS
+        )
+
+    @cached_property
     def memory_bytes_per_second(self) -> float:
         measured = self.family.origin_of("memory_bytes_per_second") == "measured"
         return self.family.memory_bytes_per_second * (1.0 if measured else self.efficiency.memory_share)
@@ -133,8 +144,8 @@ class DeviceModel:
             for p in work.products
         )
         computed += self.pass_seconds(work.passed_bytes) + work.operations * self.efficiency.launch_seconds
-        dispatch = 0.0 if self.family.kind == "cpu" else stack.dispatch_seconds
-        return max(computed, (len(work.products) + work.operations) * dispatch)
+        started = len(work.products) + work.operations + len(work.exchanges)
+        return max(computed, started * stack.dispatch_seconds * self.operation_seconds / HOST_OPERATION_SECONDS)
 
     def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
         speed, processors = self.speed(dtype), self.efficiency.processors

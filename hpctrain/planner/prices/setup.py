@@ -92,7 +92,8 @@ class Stack:
     tensor_slowdown: float | None = None
     """Factor by which products take longer while collectives of x and y overlap them; None: the device's own."""
     dispatch_seconds: float = 8e-6
-    """Seconds that the host needs to start an operation: the least that each of several small ones takes."""
+    """Seconds to start an operation on a host of `HOST_OPERATION_SECONDS`, on others in proportion: the least that each
+    of several small ones takes."""
     vocabulary_multiple: int = 1
     """Multiple to which the vocabulary ids of a rank of y are padded."""
 

@@ -188,7 +188,7 @@ def figures_of(place: Place, slower: float = 1.0) -> DeviceFigures:
         speeds["bf16", (64, 64, 64)] = 2e9
     kind = "cuda" if place.family == "fast" else "cpu"
     copied, slowed = (1e9, 1.2) if kind == "cuda" else (None, None)
-    return DeviceFigures(place.family, kind, "A 100", 1 << 30, 2e9, copied, speeds, slowed)
+    return DeviceFigures(place.family, kind, "A 100", 1 << 30, 2e9, copied, speeds, slowed, slowed and 4e-5)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,7 @@ def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
     fast, slow = cluster.families["fast"], cluster.families["slow"]
     assert (fast.kind, fast.measured_at_once, fast.host_copy_bytes_per_second) == ("cuda", 4, 1e9)
     assert (fast.overlap_slowdown, slow.overlap_slowdown) == (1.2, None)
+    assert (fast.operation_seconds, slow.operation_seconds) == (4e-5, None)
     assert slow.sustained_flops_per_second == {"fp32": 5e9}
     assert "3 ranks; figures are the median rank's. They differ by up to 2.00x. 3 ranks of a host measured" in text
     assert [nodes.count for nodes in cluster.nodes] == [2, 1]

@@ -12,6 +12,7 @@ from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup, Stack
+from hpctrain.planner.prices.work import Exchange, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
@@ -61,6 +62,19 @@ def test_a_host_that_waits_for_each_operation_starts_none_ahead():
     operations = 4 * (30 + 50 + 18)  # of the blocks of a stage
     passes = 8 + 1  # of the slower stage, after the other's first
     assert waiting - ahead == pytest.approx(passes * operations * DEEPSPEED.dispatch_seconds, rel=0.15)
+
+
+def test_a_pass_of_small_operations_takes_its_hosts_time_and_collectives_are_operations():
+    def seconds(accelerator: str, exchanges: int = 0, measured: float | None = None) -> float:
+        family = replace(CARDS, accelerator=accelerator).cluster.families[accelerator]
+        family = family.model_copy(update={"operation_seconds": measured or family.operation_seconds})
+        work = PassWork(operations=20, exchanges=[Exchange("y", "all_reduce", 8)] * exchanges)
+        return DeviceModel("a", family).work_seconds(work, "bf16", MEGATRON)
+
+    assert seconds("H100") == pytest.approx(20 * 10e-6)
+    assert seconds("GH200") == pytest.approx(20 * 50e-6), "Grace"
+    assert seconds("GH200", 4) == pytest.approx(24 * 50e-6)
+    assert seconds("H100", measured=30e-6) == pytest.approx(20 * 30e-6), "as probed"
 
 
 def test_interleaving_shortens_no_wait_for_a_slower_stage():
