@@ -14,7 +14,7 @@ from hpctrain.config.clusters.cluster import HOST_OPERATION_SECONDS, Family
 LIST_COMMAND = "`hpctrain catalogue` lists them"
 GRACE_OPERATION_SECONDS = 50e-6
 """What a Grace processor needs to start an operation: a microbatch of a Qwen 3 of 14B takes 0.21 s by tensor 4, with
-512, 1,024 and 2,048 positions, which is 50 us for each of some 4,100 operations (lsaie-ss26-gipfelsturm, at 7644e91)."""
+512, 1,024 and 2,048 positions, 50 us for each of its 4,100 operations (lsaie-ss26-gipfelsturm, at 7644e91)."""
 LINK_LATENCY_SECONDS = 10e-6
 """Of a message of a collective library between devices of a node: NCCL's by its own tests."""
 
