@@ -12,7 +12,7 @@ from hpctrain.planner.prices.setup import Setup
 
 
 class MessageCost(NamedTuple):
-    """What a microbatch's message from one tile to another takes."""
+    """The seconds of a microbatch's message from one tile to another."""
 
     seconds: float
     """Seconds until the target has it."""

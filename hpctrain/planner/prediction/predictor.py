@@ -208,7 +208,7 @@ class Predictor:
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:
-        """What messages between tiles take, the seconds until all agree, and which messages leave a node."""
+        """The costs of messages between tiles, the seconds until all agree, and which messages leave a node."""
         messages = arrivals(self.setup, self.plan, self.network)
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)
