@@ -19,7 +19,7 @@ def dgxc() -> PublishedSet:
 def mlperf() -> PublishedSet:
     """Llama 3.1 405B and 8B in fp8 on 8 to 2,560 H100, H200, B200, GB200 and GB300 (logs of MLPerf Training v5.0 and
     v5.1). Assumed: ends count as a block each, nothing is recomputed. Configurations of 8B start CUDA
-    graphs (`config_common_cg.sh`), those of 405B where their name says so."""
+    graphs, those of 405B where their name says so."""
     return summary("MLPerf v5, Llama 3.1", "mlperf_llama.csv")
 
 
