@@ -9,7 +9,7 @@ A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished minia
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.tables import Table
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prices.cost import model_flops
 from hpctrain.planner.prices.devices import SLOWEST_WITH_TILES, DeviceModel
 from hpctrain.planner.prices.setup import Setup
@@ -236,6 +236,9 @@ class Miniature:
     scale: Scale | None
     """None: the cluster's file was a finished miniature."""
     real_job: Job
+    real_times: float | None = None
+    """Seconds of a step of the real job on the real cluster over those of the rehearsal, both predicted for one even
+    plan. None: nothing was scaled, or no even plan cuts the job."""
 
     @property
     def is_job_scaled(self) -> bool:
@@ -260,9 +263,20 @@ class Miniature:
             for what, factor in factors:
                 parts.append(f"{what} x {factor:.3g}" if factor > 0.5 else f"{what} 1/{1 / factor:,.0f}")
             parts.append(f"fp32 represents {self.scale.dtype}")
+            if self.real_times:
+                times = f"the real job is predicted to take {self.real_times:.2f} times as long"
+                parts.append(f"{times}: {self._difference}")
         else:
             parts.append("the cluster as it is")
         return f"rehearsal of {name}: {'; '.join(parts)}; {self.truth.time_scale:g} s for one of the cluster"
+
+    @property
+    def _difference(self) -> str:
+        """Say why a step of the real job, as `plan search` and `predict` have it, takes another time."""
+        tiles = "its products have tiles of real size"
+        if self.scale and self.scale.item_bytes == 2:
+            return f"it casts between fp32 and half precision, its gradients and moments are fp32, {tiles}"
+        return tiles
 
 
 def is_finished(cluster: Cluster, truth: Truth | None) -> bool:
@@ -308,7 +322,9 @@ def miniature(
         own = scale_truth(truth_of(cluster, truth, dtypes), dtypes, scale)
         given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
     seconds = time_scale or given or choose_time_scale(result, own, scaled, cores)
-    return Miniature(with_exact_links(result), own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
+    result = with_exact_links(result)
+    times = _real_times(job, cluster, scaled, result, scale) if scale else None
+    return Miniature(result, own.model_copy(update={"time_scale": seconds}), scaled, scale, job, times)
 
 
 def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:
@@ -424,6 +440,19 @@ def _memory_scale(cluster: Cluster, real: Job, scaled: Job, is_half: bool) -> fl
     except PlanError:  # a job that no even plan cuts
         needed = [4 * scaled.model.hidden_size**2, (2 if is_half else 4) * real.model.hidden_size**2]
     return needed[0] / needed[1]
+
+
+def _real_times(real: Job, cluster: Cluster, scaled: Job, rehearsed: Cluster, scale: Scale) -> float | None:
+    """Return `Miniature.real_times`."""
+    try:
+        plan = _even_plan(real, cluster)
+        dtype = dtypes_of(cluster, real).popitem()[1] if scale.item_bytes == 2 else "fp32"
+        dtypes = tuple(sorted(dtypes_of(cluster, real).items()))
+        setup = replace(Setup.of_job(real, dtype), by_family=dtypes)
+        seconds = (predict(setup, plan, cluster), predict(Setup.of_job(scaled, "fp32"), plan, rehearsed))
+    except PlanError:  # a job that no even plan cuts
+        return None
+    return seconds[0].step_seconds / seconds[1].step_seconds
 
 
 def _even_plan(job: Job, cluster: Cluster) -> Plan:

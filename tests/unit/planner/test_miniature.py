@@ -1,6 +1,7 @@
 """A cluster and a job that are scaled down together: what takes a second stays a second, and memory stays as full."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,9 @@ from hpctrain.config.clusters.cluster import ITEM_BYTES
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job, Model, load_job
-from hpctrain.jobs.common import ready_miniature
+from hpctrain.jobs.common import load_described, ready_miniature
 from hpctrain.plan.tiling import even_plan
+from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.buffers import message_bytes
@@ -204,7 +206,9 @@ def test_a_truth_of_real_size_goes_before_them():
     assert "v100" in made.truth.devices, "by its own figures"
     assert made.describe("ours") == (
         "rehearsal of ours: hidden 4096 -> 64, positions 2048 -> 32, vocabulary 128256 -> 2004 (1/64);"
-        " FLOP/s 1/262,144; bytes/s 1/2,048; memory 1/2,048; fp32 represents half precision; 7 s for one of the cluster"
+        " FLOP/s 1/262,144; bytes/s 1/2,048; memory 1/2,048; fp32 represents half precision; the real job is predicted"
+        f" to take {made.real_times:.2f} times as long: it casts between fp32 and half precision, its gradients and"
+        " moments are fp32, its products have tiles of real size; 7 s for one of the cluster"
     )
 
 
@@ -253,3 +257,15 @@ def test_a_miniature_has_the_figures_of_a_family_that_its_table_leaves_out():
     assert again.truth.devices["a100"] == made.truth.devices["a100"] and again.scale is None
     speed = made.cluster.families["v100"].sustained_flops_per_second["fp32"]
     assert again.truth.devices["v100"].flops_per_second == pytest.approx({"fp32": speed}, rel=0.02)
+
+
+def test_one_line_says_how_much_longer_the_real_job_takes_than_its_rehearsal():
+    """`plan search` and `predict` have the real job, a rehearsal the miniature: both predicted for one plan."""
+    name = "v100-t4"
+    described, job, made = load_described(name), load_job("mixed"), ready_miniature(name)
+    families = [device.family for device in described.cluster.devices]
+    plan = with_families(even_plan(job.model.num_items, TensorGrid(), 8, 1, 192, 1), families)
+    half = replace(Setup.of_job(job, "fp16"), by_family=tuple((each, "fp16") for each in sorted({*families})))
+    real = predict(half, plan, described.cluster).step_seconds
+    rehearsed = predict(Setup.of_job(made.job, "fp32"), plan, made.cluster).step_seconds
+    assert made.real_times == pytest.approx(real / rehearsed, rel=1e-6) and made.real_times > 1.1
