@@ -24,6 +24,7 @@ from hpctrain.jobs.common import load_described, load_job_on, ready_miniature, s
 from hpctrain.jobs.plan import search_and_summarise
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.prediction.forecast import BUSY
 from hpctrain.planner.search.search import Limits
 from hpctrain.planner.search.space import BY_SPEED, EVEN, by_speed_space, even_space
 
@@ -41,7 +42,8 @@ class Named:
 
 
 def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
-    """Return the plans of a cluster's rehearsal, those of the search first, and the gap of the best one to its bound.
+    """Return the plans of a cluster's rehearsal, those of the search first, and the share of the best one's
+    step that it takes if all devices are busy.
 
     The cluster's miniature is written to `path`.
     """
@@ -49,7 +51,7 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     job = made.job
     path.write_text(dump_cluster(made.cluster, truth=made.truth))
     described = load_described(str(path))
-    result, _ = search_and_summarise(job, described, Limits())
+    result, summary = search_and_summarise(job, described, Limits())
     best = result.plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
     for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
@@ -58,7 +60,7 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
             named.append(Named(name, restricted.plan, restricted.seconds))
         except PlanError as error:
             print(f"{cluster_name}, {name}: {error}", file=sys.stderr)
-    return named, result.gap
+    return named, summary["waterfall_seconds"][BUSY] / result.best.seconds
 
 
 def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
@@ -95,7 +97,7 @@ def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | Non
             print(json.dumps(summary), flush=True)
 
 
-def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, dict]) -> None:
+def show(cluster_name: str, plans: list[Named], busy: float, measured: dict[str, dict]) -> None:
     """Print a cluster's row, and below it what was measured."""
     by_name = {named.name: named for named in plans}
     best = plans[0]
@@ -106,7 +108,7 @@ def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, 
         result = by_name[name]
         return f"{result.seconds:.4g} ({result.seconds / best.seconds:.2f})"
 
-    print(f"| {cluster_name} | {best.seconds:.4g} | {gap:.1%} | {other(BY_SPEED)} | {other(EVEN)} |", flush=True)
+    print(f"| {cluster_name} | {best.seconds:.4g} | {busy:.1%} | {other(BY_SPEED)} | {other(EVEN)} |", flush=True)
     for name, result in measured.items():
         named = by_name[name]
         if result is None:
@@ -131,12 +133,12 @@ def main() -> None:
     if given.rehearse:
         rehearse(given.clusters[0], given.rehearse, given.steps, given.time_scale)
         return
-    print("| cluster | searched, s | gap | by speed, s (of searched) | even, s (of searched) |\n|---|--:|--:|--:|--:|")
+    print("| cluster | searched, s | all busy | by speed, s (times) | even, s (times) |\n|---|--:|--:|--:|--:|")
     slower = []
     for name in given.clusters or ready_clusters():
         with tempfile.TemporaryDirectory() as folder:
-            plans, gap = plans_of(name, Path(folder, f"{Path(name).stem}.toml"))
-        show(name, plans, gap, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
+            plans, busy = plans_of(name, Path(folder, f"{Path(name).stem}.toml"))
+        show(name, plans, busy, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
         slower += [f"{name}: {p.name}" for p in plans[1:] if p.seconds < plans[0].seconds * (1 - 1e-9)]
     if slower:
         sys.exit(f"predicted to be faster than what was searched: {', '.join(slower)}")

@@ -1,7 +1,7 @@
 """How long the planner's search takes, what memory it needs, and how far its plans may be from the best.
 
     python -m benchmarks.search
-    python -m benchmarks.search --table       the searched plan beside the one by speed, the even one and the bound
+    python -m benchmarks.search --table       the searched plan, the one by speed, the even one, all devices busy
     python -m benchmarks.search --sequence-parallel      even plans that cut positions over y, and that do not
 
 Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on different
@@ -24,6 +24,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.tiling import even_plan
+from hpctrain.planner.prediction.forecast import BUSY, format_waterfall, waterfall
 from hpctrain.planner.prediction.predictor import Prediction, predict
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search.search import search
@@ -114,9 +115,7 @@ def run(name: str) -> None:
     best, mfu = result.best, result.best.prediction.mfu
     print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {began:.2f} s,")
     print(f"    {peak / 1024:,.0f} MiB at the most, {(peak - before) / 1024:,.0f} of them for searching")
-    print(
-        f"    step {best.seconds:.4g} s, bound {result.lower_bound_seconds:.4g} s, gap {result.gap:.1%}, MFU {mfu:.1%};"
-    )
+    print(f"    step {best.seconds:.4g} s, MFU {mfu:.1%}: {format_waterfall(waterfall(best.predictor))};")
     print(f"    {result.searched}")
     print(f"    {best.describe([pool.name for pool in result.pools])}", flush=True)
 
@@ -127,8 +126,10 @@ SIZES = ((64, "llama-8b", 256), (256, "llama-70b", 1024), (1024, "llama-70b", 40
 
 
 def print_table() -> None:
-    """Print, for each cluster, the predicted seconds of the best plans of three spaces, and the bound."""
-    print("| devices | families | model | searched | by speed | even | bound |\n|--:|--:|---|--:|--:|--:|--:|")
+    """Print, for each cluster, the predicted seconds of the best plans of three spaces, and if all devices are busy."""
+    print(
+        "| devices | families | model | searched | by speed | even | all devices busy |\n|--:|--:|---|--:|--:|--:|--:|"
+    )
     for (num_devices, preset, batch), count in itertools.product(SIZES, (2, 4)):
         nodes = num_devices // count // PER_NODE
         case = Case(tuple((*each, nodes) for each in FAMILIES[:count]), preset, 4096, batch, math.inf)
@@ -140,7 +141,8 @@ def print_table() -> None:
                 summary.append(f"{seconds:.4g} s ({seconds / result.best.seconds:.2f})")
             except PlanError:
                 summary.append("does not fit")
-        summary.append(f"{result.lower_bound_seconds:.4g} s ({result.lower_bound_seconds / result.best.seconds:.2f})")
+        busy = waterfall(result.best.predictor)[BUSY]
+        summary.append(f"{busy:.4g} s ({busy / result.best.seconds:.2f})")
         print(f"| {num_devices:,} | {count} | {preset} | {' | '.join(summary)} |", flush=True)
 
 

@@ -25,7 +25,7 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
-from hpctrain.jobs.predict import format_parts, format_prediction, prediction_data, profile_source, with_overlap
+from hpctrain.jobs.predict import format_prediction, prediction_data, profile_source, with_overlap
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
@@ -34,6 +34,7 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.explain import MIB, reasons, runner_up
+from hpctrain.planner.prediction.forecast import Forecast, format_waterfall
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
@@ -188,7 +189,7 @@ def search_and_summarise(
     topology = topology_of(cluster, described.is_rehearsed)
     result = search_best(job, cluster, limits, described.name, space, setups_by_plan(asked, job, topology))
     resolved |= resolve_switches(asked, topology, result.best.plan)[1]
-    summary = prediction_data(result.best.prediction, job.train.resolved_dtype)
+    summary = prediction_data(Forecast.of(result.best.predictor).prediction, job.train.resolved_dtype)
     computing = families_in(job, cluster, described.name)
     if reason:
         summary["assumed_inputs"].append(reason)
@@ -212,8 +213,6 @@ def search_and_summarise(
         "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
         "filled": described.filled,
         "layout": _layout(result, 0),
-        "lower_bound_seconds": result.lower_bound_seconds,
-        "gap": result.gap,
         "searched": result.searched,
         "is_complete": result.is_complete,
         "wall_seconds": result.wall_seconds,
@@ -230,13 +229,12 @@ def _layout(result: SearchResult, number: int) -> str:
 
 def format_search(summary: dict, result: SearchResult, cluster: Cluster, verbose: bool = False) -> str:
     """Return the answer of a search for people: tiles, step, three reasons; `verbose` adds all that is known."""
-    best, parts = result.best, summary["breakdown_seconds"]
     low, high = summary["interval_seconds"]
     lines = [
         text_of(tiles_table(result)),
         f"step      {summary['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}, in {summary['dtype']}:"
         f" {summary['tokens_per_second']:,.0f} tokens/s, {summary['mfu']:.1%} of peak (MFU)",
-        f"of it     {format_parts(parts, summary['step_seconds'])}",
+        f"of it     {format_waterfall(summary['waterfall_seconds'])}",
         *(f"why       {reason}" for reason in summary["reasons"][: None if verbose else SHOWN_REASONS]),
         f"runner-up {summary['runner_up'] or 'none'}",
         *(f"warning   {warning}" for warning in summary["warnings"]),
@@ -244,7 +242,7 @@ def format_search(summary: dict, result: SearchResult, cluster: Cluster, verbose
     if not verbose:
         assumed = f"{len(summary['assumed_inputs'])} assumed inputs"
         return "\n".join([*lines, f"more      --verbose: {assumed}, all reasons, memory by part, other plans"])
-    lines += ["", format_prediction(summary, best.plan, cluster), *_search_lines(summary)]
+    lines += ["", format_prediction(summary, result.best.plan, cluster), *_search_lines(summary)]
     if summary["filled"]:
         lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in summary["filled"])]
     if summary["top"]:
@@ -293,7 +291,6 @@ def _with_comments(comments: Iterable[str], plan: Plan) -> str:
 def _search_lines(summary: dict) -> list[str]:
     searched = summary["searched"]
     return [
-        f"bound     no plan takes less than {summary['lower_bound_seconds']:.4g} s: the gap is {summary['gap']:.1%}",
         f"searched  {searched['scored']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them"
         f" simulated, in {summary['wall_seconds']:.2f} s, the first one after {summary['first_plan_seconds']:.2f} s"
         + ("; no other can be better" if summary["is_complete"] else ""),

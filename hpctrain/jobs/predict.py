@@ -1,6 +1,6 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 from rich.table import Table
@@ -16,12 +16,10 @@ from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
-from hpctrain.planner.prediction.predictor import Prediction, predict
+from hpctrain.planner.prediction.forecast import LEAST_SHARE, forecast
+from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
-
-LEAST_SHARE = 5e-4
-"""Smallest share of a step for which the line of parts shows a part."""
 
 
 @click.command("predict")
@@ -54,7 +52,7 @@ def command(job, overrides, cluster, plan_file, as_json):
     check_families(plan, [device.family for device in machine.devices], str(plan_file))
     loaded, resolved = with_overlap(loaded, described, plan)
     setup = Setup.of_job(loaded)
-    summary = prediction_data(predict(setup, plan, machine), setup.dtype) | {
+    summary = prediction_data(forecast(setup, plan, machine).prediction, setup.dtype) | {
         "resolved": resolved,
         "warnings": memory_warnings(setup, machine),
     }
@@ -90,6 +88,7 @@ def prediction_data(prediction: Prediction, dtype: str) -> dict:
         "step_seconds": prediction.step_seconds,
         "interval_seconds": list(prediction.interval_seconds),
         "breakdown_seconds": prediction.breakdown_seconds,
+        "waterfall_seconds": dict(prediction.waterfall_seconds),
         "memory_bytes": stages,
         "host_shortage": prediction.host_shortage,
         "fits": prediction.fits,
@@ -106,24 +105,14 @@ def profile_source(families: Sequence[str]) -> str:
     return f"compute seconds of {', '.join(families)}: profile of this job" if families else ""
 
 
-def format_parts(parts: Mapping[str, float], step_seconds: float) -> str:
-    """Return the parts of a step in one line, the largest first, and how much of them is overlapped."""
-    hidden = -parts.get("hidden", 0.0) / step_seconds
-    shares = {part: seconds / step_seconds for part, seconds in parts.items() if part != "hidden"}
-    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
-    text = ", ".join(f"{part} {share:.1%}" for part, share in ordered if share >= LEAST_SHARE)
-    overlapping = f"; {1 + hidden:.1%} in all, of which {hidden:.1%} overlap other parts"
-    return text + overlapping if hidden >= LEAST_SHARE else text
-
-
-def _parts_table(summary: dict) -> Table:
-    """Return the parts of a step in seconds and as shares of it; overlapped ones are negative."""
-    rows = table("part", "s", "of the step", "", numbers={"s", "of the step"})
-    parts, step = summary["breakdown_seconds"], summary["step_seconds"]
-    hidden = -parts.get("hidden", 0.0)
-    for part, seconds in parts.items():
-        others = f"overlapped: the others take {1 + hidden / step:.1%}" if part == "hidden" and hidden else ""
-        rows.add_row(part, f"{seconds:.4g}", f"{seconds / step:.1%}", others)
+def _waterfall_table(summary: dict) -> Table:
+    """Return the parts of a step in seconds and as shares of it."""
+    rows = table("part", "s", "of the step", numbers={"s", "of the step"})
+    step = summary["step_seconds"]
+    for part, seconds in summary["waterfall_seconds"].items():
+        if abs(seconds) >= LEAST_SHARE * step:
+            rows.add_row(part, f"{seconds:.4g}", f"{seconds / step:.1%}")
+    rows.add_row("step", f"{step:.4g}", "")
     return rows
 
 
@@ -148,8 +137,8 @@ def format_prediction(summary: dict, plan: Plan, cluster: Cluster) -> str:
         f"step      {summary['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}",
         f"speed     {summary['tokens_per_second']:,.0f} tokens/s, {summary['mfu']:.1%} of peak (MFU)",
         *([f"source    {source}"] if (source := profile_source(summary["profiled"])) else []),
-        "where the time goes, on the mean over ranks",
-        text_of(_parts_table(summary)),
+        "where the time goes: each cause has the seconds that the step would be shorter without it",
+        text_of(_waterfall_table(summary)),
         "memory of a rank, MiB",
         text_of(_memory_table(summary["memory_bytes"])),
     ]

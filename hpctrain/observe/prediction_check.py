@@ -8,6 +8,7 @@ from hpctrain.comm.probe.load import LoadWatch
 from hpctrain.observe.folder.schema import DRIFT, SavedComparison
 from hpctrain.observe.folder.spans import Observed, Observer
 from hpctrain.plan.tiling import Plan, counted
+from hpctrain.planner.prediction.forecast import format_waterfall
 from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.prediction.simulate import EXPOSED
 
@@ -53,6 +54,8 @@ def compare(
             for part in EXPOSED
         }
         comparison["drifted"] = max(EXPOSED, key=lambda part: _difference(comparison, part))
+    if prediction.waterfall_seconds:
+        comparison["waterfall"] = dict(prediction.waterfall_seconds)
     if all(own.peak_bytes for own in measured):
         comparison["memory"] = [
             {
@@ -140,6 +143,9 @@ def format_comparison(comparison: SavedComparison) -> str:
             f"  memory of items {stage['items']}, {stage['family']}{rows}:"
             f" {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
+    if waterfall := comparison.get("waterfall"):
+        more = comparison["measured_seconds"] / comparison["predicted_seconds"] - 1
+        lines.append(f"  predicted to be {format_waterfall(waterfall)}; measured {more:+.1%}")
     if comparison["is_large"]:
         lines.append(("" if comparison.get("cause") else "warning: ") + describe_drift(comparison))
     return "\n".join(lines)

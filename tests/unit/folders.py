@@ -9,7 +9,7 @@ from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import add_shares, summarise_ranks
 from hpctrain.observe.prediction_check import MeasuredStep, compare
 from hpctrain.observe.sample import shown_tiles
-from hpctrain.planner.prediction.predictor import forecast
+from hpctrain.planner.prediction.forecast import forecast
 from hpctrain.planner.prediction.simulate import EXPOSED
 from hpctrain.planner.prices.setup import Setup
 from tests import clusters

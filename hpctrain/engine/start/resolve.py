@@ -47,7 +47,7 @@ from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import Resolved, resolve_plan
 from hpctrain.planner.choose import PlanChoice, check_fits, choose_plan, with_dtypes, with_enough_rows
-from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prediction.forecast import forecast
 from hpctrain.planner.prices.curves import has_times
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
@@ -292,7 +292,7 @@ def predict_step(run: Prepared) -> Prepared:
     with run.world.all_or_none():
         if run.world.rank == 0:
             try:
-                prediction = predict(Setup.of_job(_priced(run)), run.plan, described.cluster)
+                prediction = forecast(Setup.of_job(_priced(run)), run.plan, described.cluster).prediction
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
             if prediction and run.previous:

@@ -247,6 +247,8 @@ class SavedComparison(SavedTable):
     """Left out where devices compute by themselves."""
     drifted: NotRequired[Part]
     memory: NotRequired[list[SavedMemory]]
+    waterfall: NotRequired[dict[str, float]]
+    """Predicted seconds of each cause (`planner/prediction/forecast.py`); they add up to the predicted step."""
     cause: NotRequired[str]
     """Why steps differ from their prediction, where that is known; then the user is not asked to measure again."""
 

@@ -16,6 +16,7 @@ from hpctrain.observe.report.step_curves import loss_panel, norm_panel, rate_pan
 from hpctrain.observe.report.svg import Panel
 from hpctrain.observe.report.tiles import plan_panel
 from hpctrain.observe.report.timeline import timeline_panel
+from hpctrain.observe.report.waterfall import waterfall_panel
 from hpctrain.plan.tiling import Plan, counted
 
 WIDE, HALF, NARROW = 840, 470, 342
@@ -50,6 +51,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
             ("plan", "Plan", show_plan),
             ("timeline", "Timeline of a step", timeline_panel),
             ("step", "Where a step goes", step_panel),
+            ("waterfall", "From all devices busy to the step", waterfall_panel),
             ("memory", "Memory", memory_panel),
             ("traffic", "Communication", traffic_panel),
         )

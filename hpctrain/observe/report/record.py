@@ -22,7 +22,7 @@ from hpctrain.observe.report.svg import sourced
 from hpctrain.plan.equal_tiles import TileGroup, tile_groups
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.prediction.predictor import Forecast, forecast
+from hpctrain.planner.prediction.forecast import Forecast, forecast
 from hpctrain.planner.prices.setup import Setup
 
 

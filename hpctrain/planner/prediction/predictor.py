@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
@@ -15,7 +15,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
-from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated, simulate
+from hpctrain.planner.prediction.simulate import Simulated, simulate
 from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
 from hpctrain.planner.prices.cost import model_flops, update_seconds
 from hpctrain.planner.prices.efficiency import Efficiency
@@ -59,6 +59,8 @@ class Prediction:
     exposed_seconds: dict[str, float]
     """Seconds of each part by a rank's own clock: waits count as part of what is waited for, and nothing is hidden."""
 
+    waterfall_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Where the step goes, cause by cause, as `forecast` says; empty where it was not asked."""
     host_shortage: str = ""
     """Says what is offloaded and does not fit in the memory of a node's host; empty where all fits."""
 
@@ -74,22 +76,6 @@ def predict(setup: Setup, plan: Plan, cluster: Cluster) -> Prediction:
     other families than it says, or these do not compute in the dtype.
     """
     return Predictor(setup, plan, cluster).predict()
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
-
-    prediction: Prediction
-    spans: dict[Tile, list[PredictedSpan]]
-    exposed: dict[Tile, dict[str, float]]
-    """Seconds by part for each tile; they add up to the step."""
-
-
-def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
-    """Return the prediction of one step with its spans. Raises as `predict`."""
-    predictor = Predictor(setup, plan, cluster)
-    return Forecast(predictor.predict(), predictor.simulated.spans, predictor.simulated.exposed)
 
 
 class Predictor:
@@ -113,8 +99,8 @@ class Predictor:
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
-        self._prices = prices or Prices(setup, cluster, efficiencies)
-        self.network, self._devices = self._prices.network, self._prices.devices
+        self.prices = prices or Prices(setup, cluster, efficiencies)
+        self.network, self._devices = self.prices.network, self.prices.devices
         self.network.check_ranks(len(plan.ranks))
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._sites: dict[Tile, Site] = {}
@@ -139,8 +125,12 @@ class Predictor:
 
     @cached_property
     def simulated(self) -> Simulated:
+        return self.simulated_at(self.costs)
+
+    def simulated_at(self, costs: Costs) -> Simulated:
+        """Return the step of the plan at other prices than its own."""
         make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
-        return simulate(self.plan, schedules_of(self.plan, make), self.costs)
+        return simulate(self.plan, schedules_of(self.plan, make), costs)
 
     def predict(self) -> Prediction:
         simulated = self.simulated
@@ -161,7 +151,7 @@ class Predictor:
             self.assumed_inputs,
             tuple(device.name for device in used if device.profile),
             exposed,
-            host_shortage(self.plan, self.cluster, self._memory),
+            host_shortage=host_shortage(self.plan, self.cluster, self._memory),
         )
 
     def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
@@ -226,7 +216,7 @@ class Predictor:
             groups = self._holding(tile).shard_groups
             exchanging = next((group.ranks for group in groups if group.zero >= 2), ())
             zero = max((group.zero for group in groups), default=0)
-            self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
+            self._sites[tile] = self.prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
         return self._sites[tile]
 
     def _tile_cost(self, tile: Tile, splits: bool) -> TileCost:
@@ -261,7 +251,7 @@ class Predictor:
     def _passes_with_peers(self, tile: Tile, layer: Interval, chunk: int) -> Mapping[str, PassCost]:
         """Return the passes over a layer for one row chunk, as long as the slowest of the tiles that exchange in them.
         These tiles come to the end of every layer together, not only to the end of the step."""
-        own, result = self.layer_passes(tile, layer, tile.chunk_rows[chunk]), {}
+        own, waits = self.layer_passes(tile, layer, tile.chunk_rows[chunk]), {}
         if len(peers := self._peers(tile)) <= 1:
             return own
         for peer in peers:
@@ -269,8 +259,11 @@ class Predictor:
             if peer.contains(layer.start) and chunk < len(rows):
                 others = self.layer_passes(peer, layer, rows[chunk])
                 for name in PASSES.values() if self._site(tile).zero == 3 else ("backward", "backward_weight"):
-                    result[name] = max(result.get(name, 0.0), others[name].seconds - own[name].seconds)
-        return {name: one + PassCost(0.0, data=result.get(name, 0.0)) for name, one in own.items()}
+                    waits[name] = max(waits.get(name, 0.0), others[name].seconds - own[name].seconds)
+        return {
+            name: one + PassCost(0.0, data=waits.get(name, 0.0), waited=waits.get(name, 0.0))
+            for name, one in own.items()
+        }
 
     def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
         """Return the seconds of gathers (over z and holders) before the first block computes, and of scatters after the
@@ -286,7 +279,7 @@ class Predictor:
         key = self._site(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
         if key not in self._passes:
             what = self._site(tile), layer, rows, tile.recompute, self.setup.tensor_parts
-            self._passes[key] = {name: self._prices.price(name, *what) for name in PASSES.values()}
+            self._passes[key] = {name: self.prices.price(name, *what) for name in PASSES.values()}
         return self._passes[key]
 
     @cached_property

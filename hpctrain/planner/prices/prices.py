@@ -41,6 +41,10 @@ class PassCost:
     """Seconds of overlapped gathers of weights, over z and over holders; the hidden part counts too."""
     scattered: float = 0.0
     """Seconds of overlapped scatters of gradients, over z and over holders; the hidden part counts too."""
+    slowed: float = 0.0
+    """The part of `compute` that communication adds to it, as it slows what it overlaps."""
+    waited: float = 0.0
+    """The part of `data` in which a rank waits for slower ranks that exchange with it."""
 
     def __add__(self, other: "PassCost") -> "PassCost":
         return PassCost(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -120,7 +124,9 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     # Collectives run one after the other, as they share the links.
     late = max(0.0, moving - compute - slowed - sum(waited.values()))
     of_data = min(late, moved["data"])
-    return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
+    return PassCost(
+        compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values(), slowed
+    )
 
 
 def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:

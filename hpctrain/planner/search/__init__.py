@@ -11,7 +11,6 @@ Read it in this order; a file imports only from its own line and those above it.
     pipeline_run  when the stages of a pipeline are done
     score         about how long a step of a shape takes
     shortlist     the choices for a pool that are worth scoring
-    bound         what no plan takes less than
     changes       simulates plans, and changes of them
     search        the queue of candidates
 """

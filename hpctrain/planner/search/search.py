@@ -31,7 +31,6 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.planner.search.bound import lower_bound
 from hpctrain.planner.search.changes import SimulatedPlan, Simulator
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.pools import Pool, pools_of
@@ -100,8 +99,6 @@ class SearchResult:
     plans: tuple[SimulatedPlan, ...]
     """The fastest first; of each layout the fastest of its changes."""
     pools: tuple[Pool, ...]
-    lower_bound_seconds: float
-    """No plan is predicted to take less, whether it was looked at or not; see `planner/search/bound.py`."""
     searched: dict[str, int]
     is_complete: bool
     """Whether every plan of the space was simulated, so that none is faster. An estimate has an error and no bound: it
@@ -116,11 +113,6 @@ class SearchResult:
     @property
     def best(self) -> SimulatedPlan:
         return self.plans[0]
-
-    @property
-    def gap(self) -> float:
-        """Return by which share the best one is above the lower bound."""
-        return self.best.seconds / self.lower_bound_seconds - 1
 
 
 def search(
@@ -204,7 +196,6 @@ class Search:
         return SearchResult(
             plans=tuple(sorted(self._plans.values(), key=_by_seconds)),
             pools=self._pools,
-            lower_bound_seconds=lower_bound(self.costs, self._global_batch, self._space),
             searched={
                 "groups": self._num_groups,
                 "scored": self._num_scored,

@@ -105,14 +105,6 @@ def test_a_search_shows_a_row_for_each_kind_of_tile_and_three_reasons(result):
     assert all(line in long for line in result.summary["assumed_inputs"])
 
 
-def test_parts_above_a_whole_step_are_explained():
-    from hpctrain.jobs.predict import format_parts
-
-    text = format_parts({"compute": 9.8, "data": 1.0, "bubble": 0.0, "hidden": -0.8}, 10.0)
-    assert text == "compute 98.0%, data 10.0%; 108.0% in all, of which 8.0% overlap other parts"
-    assert format_parts({"compute": 10.0, "hidden": 0.0}, 10.0) == "compute 100.0%"
-
-
 def test_all_public_names_can_be_imported_at_once():
     done = subprocess.run([sys.executable, "-c", "from hpctrain import *; print(find_plan, Plan)"], capture_output=True)
     assert done.returncode == 0, done.stderr

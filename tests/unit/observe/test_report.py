@@ -354,7 +354,7 @@ def test_a_browser_shows_it_without_errors(run, tmp_path, width):
     look = re.search(r'data-look="([^"]*)"', done.stdout)
     assert look, done.stderr
     seen = json.loads(unescape(look[1]))
-    assert seen == {"pictures": 7, "outside": [], "overlapping": [], "tooWide": False}
+    assert seen == {"pictures": 8, "outside": [], "overlapping": [], "tooWide": False}
 
 
 def test_runs_begin_with_what_differs(run, tmp_path):

@@ -1,4 +1,4 @@
-"""What ranks plans before they are simulated: near what decides, never below a bound, cut as no other cut is better."""
+"""What ranks plans before they are simulated: near what decides, and cut as no other cut is better."""
 
 import itertools
 from dataclasses import replace
@@ -29,15 +29,12 @@ def lie_the_same(pool: Pool, size: int, replicas: int) -> bool:
 
 @settings(max_examples=costly(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(buckets=(*BUCKETS, ALL_IN_ONE)))
-def test_no_plan_is_below_the_bound(case):
+def test_an_estimate_is_near_what_is_simulated(case):
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    result = searching.run()
-    least = result.lower_bound_seconds
-    assert all(least <= simulated.seconds * (1 + 1e-9) for simulated in result.plans), "changed plans, too"
+    searching.run()
     for layout in searching.layouts[:20]:
         seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
-        assert least <= seconds * (1 + 1e-9)
         # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
         # those that lie across nodes differently, nor that unused ones go through no NIC.
         resolved = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
@@ -49,7 +46,7 @@ def test_no_plan_is_below_the_bound(case):
 @given(
     case=cases(batches=(4, 6, 16), buckets=(*BUCKETS, ALL_IN_ONE)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9])
 )
-def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
+def test_what_is_scored_fits_where_memory_is_short(case, share):
     """Then stages recompute, have more or fewer blocks, or go through their rows in chunks."""
     setup, batch, cluster, space = case
     space = replace(space, recompute=("none", "full"))
@@ -58,14 +55,13 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
     cluster = cluster.model_copy(update={"families": tight})
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     try:
-        least = searching.run().lower_bound_seconds
+        searching.run()
     except PlanError as error:
         assert "MiB too few" in str(error)
         return
     for layout in searching.layouts[:20]:
         plan = searching.scorer.plan(layout)
         check_tiling(plan, setup.model.num_items)
-        assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
         for stage in Predictor(setup, plan, cluster).memory:
             assert stage.memory.total <= 1.02 * stage.available_bytes, "what is scored has about the memory it needs"
 

@@ -28,10 +28,7 @@ from hpctrain.planner.prices.devices import DATASHEET_ERROR, MEASURED_ERROR, Dev
 from hpctrain.planner.prices.profiled import device_models, timed_profiles
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search import pools as pools_module
-from hpctrain.planner.search.bound import lower_bound
 from hpctrain.planner.search.search import Limits, search
-from hpctrain.planner.search.space import Space
-from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -254,32 +251,6 @@ def test_families_with_the_same_sheet_and_different_profiles_are_two_pools():
     same = parse_cluster(text, "a test")
     assert len(pools_module.pools_of(same, ["fast", "slow"], SETUP)) == 1
     assert len(pools_module.pools_of(profiled(text), ["fast", "slow"], SETUP)) == 2
-
-
-@pytest.fixture(scope="module")
-def bounded():
-    """Return pools and costs where two rows take about as long as three, and four much longer; a batch; its bound."""
-    seconds = {1: 1.0, 2: 2.0, 3: 2.1, 4: 8.0, 8: 16.0}
-    times = tuple(
-        RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
-        for rows, each in seconds.items()
-    )
-    cluster, batch = profiled(times=times), 1 << 20
-    pools = pools_module.pools_of(cluster, ["fast", "slow"], SETUP)
-    costs = StageCosts(SETUP, cluster, pools)
-    return pools, costs, batch, lower_bound(costs, batch, Space())  # agreeing and updating are next to nothing
-
-
-@pytest.mark.parametrize("rows", range(1, 17))
-def test_no_rows_are_faster_than_the_bound_allows(bounded, rows):
-    """What is known of two rows, or of four, says nothing about three."""
-    pools, costs, batch, least = bounded
-    for grids in itertools.product(*costs.grids):
-        speed = 0.0
-        for number, (pool, grid) in enumerate(zip(pools, grids, strict=True)):
-            block, head = (costs.passes(number, grid, layer, rows, "none").both for layer in (BLOCK, costs.head))
-            speed += rows * grid.z * len(pool.slots(grid.size)) / (SETUP.model.num_layers * block + head)
-        assert least <= batch / speed * (1 + 1e-3), grids
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

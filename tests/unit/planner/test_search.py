@@ -1,4 +1,4 @@
-"""The search for a plan: as good as looking at every plan of its space, indifferent to names, honest in its bound."""
+"""The search for a plan: as good as looking at every plan of its space, and indifferent to names."""
 
 import itertools
 import json
@@ -19,6 +19,7 @@ from hpctrain.jobs.plan import command
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import load_plan
 from hpctrain.planner.explain import reasons
+from hpctrain.planner.prediction.forecast import BUSY, Forecast
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import pools_of
 from hpctrain.planner.search.search import Limits, Search, search
@@ -90,7 +91,6 @@ def test_the_order_of_nodes_changes_nothing(tables):
     ordered = best_with_few((("a", 2, 2), ("b", 1, 1)), ())
     result = best_with_few(tables, ())
     assert result.best.seconds == pytest.approx(ordered.best.seconds, rel=1e-9)
-    assert result.lower_bound_seconds == pytest.approx(ordered.lower_bound_seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("split", [[("a", 1, 2), ("b", 1, 2)], [("a", 2, 1), ("b", 2, 1)], [("b", 1, 3), ("a", 1, 1)]])
@@ -107,7 +107,6 @@ def test_a_family_by_two_names_is_one(split):
 def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(tables):
     once, thrice = (best(cluster_of(tables, times=times), microbatches=(2, 4)) for times in (300.0, 900.0))
     assert thrice.best.seconds == pytest.approx(3 * once.best.seconds, rel=1e-3), "but for launches"
-    assert thrice.lower_bound_seconds == pytest.approx(3 * once.lower_bound_seconds, rel=1e-3)
 
 
 @settings(max_examples=costly(25), deadline=None, suppress_health_check=list(HealthCheck))
@@ -122,7 +121,6 @@ def test_one_more_device_never_hurts(tables, more, network):
     before, after = (best_with_few(tuple(result), known) for result in (tables, [*tables, (more, 1, 1)]))
     agreeing = 6 * network.get("latency", 1e-5)
     assert after.best.seconds <= before.best.seconds + agreeing
-    assert after.lower_bound_seconds <= before.best.seconds + agreeing
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 4), (4, 1), (2, 2), (1, 8)])
@@ -133,7 +131,7 @@ def test_equal_devices_get_equal_parts(nodes, devices):
     assert len({tile.rows.size for tile in tiles}) == 1
     assert len({tile.items.intersect(Interval(1, 9)).size for tile in tiles}) == 1
     assert len({tile.tensor for tile in tiles}) == 1
-    assert result.gap < 0.25
+    assert Forecast.of(result.best.predictor).prediction.waterfall_seconds[BUSY] > 0.8 * result.best.seconds
 
 
 def test_faster_devices_do_more():
@@ -245,13 +243,10 @@ def run(tmp_path, *arguments: str, cluster: Cluster | None = None):
 def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     done = run(tmp_path, "--json", "--top", "3", "--out", str(tmp_path / "p.toml"), "--set", "train.dtype=fp32")
     summary = json.loads(done.stdout.splitlines()[-1])
-    asked = {"plan", "lower_bound_seconds", "gap", "searched", "wall_seconds", "reasons", "runner_up", "top"}
+    asked = {"plan", "waterfall_seconds", "searched", "wall_seconds", "reasons", "runner_up", "top"}
     predicted = {"step_seconds", "interval_seconds", "breakdown_seconds", "memory_bytes", "tokens_per_second", "mfu"}
     assert asked | predicted | {"assumed_inputs", "fits", "layout", "is_complete"} <= set(summary)
-    assert (
-        summary["gap"] == pytest.approx(summary["step_seconds"] / summary["lower_bound_seconds"] - 1)
-        and summary["gap"] >= 0
-    )
+    assert sum(summary["waterfall_seconds"].values()) == pytest.approx(summary["step_seconds"])
     assert [each["step_seconds"] for each in summary["top"]] == sorted(each["step_seconds"] for each in summary["top"])
     assert len(summary["top"]) == 3 and summary["top"][0]["layout"] == summary["layout"]
     assert any("microbatch" in reason for reason in summary["reasons"])
@@ -264,14 +259,9 @@ def test_the_command_prints_a_plan_file_or_a_summary(tmp_path):
     printed = run(tmp_path).stdout
     (tmp_path / "printed.toml").write_text(printed)
     assert load_plan(tmp_path / "printed.toml").ranks == (0, 1, 2, 3)
-    assert "# bound     no plan takes less than " in printed and ": the gap is " in printed
+    assert "# searched  " in printed
     summary = run(tmp_path, "--out", str(tmp_path / "p.toml"), "--top", "2", "--budget", "50", "--verbose").stdout
-    assert (
-        "the best plans" in summary
-        and "runner-up" in summary
-        and "the gap is" in summary
-        and "where the time goes" in summary
-    )
+    assert "the best plans" in summary and "runner-up" in summary and "where the time goes" in summary
 
 
 def test_the_command_refuses_what_makes_no_sense(tmp_path):
