@@ -7,9 +7,10 @@
 | `all_gather`     | through slots              | exchange           | across, then inside        | whole          |
 | `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
 
-`send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has the methods,
-`hpctrain.comm.collectives` their implementations, and `hpctrain.planner.prices.network` their seconds. To add an
-operation, begin here.
+`send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has a method for each row, and one that
+starts it; both pass their arguments to one place, which reads the row. Each column is a class of
+`hpctrain.comm.collectives`, which has a method of the row's name; classes around them pass on all operations alike.
+`hpctrain.planner.prices.network` has their seconds. To add an operation, begin here.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class OperationRow(NamedTuple):
     it."""
     phases: tuple[str, ...] = ()
     """The operations that it consists of, where it works by domains."""
+    is_cut: bool = False
+    """Whether each rank has an interval of the tensor, its cut."""
     is_sum: bool = False
     """Whether a rank receives parts of others before it sums them, which takes memory."""
     doubles: bool = False
@@ -33,17 +36,19 @@ class OperationRow(NamedTuple):
     """Whether all ranks of a group bring the same number of bytes."""
     is_launched: bool = False
     """Whether a maker's library does all or parts of it on device memory."""
+    matching: str = ""
+    """The operation of the other rank, for a message in a group of two."""
 
 
 OPERATIONS = {
     "all_reduce": OperationRow(
         2, ("reduce_scatter", "all_gather"), is_sum=True, doubles=True, has_same_bytes=True, is_launched=True
     ),
-    "reduce_scatter": OperationRow(is_sum=True, is_launched=True),
-    "all_gather": OperationRow(is_launched=True),
+    "reduce_scatter": OperationRow(is_cut=True, is_sum=True, is_launched=True),
+    "all_gather": OperationRow(is_cut=True, is_launched=True),
     "barrier": OperationRow(transfers=0, has_same_bytes=True),
-    "send": OperationRow(),
-    "receive": OperationRow(),
+    "send": OperationRow(matching="receive"),
+    "receive": OperationRow(matching="send"),
 }
 
 

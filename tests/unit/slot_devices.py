@@ -13,7 +13,6 @@ from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.groups.offline_world import OfflineWorld, SilentCollectives
 from hpctrain.comm.progress.lanes import Lane, ProgressEngine
 from hpctrain.comm.progress.operation import Operation
-from hpctrain.comm.waiting import Steps
 from hpctrain.config.job import Job
 from hpctrain.engine.step.layout import make_layout
 from hpctrain.engine.step.optimizer import Optimizer
@@ -47,10 +46,10 @@ class NotedGroup(Group):
         super().__init__(ranks, Backend(silent, None, "noted"), lane=lane)
         self._log, self._noted = log, (name, tuple(ranks))
 
-    def _begin(self, name: str, steps: Steps, *tensors: torch.Tensor, is_started: bool = False) -> Operation:
+    def _begin(self, name, tensor, cuts=None, out=None, op="sum", is_started=False) -> Operation:
         if name != "barrier":
             self._log.append(Entry("collective", self._noted, is_started and self.is_overlapped))
-        return super()._begin(name, steps, *tensors, is_started=is_started)
+        return super()._begin(name, tensor, cuts, out, op, is_started)
 
 
 class NotedChannel:

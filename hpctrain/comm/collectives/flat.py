@@ -6,7 +6,7 @@ alone, by one rank or by each of them: the result is the same bits on every rank
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -52,26 +52,27 @@ def section_of(cut: Interval, start: int, size: int) -> Interval:
     return Interval(min(cut.start + start, cut.stop), min(cut.start + start + size, cut.stop))
 
 
-class Collectives(Protocol):
+class Collectives:
     """Collectives on flat tensors, as steps that all ranks of the group must take.
 
-    Where ranks have devices, `StreamedCollectives` wraps them, and returns events of the launched operations.
+    A class has a method for each operation that it does itself. A class around others overrides `steps` alone, and
+    passes all operations on. Where ranks have devices, `StreamedCollectives` returns events of the launched ones.
     """
 
     name: str
     rank: int
     size: int
 
-    def barrier(self) -> Steps: ...
+    def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
+        """Return the steps of an operation of `hpctrain.comm.operations`, by the method of its name.
 
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps: ...
+        The arguments are the cuts of the tensor, the output and the reduction: those of them that the operation has. A
+        barrier has an empty tensor of the host.
+        """
+        return getattr(self, operation)(flat, *arguments)
 
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps: ...
 
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps: ...
-
-
-class FlatCollectives:
+class FlatCollectives(Collectives):
     """Collectives as steps. Tensors are contiguous and flat, in memory that the transport accepts."""
 
     def __init__(self, transport: Transport, algorithm: Callable[[int], str]):
@@ -94,7 +95,7 @@ class FlatCollectives:
         ready += [self.transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
         yield from until_all(ready, f"the other {self.size - 1} ranks")
 
-    def barrier(self) -> Steps:
+    def barrier(self, flat: torch.Tensor) -> Steps:
         """Dissemination (Hensgen, Finkel, Manber 1988): after round k each rank has heard of 2^k others."""
         token, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         distance = 1
@@ -157,7 +158,7 @@ class FlatCollectives:
         yield from self._exchange([parts[self.rank]] * self.size, parts)
 
 
-class SilentCollectives:
+class SilentCollectives(Collectives):
     """Collectives without communication, for a group of one, or for one rank of many that runs alone.
 
     They fill the same memory as real collectives, with numbers that can be computed with. Sums are this rank's part
@@ -168,7 +169,7 @@ class SilentCollectives:
         self.name = "silent" if size > 1 else "alone"
         self.rank, self.size = rank, size
 
-    def barrier(self) -> Steps:
+    def barrier(self, flat: torch.Tensor) -> Steps:
         yield from ()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:

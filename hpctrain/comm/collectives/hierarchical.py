@@ -16,7 +16,7 @@ from hpctrain.comm.waiting import Ready, Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
-class HierarchicalCollectives:
+class HierarchicalCollectives(Collectives):
     """Collectives of a group made of `domains`; each lists positions in the group, in ascending order.
 
     A tensor is *packed* where the parts of ranks follow each other domain by domain. `owned` lists the parts of a
@@ -60,8 +60,8 @@ class HierarchicalCollectives:
             if common.size:
                 yield rank, common
 
-    def barrier(self) -> Steps:
-        yield from self._across.barrier()
+    def barrier(self, flat: torch.Tensor) -> Steps:
+        yield from self._across.barrier(flat)
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
         if self.algorithm(flat.numel() * flat.element_size()) != "domains":
@@ -107,7 +107,7 @@ class HierarchicalCollectives:
             summed.copy_(flat[slice(*own)])
         elif region.size:
             inside = [cut.shift(-region.start) for cut in cuts]
-            yield from self._inner.reduce_scatter(flat[slice(*region)], inside, summed, op)
+            yield from self._inner.steps("reduce_scatter", flat[slice(*region)], inside, summed, op)
         return summed
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
@@ -143,7 +143,8 @@ class HierarchicalCollectives:
         """Gather a region that is cut among the ranks of this domain."""
         region = _region(cuts)
         if self._inner is not None and region.size:
-            yield from self._inner.all_gather(flat[slice(*region)], [cut.shift(-region.start) for cut in cuts])
+            inside = [cut.shift(-region.start) for cut in cuts]
+            yield from self._inner.steps("all_gather", flat[slice(*region)], inside)
 
 
 def _region(cuts: Sequence[Interval]) -> Interval:

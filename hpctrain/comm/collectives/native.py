@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
 from hpctrain.comm.accelerators.launches import LaunchOrder
-from hpctrain.comm.collectives.flat import reduce_in_order, section_of
+from hpctrain.comm.collectives.flat import Collectives, reduce_in_order, section_of
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.waiting import Phase, Steps
@@ -212,7 +212,7 @@ SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torc
 SEGMENT_BYTES = 64 << 20
 
 
-class NativeCollectives:
+class NativeCollectives(Collectives):
     """Collectives queued on the stream that the caller's thread uses when it takes the steps. The steps never wait.
 
     The library sums the dtypes `sums`, in an order that depends on ranks, sizes and the machine alone. It would round
@@ -297,10 +297,6 @@ class NativeCollectives:
             for parts in (sent, received)
         )
         self._run("alltoall", theirs, ours, options="AllToAllOptions")
-
-    def barrier(self) -> Steps:
-        """Wait for the devices of all ranks: the operation ends on each device when all have reached it."""
-        yield from self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
         if flat.dtype in self.sums:

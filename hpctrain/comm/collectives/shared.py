@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from hpctrain.comm.collectives.flat import reduce_in_order, section_of
+from hpctrain.comm.collectives.flat import Collectives, reduce_in_order, section_of
 from hpctrain.comm.transports import window as windows
 from hpctrain.comm.transports.members import Members
 from hpctrain.comm.transports.window import NoRoomError, SharedWindow
@@ -34,7 +34,7 @@ SMALL_BYTES = 8 * 1024
 KEPT_VIEWS = 1024
 
 
-class SharedCollectives:
+class SharedCollectives(Collectives):
     """Collectives of a group of ranks on one host, as steps. Tensors are contiguous, flat and on the host."""
 
     name = "shared memory"
@@ -108,7 +108,7 @@ class SharedCollectives:
         first, item = slot * self._slot_bytes, dtype.itemsize
         return self._window.bytes[rank][first + start * item : first + stop * item].view(dtype)
 
-    def barrier(self) -> Steps:
+    def barrier(self, flat: torch.Tensor) -> Steps:
         yield from self._announce()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:

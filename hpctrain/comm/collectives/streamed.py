@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,10 +12,9 @@ from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.collectives.native import NativeCollectives
 from hpctrain.comm.transports.transport import DeviceTransport
 from hpctrain.comm.waiting import Condition, Ready, Steps
-from hpctrain.sharding.intervals import Interval
 
 
-class StreamedCollectives:
+class StreamedCollectives(Collectives):
     """Runs collectives on a stream that is not the caller's.
 
     They begin on the device after what the caller had queued when it asked, whichever thread takes their steps.
@@ -45,29 +45,20 @@ class StreamedCollectives:
         self.stream = accelerator.launches.stream if natives else accelerator.new_stream()
         """The device's stream for these operations."""
 
-    # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
-
     def launches_of(self, tensor: torch.Tensor) -> LaunchOrder | None:
         """Return the launch order that an operation on a tensor belongs to; None where it belongs to none."""
         order = self._accelerator.launches
         is_alone = self._natives or (self._transport.is_direct and order.has_library)
         return order if is_alone and self._accelerator.is_on_device(tensor) else None
 
-    def barrier(self) -> Steps:
-        """Wait for hosts: work queued on devices may still be in flight."""
-        return self._run(self._inner.barrier(), None)
+    def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
+        """Return the steps on the device's stream.
 
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        return self._streamed(self._inner.all_reduce(flat, op), flat)
-
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        return self._streamed(self._inner.reduce_scatter(flat, cuts, out, op), flat)
-
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        return self._streamed(self._inner.all_gather(flat, cuts), flat)
-
-    def _streamed(self, steps: Steps, flat: torch.Tensor) -> Steps:
-        return self._run(steps, self._accelerator.queued() if self._accelerator.is_on_device(flat) else None)
+        The place in the caller's stream is taken in this call, not at the first step. A barrier waits for hosts: work
+        queued on devices may still be in flight.
+        """
+        queued = self._accelerator.queued() if self._accelerator.is_on_device(flat) else None
+        return self._run(self._inner.steps(operation, flat, *arguments), queued)
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
         """Take steps after the event `queued`; return the event of their end if they work on device memory."""
@@ -97,7 +88,7 @@ class StreamedCollectives:
         return ready()
 
 
-class ByMemory:
+class ByMemory(Collectives):
     """Chooses one route for tensors in device memory, and another for those of the host.
 
     It is for groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
@@ -107,17 +98,6 @@ class ByMemory:
         self.name, self.rank, self.size = device.name, device.rank, device.size
         self._device, self._host, self._accelerator = device, host, accelerator
 
-    def _for(self, tensor: torch.Tensor) -> Collectives:
-        return self._device if self._accelerator.is_on_device(tensor) else self._host
-
-    def barrier(self) -> Steps:
-        return self._host.barrier()
-
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        return self._for(flat).all_reduce(flat, op)
-
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        return self._for(flat).reduce_scatter(flat, cuts, out, op)
-
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        return self._for(flat).all_gather(flat, cuts)
+    def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
+        collectives = self._device if self._accelerator.is_on_device(flat) else self._host
+        return collectives.steps(operation, flat, *arguments)

@@ -28,7 +28,6 @@ from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Event
     from hpctrain.comm.collectives.native import NativeCollectives
 
 REDUCTIONS = ("sum", "max", "min")
@@ -112,15 +111,81 @@ class Group:
         """Say whether started operations continue while the rank computes."""
         return self._lane is not None
 
-    def _begin(self, name: str, steps: Steps, *tensors: torch.Tensor, is_started: bool = False) -> Operation:
-        """Give an operation its place in this rank's order. Unless it is overlapped, it has ended on return."""
-        lane, launches, device = self._lane if is_started else None, None, None
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place over all ranks; `op` is sum, max or min. Return the tensor."""
+        self._begin("all_reduce", tensor, op=op)
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Start an `all_reduce` of sums; do not touch the tensor before the wait for the operation."""
+        return self._begin("all_reduce", tensor, is_started=True)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
+    ) -> torch.Tensor:
+        """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`. Return
+        `out`."""
+        self._begin("reduce_scatter", tensor, cuts, out, op)
+        return out
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> Operation:
+        """Start a `reduce_scatter` of sums; do not touch the tensors before the wait for the operation."""
+        return self._begin("reduce_scatter", tensor, cuts, out, is_started=True)
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor:
+        """Fill the flat tensor on all ranks in place; rank i contributes elements `cuts[i]`. Return the tensor."""
+        self._begin("all_gather", tensor, cuts)
+        return tensor
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Operation:
+        """Start an `all_gather`; do not touch the tensor before the wait for the operation."""
+        return self._begin("all_gather", tensor, cuts, is_started=True)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called."""
+        self._begin("barrier", torch.empty(0))
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send to the other rank of a group of two, which receives as many bytes; ends when the tensor may be
+        changed."""
+        self._begin("send", tensor)
+
+    def start_send(self, tensor: torch.Tensor) -> Operation:
+        """Start a `send`; do not change the tensor before the wait for the operation."""
+        return self._begin("send", tensor, is_started=True)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor with the next message of the other rank of a group of two."""
+        self._begin("receive", tensor)
+
+    def start_receive(self, tensor: torch.Tensor) -> Operation:
+        """Start a `receive`; do not touch the tensor before the wait for the operation."""
+        return self._begin("receive", tensor, is_started=True)
+
+    def _begin(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        cuts: Sequence[Interval] | None = None,
+        out: torch.Tensor | None = None,
+        op: str = "sum",
+        is_started: bool = False,
+    ) -> Operation:
+        """Give an operation its place in this rank's order: all operations begin here.
+
+        Unless it is overlapped, it has ended on return.
+        """
+        steps, lane, launches, device = self._steps(name, tensor, cuts, out, op), None, None, None
+        if is_started:
+            lane = self._lane
         if isinstance(self._collectives, StreamedCollectives) and OPERATIONS[name].is_launched:
-            launches = self._collectives.launches_of(tensors[0])
+            launches = self._collectives.launches_of(tensor)
             device = launches.accelerator if launches is not None and self._collectives.is_launched else None
-        num_bytes, is_overlapped = tensors[0].nbytes, lane is not None
+        is_overlapped, kept = lane is not None, (tensor, out)
         operation = Operation(
-            self._instruments, name, num_bytes, steps, self._patience, is_overlapped, device, kept=tensors
+            self._instruments, name, tensor.nbytes, steps, self._patience, is_overlapped, device, kept
         )
         if launches is not None:
             launches.begin(operation, lane)
@@ -132,74 +197,48 @@ class Group:
             operation.finish()
         return operation
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce in place over all ranks; `op` is sum, max or min. Return the tensor."""
-        self._begin("all_reduce", self._all_reduce(tensor, op), tensor)
-        return tensor
-
-    def start_all_reduce(self, tensor: torch.Tensor) -> Operation:
-        """Sum in place over all ranks; do not touch the tensor before the wait for the operation."""
-        return self._begin("all_reduce", self._all_reduce(tensor, "sum"), tensor, is_started=True)
-
-    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Steps:
-        self._check_reduction(op)
-        flat = self._flat(tensor)
-        return self._collectives.all_reduce(flat, op) if flat.numel() else iter(())
-
-    def reduce_scatter(
-        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
-    ) -> torch.Tensor:
-        """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
-        self._begin("reduce_scatter", self._reduce_scatter(tensor, out, cuts, op), tensor, out)
-        return tensor
-
-    def start_reduce_scatter(
-        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
-    ) -> Operation:
-        """Start a `reduce_scatter` of sums; do not touch the tensors before the wait for the operation."""
-        steps = self._reduce_scatter(tensor, out, cuts, "sum")
-        return self._begin("reduce_scatter", steps, tensor, out, is_started=True)
-
-    def _reduce_scatter(
-        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None, op: str
+    def _steps(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        cuts: Sequence[Interval] | None,
+        out: torch.Tensor | None,
+        op: str,
     ) -> Steps:
-        self._check_reduction(op)
-        flat, into = self._flat(tensor), self._flat(out)
-        cuts = self._cuts(flat, cuts)
-        if into.numel() != cuts[self.rank].size:
-            raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
-        return self._collectives.reduce_scatter(flat, cuts, into, op)
+        """Check the arguments of an operation; return its steps with those of them that its row says it has."""
+        row, flat, arguments = OPERATIONS[name], self._flat(tensor), []
+        if row.matching:
+            return self._message(name, flat)
+        if op not in REDUCTIONS:
+            raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
+        if row.is_cut:
+            if cuts is None:
+                cuts = self._even_cuts(flat.numel())
+            elif len(cuts) != self.size or cuts[-1].stop > flat.numel():
+                end, sizes = cuts[-1].stop, f"{self.size} ranks and {flat.numel()} elements"
+                raise CommError(f"{len(cuts)} cuts up to {end} for {sizes}")
+            arguments.append(cuts)
+            if out is not None:
+                if out.numel() != cuts[self.rank].size:
+                    size = cuts[self.rank].size
+                    raise CommError(f"{out.numel()} elements of output, where rank {self.rank} gets {size}")
+                arguments.append(self._flat(out))
+        if row.is_sum:
+            arguments.append(op)
+        is_empty = row.transfers > 0 and not flat.numel()
+        return iter(()) if is_empty else self._collectives.steps(name, flat, *arguments)
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor:
-        """Fill the flat tensor on all ranks in place; rank i contributes elements `cuts[i]`. Return the tensor."""
-        self._begin("all_gather", self._all_gather(tensor, cuts), tensor)
-        return tensor
+    def _message(self, name: str, flat: torch.Tensor) -> Steps:
+        if self.size != 2:
+            raise CommError(f"a message in a group of {self.size} ranks; groups of two have messages")
+        transport, data, peer = self.transport, as_bytes(flat), 1 - self.rank
+        move = transport.send if name == "send" else transport.receive
+        after = transport.queued(data)  # its place in the caller's stream: a lane may reach the first step much later
 
-    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Operation:
-        """Start an `all_gather`; do not touch the tensor before the wait for the operation."""
-        return self._begin("all_gather", self._all_gather(tensor, cuts), tensor, is_started=True)
+        def steps() -> Steps:
+            yield from until_all([move(peer, data, after)], f"rank {peer} of 2")
 
-    def _all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None) -> Steps:
-        flat = self._flat(tensor)
-        return self._collectives.all_gather(flat, self._cuts(flat, cuts)) if flat.numel() else iter(())
-
-    def barrier(self) -> None:
-        self._begin("barrier", self._collectives.barrier(), torch.empty(0))
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send to the other rank of a group of two, which receives as many bytes; ends when the tensor may be
-        changed."""
-        self._begin("send", self._message(self.transport.send, tensor), tensor)
-
-    def start_send(self, tensor: torch.Tensor) -> Operation:
-        return self._begin("send", self._message(self.transport.send, tensor), tensor, is_started=True)
-
-    def receive(self, tensor: torch.Tensor) -> None:
-        """Fill the tensor with the next message of the other rank of a group of two."""
-        self._begin("receive", self._message(self.transport.receive, tensor), tensor)
-
-    def start_receive(self, tensor: torch.Tensor) -> Operation:
-        return self._begin("receive", self._message(self.transport.receive, tensor), tensor, is_started=True)
+        return steps()
 
     @property
     def transport(self) -> Transport:
@@ -207,32 +246,10 @@ class Group:
         assert self._backend.transport is not None, "a group of one has no peer"
         return self._backend.transport
 
-    def _message(self, move, tensor: torch.Tensor) -> Steps:
-        """Take the message's place in the caller's stream now: a lane may reach its first step much later."""
-        if self.size != 2:
-            raise CommError(f"a message in a group of {self.size} ranks; groups of two have messages")
-        data = as_bytes(self._flat(tensor))
-        return self._moved(move, data, self.transport.queued(data))
-
-    def _moved(self, move, data: torch.Tensor, after: "Event | None") -> Steps:
-        peer = 1 - self.rank
-        yield from until_all([move(peer, data, after)], f"rank {peer} of 2")
-
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_contiguous():
             raise CommError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
         return tensor.view(-1)
-
-    def _cuts(self, flat: torch.Tensor, cuts: Sequence[Interval] | None) -> Sequence[Interval]:
-        if cuts is None:
-            return self._even_cuts(flat.numel())
-        if len(cuts) != self.size or cuts[-1].stop > flat.numel():
-            raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
-        return cuts
-
-    def _check_reduction(self, op: str) -> None:
-        if op not in REDUCTIONS:
-            raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
 
     def await_ready(self, ready: Ready, awaited: str) -> None:
         """Wait with this group's patience for something of this rank alone, such as its device. Raises CommError."""

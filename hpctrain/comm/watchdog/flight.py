@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.comm.operations import OPERATIONS
 from hpctrain.comm.start.process import process_status, this_machine
 from hpctrain.config.errors import CommError, describe_os_error
 from hpctrain.config.paths import open_file, read_bytes
@@ -47,7 +48,7 @@ MOST_RANKS = 1_000_000
 FOLDER = "flight"
 LAST_WORD = "last-word.json"
 # Operations of lanes of two ranks, and what the other rank does meanwhile. All others are collectives.
-MATCHING = {"send": "receive", "receive": "send"}
+MATCHING = {name: row.matching for name, row in OPERATIONS.items() if row.matching}
 OPERATION_KINDS = {"send": SENDS, "receive": RECEIVES}
 
 

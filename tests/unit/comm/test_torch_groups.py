@@ -65,7 +65,9 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
         collectives = StreamedCollectives(
             ByMemory(native, SilentCollectives(0, 2), accelerator), accelerator, None, [native]
         )
-        operation = Operation(Instruments(), "test", 0, collectives.all_reduce(values, "sum"), SOON, True, accelerator)
+        operation = Operation(
+            Instruments(), "test", 0, collectives.steps("all_reduce", values, "sum"), SOON, True, accelerator
+        )
         accelerator.launches.begin(operation)
     assert done in ([], ["computed"]), "a fake device does one thing at a look"
     operation.wait()
