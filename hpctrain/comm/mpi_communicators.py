@@ -36,6 +36,8 @@ class FamilyCommunicators:
         """Time at which rank 0 made them, in ns: the same on all ranks, and different for each start."""
         members = [rank for rank, family in enumerate(self.families) if family == own]
         self._positions = {rank: position for position, rank in enumerate(members)}
+        self.kept: list[object] = []
+        """Objects that live as long as the communicators: MPI may still write into tensors of abandoned operations."""
 
     def _named(self, comm, name: str):
         comm.Set_name(name[: self.mpi.MAX_OBJECT_NAME - 1])

@@ -201,17 +201,35 @@ class World:
 
     @contextmanager
     def freeing(self):
-        """Free memory, connections and other objects made in this block when it ends. All ranks must call."""
-        count = len(self._made)
-        yield
-        self._free(count)
+        """Free memory, connections and other objects made in this block when it ends. All ranks must call.
 
-    def _free(self, count: int) -> None:
-        """Free all objects made by this world except the first `count`. All ranks must call."""
-        if self._engine is not None:  # first: a lane may move tensors in memory of another group
+        Where an error ends it they are abandoned, without the other ranks.
+        """
+        count = self.num_made
+        try:
+            yield
+        except BaseException:
+            self.free(count, alone=True)
+            raise
+        self.free(count)
+
+    @property
+    def num_made(self) -> int:
+        """The number of groups and channels that this world has made and not freed."""
+        return len(self._made)
+
+    def free(self, count: int, alone: bool = False) -> None:
+        """Free all groups and channels of this world except the first `count`.
+
+        All ranks must call, unless this rank is `alone`: then they are abandoned.
+        """
+        if self._engine is not None and not alone:  # first: a lane may move tensors in memory of another group
             self._engine.finish()
         for made in reversed(self._made[count:]):
-            made.close()
+            if alone:
+                made.abandon()
+            else:
+                made.close()
         del self._made[count:]
 
     def keep_records(self, folder: Path) -> None:
@@ -356,15 +374,33 @@ class World:
     def close(self) -> None:
         """Free everything made by this world, and end MPI if it was started here. All ranks must call."""
         self.agree(None)  # no rank ends while another one may still be killed, or hang
-        self._free(0)
-        if self._engine is not None:
-            self._engine.close()
-        if self.settings.rehearsal is not None:
-            self.settings.rehearsal.close()
+        self.free(0)
+        self._end_threads()
         self.watchdog.close()
         self.communicators.close()
         if self._owns_mpi:
             self._mpi.Finalize()
+
+    def abandon(self, reason: str) -> None:
+        """Leave without the other ranks: abandon groups and channels, end threads, and record the reason.
+
+        MPI's communicators stay, since all ranks must call to free them. Keep `communicators` until MPI ends: with them
+        stay the tensors of operations in flight, into which MPI may still write.
+        """
+        self.free(0, alone=True)
+        if self._engine is not None:
+            self.communicators.kept += self._engine.kept
+        self._end_threads()
+        self.watchdog.close(reason)
+
+    def _end_threads(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self.patience.meanwhile = self._engine = self._numbers = None
+            if self.accelerator is not None:
+                self.accelerator.launches.meanwhile = lambda: None
+        if self.settings.rehearsal is not None:
+            self.settings.rehearsal.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks after an error on this one; the message is printed once. Any rank may call.
@@ -374,8 +410,7 @@ class World:
         """
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)
-        for made in self._made:  # no rank may wait in them any longer
-            made.abandon()
+        self.free(0, alone=True)  # no rank may wait in them any longer
         is_first = self.watchdog.note_failure(error)
         if self._everybody_failed():
             if self.rank == 0:

@@ -1,7 +1,6 @@
 """One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and its observers."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from hpctrain.checkpoint.folder import locate_checkpoint, tidy
@@ -95,7 +94,6 @@ class Run:
             if self.lock:
                 self.lock.release(is_done=False)
             raise
-        self.job, self.source = prepared.job, prepared.source
         with world.all_or_none():
             if self.lock:
                 note_failure(self.path, self.path / FLIGHT)
@@ -108,6 +106,7 @@ class Run:
 
     def begin_leg(self, world: World, prepared: Prepared) -> None:
         """Begin to train by a plan. The leg before it is closed. All ranks must call."""
+        self.job, self.source = prepared.job, prepared.source
         self.leg = Leg(self, world, prepared)
 
     def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
@@ -181,8 +180,8 @@ class Leg:
         """Make weights and observers, and say what is trained. Raises TrainingError where they do not fit."""
         self._run, self._world, self._prepared = run, world, prepared
         self.job, self._described = prepared.job, prepared.described
-        self._groups = ExitStack()
-        self._groups.enter_context(world.freeing())
+        self._num_before = world.num_made
+        """Number of the world's groups and channels that do not belong to this leg."""
         accelerator = bind_accelerator(world)
         self._observers = self._make_observers(accelerator)
         with world.all_or_none():
@@ -283,19 +282,21 @@ class Leg:
         return last, ended
 
     def close(self) -> None:
-        """End after the last step: write measurements, let observers report, and free the groups of the plan.
-
-        The weights in their memory are freed too.
-        """
+        """End after the last step: write measurements, let observers report, free groups, weights and moments."""
         self._end_steps()
         self._run.hear(observer.finish() for observer in self._observers)
         self.overrun = self._trainer.overrun()
-        self._groups.close()
-        self._world.configure(tracer=UNTRACED)
+        self._release(alone=False)
 
     def abandon(self) -> None:
-        """Leave after a failure, without asking another rank; `World.fail` abandons the groups."""
+        """Leave after a failure without the other ranks: abandon groups, free weights and moments."""
         self._run.console.close_line()
+        self._release(alone=True)
+
+    def _release(self, alone: bool) -> None:
+        self._world.free(self._num_before, alone)
+        self._trainer.close()
+        self._world.configure(tracer=UNTRACED)
 
     def _end_steps(self) -> None:
         self._run.console.close_line()

@@ -106,6 +106,10 @@ class Trainer:
             )
             raise (MemoryOverflowError(f"{text}; {noted}") if noted else TrainingError(text)) from error
 
+    def close(self) -> None:
+        """Release weights, moments and buffers. No other rank is involved, and no other method may be called."""
+        del self.layout, self.optimizer, self.pipeline
+
     def initialise(self) -> None:
         """Start from initial weights, or from those of the checkpoint that the job names."""
         if self.job.train.start_from:

@@ -67,7 +67,7 @@ class Collectives:
         """Return the steps of an operation of `hpctrain.comm.operations`, by the method of its name.
 
         The arguments are the cuts of the tensor, the output and the reduction: those of them that the operation has. A
-        barrier has an empty tensor of the host.
+        barrier has an empty tensor.
         """
         return getattr(self, operation)(flat, *arguments)
 

@@ -189,7 +189,11 @@ class SharedCollectives(Collectives):
                 if other != self.rank and section.size:
                     flat[slice(*section)].copy_(self._view(other, slot, flat.dtype, 0, section.size))
 
+    def abandon(self) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Release this rank's views; the others keep theirs."""
         self._view.cache_clear()
         for window in (*self._regions, self._window):
             window.close()

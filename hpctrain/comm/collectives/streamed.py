@@ -10,6 +10,7 @@ from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.accelerators.launches import LaunchOrder
 from hpctrain.comm.collectives.flat import Collectives
 from hpctrain.comm.collectives.native import NativeCollectives
+from hpctrain.comm.operations import OPERATIONS
 from hpctrain.comm.transports.transport import DeviceTransport
 from hpctrain.comm.waiting import Condition, Ready, Steps
 
@@ -57,7 +58,8 @@ class StreamedCollectives(Collectives):
         The place in the caller's stream is taken in this call, not at the first step. A barrier waits for hosts: work
         queued on devices may still be in flight.
         """
-        queued = self._accelerator.queued() if self._accelerator.is_on_device(flat) else None
+        is_on_device = OPERATIONS[operation].is_launched and self._accelerator.is_on_device(flat)
+        queued = self._accelerator.queued() if is_on_device else None
         return self._run(self._inner.steps(operation, flat, *arguments), queued)
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
@@ -99,5 +101,5 @@ class ByMemory(Collectives):
         self._device, self._host, self._accelerator = device, host, accelerator
 
     def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
-        collectives = self._device if self._accelerator.is_on_device(flat) else self._host
-        return collectives.steps(operation, flat, *arguments)
+        is_on_device = OPERATIONS[operation].is_launched and self._accelerator.is_on_device(flat)
+        return (self._device if is_on_device else self._host).steps(operation, flat, *arguments)

@@ -49,8 +49,9 @@ class Channel(ABC):
     @abstractmethod
     def _receiving(self, tensor: torch.Tensor) -> Steps: ...
 
-    def abandon(self) -> None:  # noqa: B027
-        """Leave without the other end: `close` will not wait for it."""
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave without the other end: `close` will do nothing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -96,6 +97,9 @@ class SharedChannel(Channel):
         self._received += 1
         window.publish(1, self._received)
 
+    def abandon(self) -> None:
+        self._window.close()
+
     def close(self) -> None:
         self._window.close()
 
@@ -138,7 +142,8 @@ class MessageChannel(Channel):
         self._outgoing.abandon()
 
     def close(self) -> None:
-        self._outgoing.close()  # and with it the incoming one's connection: it is the same
+        self._incoming.close()
+        self._outgoing.close()
 
 
 def make_channel(

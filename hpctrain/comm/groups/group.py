@@ -11,7 +11,7 @@ must not read the result before the device has it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,9 +27,6 @@ from hpctrain.comm.waiting import Patience, Phase, Ready, Steps, until_all, wait
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-if TYPE_CHECKING:
-    from hpctrain.comm.collectives.native import NativeCollectives
-
 REDUCTIONS = ("sum", "max", "min")
 # Number of sizes whose even cuts are cached: computing them takes as long as moving a small message.
 KEPT_CUTS = 64
@@ -41,6 +38,10 @@ class BackendPart(Protocol):
 
     def close(self) -> None:
         """Release the resource. All ranks must call."""
+        ...
+
+    def abandon(self) -> None:
+        """Release what can be released without the others."""
         ...
 
 
@@ -57,16 +58,14 @@ class Backend:
     reason: str
     parts: Sequence[BackendPart] = ()
     """Resources of this backend, in the order in which they were made."""
-    natives: "Sequence[NativeCollectives]" = ()
-    """The collectives by a maker's library among the parts."""
     is_open: bool = True
 
     def abandon(self) -> None:
-        """Leave without the others: end operations on devices that wait for them. `close` will do nothing."""
+        """Leave without the others, and end operations on devices that wait for them. `close` will do nothing."""
         if self.is_open:
             self.is_open = False
-            for native in self.natives:
-                native.abandon()
+            for part in reversed(self.parts):
+                part.abandon()
 
     def close(self) -> None:
         """Free all parts. All ranks must call; a second call does nothing."""
@@ -288,5 +287,5 @@ class Group:
         """Free the group's resources, when all operations have ended. All ranks must call; a second call does
         nothing."""
         if self._lane is not None:
-            self._lane.finish()
+            self._lane.close()
         self._backend.close()

@@ -64,7 +64,7 @@ class RouteMaker:
             return Backend(collectives, transport, self._topology.route(ranks).reason, self._parts)
         natives = [part for part in self._parts if isinstance(part, NativeCollectives)]
         streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, natives)
-        return Backend(streamed, transport, self._device_reason(ranks), self._parts, natives)
+        return Backend(streamed, transport, self._device_reason(ranks), self._parts)
 
     def message_backend(self, ranks: Sequence[int], pace: RehearsedTiming | None = None) -> Backend:
         """Return a backend for sends and receives; its collectives are for small tensors, and cost nothing to make."""

@@ -26,8 +26,6 @@ class Lane:
         """Only `ProgressEngine.add_lane` calls it."""
         self._engine, self._moves_all = engine, moves_all
         self.queue: deque[Operation] = deque()
-        self._abandoned: list[Operation] = []
-        """Abandoned operations, kept alive since MPI may still write into their tensors."""
 
     def begin(self, operation: Operation) -> None:
         """Append an operation, and take the steps that need no wait."""
@@ -36,14 +34,17 @@ class Lane:
 
     def finish(self) -> None:
         """Wait for the operations in flight, unless they were abandoned."""
-        for operation in () if self._abandoned else tuple(self.queue):
+        for operation in tuple(self.queue):
             operation.finish()
 
+    def close(self) -> None:
+        """Wait for the operations in flight, and leave the engine."""
+        self.finish()
+        self._engine.remove(self)
+
     def abandon(self) -> None:
-        """Abandon the operations in flight, without the other ranks."""
-        self._abandoned += self.queue
-        for operation in self._abandoned:
-            operation.abandon()
+        """Leave the engine without the other ranks; operations in flight are abandoned."""
+        self._engine.remove(self)
 
     def advance(self) -> bool:
         """Take the steps that need no wait; say whether any operation ended. For `ProgressEngine`."""
@@ -70,6 +71,8 @@ class ProgressEngine:
         which a driver otherwise takes to be device 0."""
         self._enter = enter
         self._lanes: list[Lane] = []
+        self.kept: list[object] = []
+        """Steps and tensors of abandoned operations: MPI may still write into these."""
         self._lock = threading.Lock()
         self._busy, self._submitted = threading.Event(), threading.Event()
         self._stop = False
@@ -84,6 +87,14 @@ class ProgressEngine:
         with self._lock:
             self._lanes.append(lane)
         return lane
+
+    def remove(self, lane: Lane) -> None:
+        """Move a lane no more, and abandon its operations in flight. A second call does nothing."""
+        with self._lock:
+            if lane in self._lanes:
+                self._lanes.remove(lane)
+            self.kept += [operation.abandon() for operation in lane.queue]
+            lane.queue.clear()
 
     def submit(self, lane: Lane, operation: Operation) -> None:
         """Begin an operation on a lane; see `Lane.begin`."""

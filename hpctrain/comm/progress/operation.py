@@ -177,10 +177,16 @@ class Operation:
         if self.error is not None:
             raise self.error
 
-    def abandon(self) -> None:
-        """Leave the operation as it is, without the other ranks: a wait for it raises CommError."""
+    def abandon(self) -> object:
+        """Leave the operation as it is, without the other ranks: a wait for it raises CommError.
+
+        Return its steps and tensors, which must be kept: MPI may still write into them.
+        """
         self.error = CommError(f"{self.name} of {self._instruments.name} was abandoned while it was in flight")
         self._is_taken = True
+        left = self.condition, self._steps, self._kept
+        self.condition, self._steps, self._paced, self._kept = None, iter(()), None, ()
+        return left
 
     def not_before(self) -> float:
         """Return the `time.monotonic` before which polling does not move it; 0: polling may help at any time."""

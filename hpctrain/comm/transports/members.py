@@ -194,6 +194,9 @@ class GroupMessages:
         """Release the tag. All members must call, when none of their messages is in flight."""
         self.space.give_back(self.tag)
 
+    def abandon(self) -> None:
+        """Keep the tag: a message that is still in flight must not reach another group."""
+
 
 def on_all(members, attempt: Callable[[], T]) -> T:
     """Return what this rank's attempt returns; where any rank's attempt fails, all raise.

@@ -80,6 +80,11 @@ class PeerMemory:
         stage = MessageStage(empty, lambda: self.has_arrived() and queued.query())
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(EMPTIED))
 
+    def abandon(self) -> None:
+        """Leave without the other rank. Slots stay until the process ends: copies may be in flight, the other's too."""
+        self._me = self._peer = []
+        self._window.close()
+
     def close(self) -> None:
         """Close the slots. Both ranks must call."""
         own, other = self._memory

@@ -110,10 +110,10 @@ class Watchdog:
         self.recorder.close(f"{type(error).__name__}: {error}")
         return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
 
-    def close(self) -> None:
-        """End in order. All ranks must call, before MPI is ended."""
+    def close(self, error: str = "") -> None:
+        """Stop watching, before MPI is ended: in order or, with the text of an error, without the other ranks."""
         self._end_thread()
-        self.recorder.close()
+        self.recorder.close(error)
         if self._guarded:
             self._guarded.say_goodbye()
 

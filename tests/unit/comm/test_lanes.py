@@ -92,6 +92,9 @@ def test_who_waits_for_an_abandoned_operation_is_told_and_closing_waits_for_nobo
             each.wait()
     sound.wait()
     group.close()
+    assert progress._lanes == [other] and len(progress.kept) == len(in_flight), "MPI may still write into tensors"
+    other.close()
+    assert progress._lanes == [], "a closed lane is polled no more"
     progress.finish()
     progress.close()
 
