@@ -81,7 +81,8 @@ def test_legs_that_are_abandoned_leave_nothing_behind_and_the_run_goes_on(world,
         run.leg.abandon()
         counts.append(held())
         assert store() is None, "weights are freed"
-        assert own.num_made == 0 and not own._engine._lanes[1:], "lanes left the engine, but that of figures"
+        assert own.num_made == 0 and own._engine is not None
+        assert not own._engine._lanes[1:], "lanes left the engine, but that of figures"
     assert counts == [counts[0]] * len(plans)
     with own.all_or_none():
         if own.rank == 0:
