@@ -73,16 +73,6 @@ class Imported:
     has_tokenizer: bool
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The folder that a checkpoint became."""
-
-    folder: Path
-    num_files: int
-    num_bytes: int
-    has_tokenizer: bool
-
-
 def names_of(model: Model) -> HuggingFace:
     """Return the table of Hugging Face names for a model. Raises CheckpointError for a family that has none."""
     table = known_names().get(model.architecture)
@@ -409,10 +399,12 @@ def _job_text(model: Model, folder: Path) -> str:
 # ---- out -----------------------------------------------------------------------------------------------------------
 
 
-def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_bytes: int = 5_000_000_000) -> Exported:
+def export_model(
+    checkpoint: Path, folder: Path, dtype: str = "bf16", shard_bytes: int = 5_000_000_000
+) -> tuple[int, int, bool]:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors of at most `shard_bytes`, config, tokenizer.
 
-    The config is one that an import reads as the same model. A tensor larger than `shard_bytes` has a file of its own.
+    Return how many files of weights there are, the bytes of all files, and whether there is a tokenizer. The config is one that an import reads as the same model. A tensor larger than `shard_bytes` has a file of its own.
     Raises CheckpointError, and JobError for a model that has no form there; nothing is left then.
     """
     refuse_unless_empty(folder, "--hf")
@@ -424,7 +416,7 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
         try:
             with writing(partial):
                 make_empty(partial)
-                files = _write_weights(index, model, partial, DTYPES[dtype], shard_bytes)
+                num_files = _write_weights(index, model, partial, DTYPES[dtype], shard_bytes)
                 has_tokenizer = _write_others(model, partial, dtype, index.about)
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
                 if folder.exists():
@@ -433,7 +425,7 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    return Exported(folder, files, num_bytes, has_tokenizer)
+    return num_files, num_bytes, has_tokenizer
 
 
 def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype, shard_bytes: int) -> int:

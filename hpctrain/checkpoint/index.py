@@ -3,7 +3,6 @@
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,6 @@ from hpctrain.checkpoint.format import (
     RECTANGLES,
     STORED_BLOCK,
     PartStream,
-    SmallFile,
     num_blocks,
     part_name,
     read_manifest,
@@ -51,7 +49,9 @@ class Index:
         self.unchecked: list[tuple[int, int, Future]] = []
         """Reads whose blocks are being checked: stream, first block, and the future of the CRC-32s."""
         self.manifest, _ = read_manifest(checkpoint)
-        self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
+        self.about = {
+            key: self._file(name).decode() if name in self.manifest.files else "" for key, name in ABOUT.items()
+        }
         self.about["data"] = self.manifest.data
         self._rectangles = self._table(RECTANGLES, RECTANGLE)
         self._blocks = self._table(BLOCKS, STORED_BLOCK if self.manifest.compression else BLOCK)
@@ -149,10 +149,6 @@ class Index:
 
     # ---- tables ------------------------------------------------------------------------------------------------
 
-    @property
-    def _files(self) -> dict[str, SmallFile]:
-        return self.manifest.files
-
     @cached_property
     def _at_once(self) -> int:
         return max(1, AT_ONCE_BYTES // self.manifest.block_bytes)
@@ -178,9 +174,9 @@ class Index:
 
     def _file(self, name: str) -> bytes:
         """Return a file's bytes, checked."""
-        if name not in self._files:
+        if name not in self.manifest.files:
             raise self._damaged("the manifest does not list it", name)
-        expected = self._files[name]
+        expected = self.manifest.files[name]
         data = read_small(self.path / name, expected.bytes)
         if len(data) != expected.bytes:
             raise self._damaged(f"has {len(data)} bytes instead of {expected.bytes}", name)
@@ -345,23 +341,20 @@ class Index:
 
     def _check_rest(self, part: int) -> None:
         """Check the size of a part, and all its bytes outside of streams."""
-        about = self.manifest.parts[part]
-        taken = [extent for stream in self._streams_of[part] for extent in self._extents(stream)]
-        crc32 = 0
+        about, taken, crc32 = self.manifest.parts[part], list[Extent](), 0
+        for stream in self._streams_of[part]:
+            if self.manifest.compression:
+                count = num_blocks(stream.elements, self.manifest.block_bytes)
+                blocks = self._blocks[stream.first_block : stream.first_block + count].tolist()
+                taken += [Extent(offset, num_bytes) for offset, num_bytes, _ in blocks]
+            else:
+                taken.append(Extent(stream.offset, 4 * stream.elements))
         for gap in gaps(taken, about.bytes):
             for start in range(0, gap.num_bytes, AT_ONCE_BYTES):
                 size = min(AT_ONCE_BYTES, gap.num_bytes - start)
                 crc32 = zlib.crc32(self._pread(part, Extent(gap.offset + start, size)), crc32)
         if crc32 != about.rest_crc32:
             raise self._damaged("is damaged: what HDF5 needs has another CRC-32", about.file)
-
-    def _extents(self, stream: PartStream) -> Iterator[Extent]:
-        if not self.manifest.compression:
-            yield Extent(stream.offset, 4 * stream.elements)
-            return
-        count = num_blocks(stream.elements, self.manifest.block_bytes)
-        for offset, num_bytes, _ in self._blocks[stream.first_block : stream.first_block + count].tolist():
-            yield Extent(offset, num_bytes)
 
     def _pread(self, part: int, extent: Extent) -> bytearray:
         data = bytearray(extent.num_bytes)

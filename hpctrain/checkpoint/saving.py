@@ -192,17 +192,14 @@ class Saver:
             raise CheckpointError(f"{self._run}: the run folder is gone: it was deleted or moved while the run trained")
         with writing(self._partial, self._num_bytes):
             self._partial.mkdir(parents=True, exist_ok=True)
-            return self._write_part(buffer) if self._members else None
-
-    def _write_part(self, buffer: np.ndarray) -> WrittenStream:
-        if bad := self._not_finite(buffer):
-            raise CorruptionError(bad)
-        layout, rank = self._layout, self._world.rank
-        assert layout is not None, "who has members writes"
-        name = part_name(self._part)
-        blocks = write_stream(self._partial / name, layout, rank, buffer)
-        part: Part | None = layout.describe(name) if rank == min(self._members) else None
-        return WrittenStream(self._part, layout.streams[rank].offset, blocks, part)
+            layout, rank, name = self._layout, self._world.rank, part_name(self._part)
+            if layout is None:  # this rank has nothing to save
+                return None
+            if bad := self._not_finite(buffer):
+                raise CorruptionError(bad)
+            blocks = write_stream(self._partial / name, layout, rank, buffer)
+            part: Part | None = layout.describe(name) if rank == min(self._members) else None
+            return WrittenStream(self._part, layout.streams[rank].offset, blocks, part)
 
     def check_finite(self, step: int) -> None:
         """Refuse a state after `step` that is not finite. All ranks must call.

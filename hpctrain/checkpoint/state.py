@@ -46,19 +46,14 @@ def writing(where: Path, num_bytes: int | None = None) -> Iterator[None]:
     except OSError as error:
         sizes = ""
         if num_bytes is not None:
-            sizes = f" ({num_bytes:,} bytes are to be written{_describe_free(where)})"
+            there = next((path for path in where.parents if path.is_dir()), None)
+            about = there and os.statvfs(there)
+            free = f", {about.f_bavail * about.f_frsize:,} are free" if about else ""
+            sizes = f" ({num_bytes:,} bytes are to be written{free})"
         raise CheckpointError(
             f"{where}: cannot be written: {describe_os_error(error)}{sizes}; earlier checkpoints are untouched,"
             " free space or choose another --run"
         ) from None
-
-
-def _describe_free(where: Path) -> str:
-    there = next((path for path in where.parents if path.is_dir()), None)
-    if there is None:
-        return ""
-    about = os.statvfs(there)
-    return f", {about.f_bavail * about.f_frsize:,} are free"
 
 
 class StateTensor(NamedTuple):

@@ -301,7 +301,12 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     left_out = len(problems) - MOST_MISTAKES
     problems = problems[:MOST_MISTAKES]
     texts: list[tuple[str, str]] = []
-    typos = _misspelt(error, table)
+    typos: set[str] = set()  # the keys that unknown ones probably mean
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "extra_forbidden":
+            *above, name = problem["loc"]
+            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
+            typos |= {".".join(map(str, [*above, meant])) for meant in close}
     for problem in problems:
         here = problem["loc"]
         inside = any(other["loc"][: len(here)] == here and other["loc"] != here for other in problems)
@@ -313,17 +318,6 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
     if left_out > 0:
         texts.append((texts[-1][0] if texts else "", f"and {left_out:,} mistakes more"))
     return list(dict.fromkeys(texts))
-
-
-def _misspelt(error: ValidationError, table: type[BaseModel]) -> set[str]:
-    """Return the dotted keys of `table` that unknown keys of a file probably mean."""
-    result: set[str] = set()
-    for problem in error.errors(include_url=False):
-        if problem["type"] == "extra_forbidden":
-            *above, name = problem["loc"]
-            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
-            result |= {".".join(map(str, [*above, meant])) for meant in close}
-    return result
 
 
 def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import codecs
 import io
 import re
 import sys
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """All control characters but tabs and ends of lines; marks that turn the direction of text; halves of characters."""
@@ -24,7 +24,12 @@ class PlainStream(io.TextIOWrapper):
 
     def __init__(self, stream: TextIO):
         encoding = "utf-8" if codecs.lookup(stream.encoding or "ascii").name == "ascii" else stream.encoding
-        buffer = _buffer_of(stream)
+        buffer = stream.buffer
+        try:
+            if buffer.seekable():
+                buffer.seek(0, io.SEEK_CUR)
+        except OSError:  # its file became a pipe after Python had looked at it
+            buffer = open(stream.fileno(), "wb", closefd=False)
         super().__init__(buffer, encoding, "backslashreplace", line_buffering=True)
         if isinstance(stream, io.TextIOWrapper) and buffer is stream.buffer:
             stream.reconfigure(encoding=encoding, errors="backslashreplace")
@@ -34,16 +39,6 @@ class PlainStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         super().write(printable(text))
         return len(text)
-
-
-def _buffer_of(stream: TextIO) -> BinaryIO:
-    """Return the bytes below a text stream; opened anew where its file became a pipe after Python had looked at it."""
-    try:
-        if stream.buffer.seekable():
-            stream.buffer.seek(0, io.SEEK_CUR)
-        return stream.buffer
-    except OSError:
-        return open(stream.fileno(), "wb", closefd=False)
 
 
 def use_plain_streams() -> None:

@@ -30,11 +30,11 @@ def command(path, folder, dtype, shard_gb, as_json):
     from hpctrain.checkpoint.convert import export_model
     from hpctrain.checkpoint.folder import locate_checkpoint
 
-    exported = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
-    files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
-    tokenizer = "with its tokenizer" if exported.has_tokenizer else "without a tokenizer: the run has none of that kind"
-    summary = {"folder": str(exported.folder), "files": exported.num_files, "bytes": exported.num_bytes}
-    summary |= {"dtype": dtype, "tokenizer": exported.has_tokenizer}
+    num_files, num_bytes, has_tokenizer = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
+    files = "1 file" if num_files == 1 else f"{num_files} files"
+    tokenizer = "with its tokenizer" if has_tokenizer else "without a tokenizer: the run has none of that kind"
+    summary = {"folder": str(folder), "files": num_files, "bytes": num_bytes}
+    summary |= {"dtype": dtype, "tokenizer": has_tokenizer}
     rounded = "exact in fp32" if dtype == "fp32" else f"rounded from fp32 to {dtype} (--dtype fp32 for exact ones)"
-    text = f"{exported.folder}: {exported.num_bytes:,} bytes in {files} of weights, {rounded}, {tokenizer}"
+    text = f"{folder}: {num_bytes:,} bytes in {files} of weights, {rounded}, {tokenizer}"
     print_result(summary, text, as_json)

@@ -45,12 +45,11 @@ class OverrunWatch(Observer):
         """
         is_late = self._num_steps > 1 and self._overrun > UNTRUSTED_OVERRUN and not self._is_last
         self._num_late = self._num_late + 1 if is_late else 0
-        return self._raise_scale(self._overrun) if self._num_late == CONSECUTIVE_STEPS else None
-
-    def _raise_scale(self, overrun: float) -> str:
+        if self._num_late < CONSECUTIVE_STEPS:
+            return None
         device, most = self._device, MAX_RAISE * self._first_scale
-        before, wanted = device.time_scale, device.time_scale * max(MIN_RAISE, RAISE_MARGIN * (1 + overrun))
-        late = f"ranks were late by {overrun:.0%} in step {self._num_steps}, and in the step before it"
+        before, wanted = device.time_scale, device.time_scale * max(MIN_RAISE, RAISE_MARGIN * (1 + self._overrun))
+        late = f"ranks were late by {self._overrun:.0%} in step {self._num_steps}, and in the step before it"
         with self._world.all_or_none():
             if before >= most:
                 raise TrainingError(

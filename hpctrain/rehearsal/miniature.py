@@ -68,13 +68,6 @@ def speed_of(name: str, family: Family, dtype: str) -> float:
     return DeviceModel(name, family).speed(dtype)
 
 
-def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> Cluster:
-    """Return the cluster that the rehearsal's planner sees. Profiles are left out: they are of another job."""
-    families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
-    scaled = {name: _mapped(getattr(cluster, name), lambda table: _figures(table, scale)) for name in NETWORK}
-    return _remade(cluster, {**scaled, "families": families, "profiles": ()})
-
-
 def with_exact_links(cluster: Cluster) -> Cluster:
     """Return the cluster with bandwidths of links that count as measured: a pretended network gives all of them."""
 
@@ -318,7 +311,10 @@ def miniature(
         else:
             memory = _memory_scale(cluster, job, scaled, is_half)
         scale = Scale(width, 2 if is_half else 4, memory)
-        result = scale_cluster(cluster, dtypes, scale)
+        families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
+        network = {name: _mapped(getattr(cluster, name), lambda table: _figures(table, scale)) for name in NETWORK}
+        # Profiles are left out: they are of another job.
+        result = _remade(cluster, {**network, "families": families, "profiles": ()})
         own = scale_truth(truth_of(cluster, truth, dtypes), dtypes, scale)
         given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
     seconds = time_scale or given or choose_time_scale(result, own, scaled, cores)

@@ -149,18 +149,12 @@ class ShapedNetwork:
             self.flows.advance(now)
         return self.flows.left(slot)
 
-    def earliest_end(self, slot: int) -> float:
-        return self.flows.earliest_end(slot)
-
     def forget(self, slot: int) -> None:
         """Say that its sender or its receiver, whichever this rank is, needs a slot no longer."""
         if slot // self._num_slots == self.rank:
             self._finished.add(slot)
         else:
             self._taken[slot] = 1
-
-    def path_latency(self, source: int, target: int) -> float:
-        return self.network.paths[source * self.size + target].latency_seconds * self.flows.slowdown
 
     def slow_down(self, times: float) -> None:
         """Let everything take `times` as long from now on; one rank calls."""
@@ -219,7 +213,7 @@ class MessageInFlight:
             return 0.0  # the bytes themselves move when they are polled
         if self.due < math.inf:
             return self.due
-        return self._network.earliest_end(self._slot) + self._latency
+        return self._network.flows.earliest_end(self._slot) + self._latency
 
 
 class ShapedTransport:
@@ -257,7 +251,8 @@ class ShapedTransport:
         network, source = self._network, self._ranks[peer]
         tag = network.tag(self._group, network.rank, self._received[peer])
         self._received[peer] += 1
-        latency = network.path_latency(source, network.rank)
+        path = network.network.paths[source * network.size + network.rank]
+        latency = path.latency_seconds * network.flows.slowdown
         return MessageInFlight(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
 
 

@@ -140,17 +140,7 @@ def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
 
 def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
     """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
-    slowest: dict[str, tuple[float, PairLink]] = {}
-    for source, target in itertools.permutations(_representatives(cluster), 2):
-        link = link_between(cluster, source, target)
-        where = "inside" if link.between == "node" else "across"
-        timed = message_seconds(link, COMPARED_BYTES), link
-        slowest[where] = max(slowest.get(where, timed), timed, key=lambda pair: pair[0])
-    return {where: link for where, (_, link) in slowest.items()}
-
-
-def _representatives(cluster: Cluster) -> list[int]:
-    """Return ranks among which every class of pairs occurs: two nodes of each table, two devices of each family."""
+    # Every class of pairs occurs among two devices of each family on two nodes of each table.
     nodes: dict[int, set[int]] = {}
     ranks: dict[tuple[int, str], list[int]] = {}
     for device in cluster.devices:
@@ -159,4 +149,11 @@ def _representatives(cluster: Cluster) -> list[int]:
             first_nodes.add(device.node)
         if device.node in first_nodes:
             ranks.setdefault((device.node, device.family), []).append(device.rank)
-    return [rank for of_family in ranks.values() for rank in of_family[:2]]
+    representatives = [rank for of_family in ranks.values() for rank in of_family[:2]]
+    slowest: dict[str, tuple[float, PairLink]] = {}
+    for source, target in itertools.permutations(representatives, 2):
+        link = link_between(cluster, source, target)
+        where = "inside" if link.between == "node" else "across"
+        timed = message_seconds(link, COMPARED_BYTES), link
+        slowest[where] = max(slowest.get(where, timed), timed, key=lambda pair: pair[0])
+    return {where: link for where, (_, link) in slowest.items()}

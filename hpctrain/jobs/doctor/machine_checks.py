@@ -57,13 +57,18 @@ def format_finding(finding: Finding) -> str:
 def check_machine(folder: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Yield what this process alone can say of its host; `folder` is where runs are to be written."""
     yield Finding("Python", "ok", f"{platform.python_version()} in {sys.prefix}")
-    yield check_packages()
+    versions = package_versions()
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if missing := [name for name in REQUIRED if versions[name] == "not installed"]:
+        yield Finding("packages", "error", text, f"pip install {' '.join(missing)}", LaunchError.exit_code)
+    else:
+        yield Finding("packages", "ok", text)
     try:
         library = mpi_library()
     except LaunchError as error:
         yield error_finding("MPI library", error)
     else:
-        yield Finding("MPI library", "ok", f"{library.text}, used by mpi4py {package_versions()['mpi4py']}")
+        yield Finding("MPI library", "ok", f"{library.text}, used by mpi4py {versions['mpi4py']}")
         yield check_launcher(library, environment)
     yield check_shared_memory()
     yield check_folder(folder)
@@ -75,14 +80,6 @@ def package_versions() -> dict[str, str]:
     installed = {each.name: each.version for each in distributions()}
     optional = sorted(name for name in installed if name.startswith(OPTIONAL_PREFIXES))
     return {name: installed.get(name, "not installed") for name in (*REQUIRED, *optional)}
-
-
-def check_packages() -> Finding:
-    versions = package_versions()
-    text = ", ".join(f"{name} {number}" for name, number in versions.items())
-    if missing := [name for name in REQUIRED if versions[name] == "not installed"]:
-        return Finding("packages", "error", text, f"pip install {' '.join(missing)}", LaunchError.exit_code)
-    return Finding("packages", "ok", text)
 
 
 def launcher_kind(path: str) -> str:

@@ -15,17 +15,12 @@ from hpctrain.model.parallel.gathering import gathered, start_scatter
 from hpctrain.model.storage.units import Weight
 
 
-def local_ids(ids: torch.Tensor, first_id: int, table: Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of this rank's part of a table, 0 for ids of other ranks, and which ids these are."""
-    local = ids - first_id
-    absent = (local < 0) | (local >= table.data.shape[0])
-    return local.masked_fill(absent, 0), absent
-
-
 class _Embed(Function):
     @staticmethod
     def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis, cuts_positions: bool):
-        local, absent = local_ids(ids, first_id, table)
+        local = ids - first_id
+        absent = (local < 0) | (local >= table.data.shape[0])  # ids of other ranks: the first row stands in for them
+        local = local.masked_fill(absent, 0)
         ctx.save_for_backward(local, absent)
         ctx.table, ctx.y, ctx.cuts_positions = table, y, cuts_positions
         out = F.embedding(local, table.data)

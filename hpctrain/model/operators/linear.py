@@ -160,13 +160,6 @@ class Linear:
         for weight, part in zip(self.weights, self.split(dy_NO), strict=True):
             weight.accumulate(add_product, part, x_NI)
 
-    def add_biases(self, y_NO: torch.Tensor) -> None:
-        """Add biases, which lie side by side, to each token's output, in place."""
-        at = 0
-        for bias in self.biases:
-            y_NO[:, at : at + bias.data.numel()] += bias.data
-            at += bias.data.numel()
-
     def add_bias_gradients(self, dy_NO: torch.Tensor) -> None:
         """Add the sum of dy over tokens to the gradient of each bias."""
         parts = dy_NO.split([bias.data.numel() for bias in self.biases], dim=1)
@@ -198,8 +191,10 @@ class _Linear(Function):
             y = _forward_in_parts(layer, x)
         else:
             y = layer.input_axis.all_reduce(layer.whole_product(x))
-        if layer.biases:
-            layer.add_biases(y.view(-1, y.shape[-1]))
+        at = 0
+        for bias in layer.biases:  # they lie side by side
+            y[..., at : at + bias.data.numel()] += bias.data
+            at += bias.data.numel()
         ctx.save_for_backward(kept)
         return y
 

@@ -105,21 +105,22 @@ class RunRecord:
 
     def value(self, file: str, *keys: object) -> Any:
         """Return what a file has under some keys; None where it does not have it."""
-        return next((value for table in self._tables[file] if (value := _look_up(table, keys)) is not None), None)
+        for value in self._tables[file]:
+            for key in keys:
+                if isinstance(value, Mapping):
+                    value = value.get(key)
+                elif isinstance(value, list) and isinstance(key, int):
+                    value = value[key]
+                else:
+                    value = getattr(value, str(key), None)
+            if value is not None:
+                return value
+        return None
 
     def figure(self, show: Callable[[float], str], file: str, *keys: object) -> Markup | str:
         """Return the number that a file has under some keys, as people read it and with its source; "" without one."""
         value = self.value(file, *keys)
         return "" if value is None else sourced(value, show(value), f"{self.name}/{file}:{'.'.join(map(str, keys))}")
-
-
-def _look_up(table: Any, keys: Sequence[Any]) -> Any:
-    for key in keys:
-        if isinstance(table, Mapping):
-            table = table.get(key)
-        else:
-            table = table[key] if isinstance(table, list) else getattr(table, str(key), None)
-    return table
 
 
 def read_run(path: Path, name: str) -> RunRecord:
