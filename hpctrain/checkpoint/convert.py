@@ -404,7 +404,8 @@ def export_model(
 ) -> tuple[int, int, bool]:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors of at most `shard_bytes`, config, tokenizer.
 
-    Return how many files of weights there are, the bytes of all files, and whether there is a tokenizer. The config is one that an import reads as the same model. A tensor larger than `shard_bytes` has a file of its own.
+    Return how many files of weights there are, the bytes of all files, and whether there is a tokenizer. The config is
+    one that an import reads as the same model. A tensor larger than `shard_bytes` has a file of its own.
     Raises CheckpointError, and JobError for a model that has no form there; nothing is left then.
     """
     refuse_unless_empty(folder, "--hf")
