@@ -9,17 +9,18 @@ layouts against Megatron-style ones are in `perlmutter.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.evidence.stacks import STACKS
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.search import search
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.software.megatron import MEGATRON
+from hpctrain.software.predictor import SoftwarePredictor
+from hpctrain.software.software import SoftwareSetup
 
 BUCKET_BYTES = 4 << 20
 MIXED_DTYPE = "fp16"
@@ -84,7 +85,6 @@ def holmes() -> None:
     print(f"assumed: 36 layers x 4,096, 2,048 positions, {HOLMES_BATCH} sequences, 4 at once, blocks computed again;")
     print("TFLOP/s as published: 96 B s L h^2 (1 + s / 6 h + V / 16 L h); published ones are read off a figure, to 3 %")
     flops = 96 * HOLMES_BATCH * 2048 * 36 * 4096**2 * (1 + 2048 / 6 / 4096 + 51200 / 16 / 36 / 4096)
-    stack = STACKS["megatron-lm"]
     for name, placed, overlapped, goes_ahead in (
         ("data across both fabrics, as Megatron-LM", False, None, False),
         ("pipeline across, data inside", True, None, False),
@@ -109,11 +109,11 @@ def holmes() -> None:
                 replace(ranks[i + 32 * stage], ranks=(order[2 * i + stage],)) for stage in (0, 1) for i in range(32)
             ]
             plan = replace(plan, tiles=tuple(tiles))
-        setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=overlapped)
+        setup = SoftwareSetup(model, model.max_positions, MIXED_DTYPE, MEGATRON, bucket_bytes=overlapped)
         if goes_ahead:
-            predictor = Predictor(setup, plan, cluster)
+            predictor = SoftwarePredictor(setup, plan, cluster)
             plan = with_extra_warmup(plan, predictor.costs, predictor.headroom) or plan
-        result = predict(setup, plan, cluster)
+        result = SoftwarePredictor(setup, plan, cluster).predict()
         print(
             f"  {name:42} {result.step_seconds:7.2f} s  {flops / result.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"
         )

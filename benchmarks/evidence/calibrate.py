@@ -1,6 +1,6 @@
 """Fits what the predictor knows of accelerators and software to steps that were measured.
 
-Two shares of each family of accelerators, three constants of each software (`SHARES`, `stack.FITTED`), and nothing of a
+Two shares of each family of accelerators, three constants of each software (`SHARES`, `FITTED`), and nothing of a
 single row: the sum of the rows' logarithmic errors becomes as small as it can, by Gauss-Newton steps with weights that
 make squares absolute values. What the rows do not tell stays as it was. Pure.
 """
@@ -9,17 +9,19 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence.described import DescribedRun
-from benchmarks.evidence.layers import LayerTimes
-from benchmarks.evidence.stacks import FITTED, STACKS, Software
+from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.prices.efficiency import EFFICIENCIES, Efficiency, efficiency_name
+from hpctrain.software.predictor import SoftwarePredictor
+from hpctrain.software.run import STACKS, DescribedRun
+from hpctrain.software.software import FITTED, SoftwareVersion
 
 SHARES = ("product_share", "memory_share")
 """What is fitted of a family."""
@@ -57,12 +59,16 @@ class Measured:
         return math.isfinite(self.seconds)
 
 
+class _LayeredPredictor(LayeredPredictor, SoftwarePredictor):
+    """Other software whose layers were measured."""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """All parameter sets, those of families and those of software."""
 
     efficiencies: Mapping[str, Efficiency]
-    stacks: Mapping[str, Software]
+    stacks: Mapping[str, SoftwareVersion]
 
     def efficiency_of(self, model: str | None) -> Efficiency | None:
         """Return the set of an accelerator, named as in the catalogue or by its maker; None if it is in none."""
@@ -72,7 +78,8 @@ class Parameters:
     def predict(self, row: Measured) -> Prediction:
         """Return what is predicted of a measured step, from all that is known but the measurement."""
         run = row.run
-        return run.predict(self.stacks[run.stack], self.efficiency_of(run.accelerator), row.layers)
+        make = partial(_LayeredPredictor, row.layers) if row.layers else None
+        return run.predict(self.stacks[run.stack], self.efficiency_of(run.accelerator), make)
 
     def get(self, key: tuple[str, str, str]) -> float:
         kind, name, constant = key

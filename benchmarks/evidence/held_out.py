@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.evidence.measured import load_measured
 from benchmarks.evidence.published import FOLDER, PublishedSet, summary
-from benchmarks.evidence.stacks import STACKS
+from hpctrain.software.run import STACKS
 
 
 def dgxc() -> PublishedSet:

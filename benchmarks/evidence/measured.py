@@ -6,8 +6,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from benchmarks.evidence.calibrate import Measured
-from benchmarks.evidence.described import DescribedRun
 from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.software.run import DescribedRun
 
 OUT_OF_MEMORY = "oom"
 """In place of seconds."""

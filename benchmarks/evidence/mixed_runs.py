@@ -4,14 +4,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Self
 
-from benchmarks.evidence.described import DescribedRun, predictor_of
-from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.stacks import Software
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.prices.efficiency import Efficiency
+from hpctrain.software.run import DescribedRun
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,3 @@ class MixedRun(DescribedRun):
             fabrics={self.network: Fabric(origin="datasheet", latency_seconds=latency)},
             nodes=tuple(nodes),
         )
-
-    def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
-        """Return the predictor; a fitted `efficiency` is of the first family, the others keep the catalogue's."""
-        efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        arguments = self.setup(stack), self.plan, self.cluster, efficiencies
-        if layers:
-            return LayeredPredictor(layers, *arguments)
-        return predictor_of(self)(*arguments)

@@ -10,13 +10,12 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.evidence.calibrate import Measured
-from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes, load_layers
 from benchmarks.evidence.measured import load_measured
 from benchmarks.evidence.mixed_runs import MixedRun, NodeGroup
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, GIB
-from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.sharding.items import BLOCK
+from hpctrain.software.run import DescribedRun
 
 FOLDER = Path(__file__).parent / "published"
 A100 = "A100-80"
@@ -389,7 +388,7 @@ def sailor_single_layers() -> list[LayerRow]:
         )
         setup = run.setup()
         items = BLOCK if layer == 1 else setup.head
-        passes = Predictor(setup, run.plan, run.cluster).layer_passes(run.plan.tiles[0], items, rows)
+        passes = run.predictor().layer_passes(run.plan.tiles[0], items, rows)
         what = f"{r['model']} {'block' if layer == 1 else 'head'} t{tensor} b{rows}"
         predicted = passes["forward"].seconds + passes["backward"].seconds
         result.append(LayerRow(device, what, float(r["fwd_s"]) + float(r["bwd_s"]), predicted))

@@ -186,7 +186,7 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
         for p in cluster.profiles
         if p.work in setup.works and p.replicas == cluster.num_devices and p.largest_rows is not None
     ]
-    if not profiles or not setup.stack.is_hpctrain:
+    if not profiles:
         return []
     costs, result = StageCosts(setup, cluster, ()), []
     for profile in profiles:

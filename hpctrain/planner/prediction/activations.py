@@ -1,13 +1,10 @@
-"""Bytes of activations that layers keep between their passes, and compute with, row by row. Pure.
-
-Other software has the same parts, as its `Stack` says.
-"""
+"""Bytes of activations that layers keep between their passes, and compute with, row by row. Pure."""
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Mlp, Norm
-from hpctrain.config.kernels import tokens_at_once
 from hpctrain.planner.prices.cost import heads_on
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
@@ -82,7 +79,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
     kept = layer_kept(setup, grid, layer, "none", rows)
     if layer == setup.head:
         whole, chunk = _logits(setup, grid, rows)
-        loss_bytes = setup.stack.loss_bytes.get(setup.item_bytes, 0)
+        loss_bytes = setup.engine.loss_bytes.get(setup.item_bytes, 0)
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
@@ -121,12 +118,11 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
 
     In a chain of operators only the largest result counts: the input of the last product, or capped scores.
     """
-    is_block, stack = setup.is_block(layer), setup.stack
-    if recompute == "none" or (recompute == "full" and not is_block and not stack.is_hpctrain):
+    if recompute == "none" or (recompute == "full" and not setup.recomputes(layer)):
         return 0.0
-    if recompute == "full" or not stack.again_operations:
+    if recompute == "full" or not setup.engine.again_operations:
         return layer_kept(setup, grid, layer, "none", rows)
-    if not is_block:
+    if not setup.is_block(layer):
         return 0.0
     attention, _ = setup.branches(layer)
     scores = _core_bytes(setup, grid, attention) if attention and attention.score_cap is not None else 0.0
@@ -142,16 +138,17 @@ def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
     return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * CAPPED_BYTES)
 
 
-def _mask_bytes(setup: Setup, attention: Attention, recompute: str, rows: int) -> float:
+@singledispatch
+def mask_bytes(setup: Setup, attention: Attention, recompute: str, rows: int) -> float:
     """Return the bytes of the mask that attention keeps, for one of `rows` of a rank.
 
     The mask has numbers that are added to scores. With a cap it has one byte per bit, and is recomputed with the
     scores. One mask serves all rows, where it does not depend on documents. Without window, cap and documents there is
-    none. Kernels of other software have windows of their own, and need none.
+    none.
     """
     is_windowed = attention.window is not None and attention.window < setup.positions
     is_capped = attention.score_cap is not None
-    is_masked = setup.stack.is_hpctrain and (is_windowed or is_capped or setup.masks_documents)
+    is_masked = is_windowed or is_capped or setup.masks_documents
     if not is_masked or (is_capped and recompute == "selective"):
         return 0.0
     size = setup.positions**2 * (1 if is_capped else setup.item_bytes)
@@ -210,13 +207,12 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
         logits, _ = _logits(setup, grid, rows)
         return (
             hidden * 2 * b / grid.position_parts
-            + logits * (b if setup.stack.is_hpctrain else STATISTIC_BYTES)
+            + logits * setup.kept_logit_bytes
             + setup.positions * INDEX_BYTES  # targets
             + setup.positions * STATISTIC_BYTES * (logits > 0)  # logarithms of sums, which are of kept logits
             + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
-    own = ((branch, branch_kept(setup, grid, branch, recompute, rows)) for branch in setup.branches(layer) if branch)
-    return sum(setup.stack.branch_kept(setup, grid, branch, recompute, kept) for branch, kept in own)
+    return sum(branch_kept(setup, grid, branch, recompute, rows) for branch in setup.branches(layer) if branch)
 
 
 def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
@@ -225,14 +221,13 @@ def _logits(setup: Setup, grid: TensorGrid, rows: int) -> tuple[float, float]:
     They are all and none, or none and those of as many tokens as the rank computes at once.
     """
     columns = padded_vocabulary(setup.model, grid) // grid.y
-    at_once = setup.positions
-    if setup.stack.is_hpctrain:
-        at_once = tokens_at_once(setup.positions, columns, setup.logits_bytes // rows)
+    at_once = setup.logits_at_once(setup.positions, columns, rows)
     return (0.0, at_once * columns) if at_once < setup.positions else (at_once * columns, 0.0)
 
 
+@singledispatch
 def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, rows: int) -> float:
-    """Return the bytes that our engine keeps of a branch, for one of `rows`: its input, normed, too; queries, keys,
+    """Return the bytes that a rank keeps of a branch, for one of `rows`: its input, normed, too; queries, keys,
     values, mixed; gate and up. Selective recomputing drops what is between products."""
     drops, b = recompute == "selective", setup.item_bytes
     hidden = setup.positions * setup.model.hidden_size / grid.x
@@ -243,7 +238,7 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
         return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
     kept += b * (2 * query + 2 * key) + sum(_head_statistics(setup, grid, branch))
-    kept += _mask_bytes(setup, branch, recompute, rows)
+    kept += mask_bytes(setup, branch, recompute, rows)
     if drops:
         return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))
     # Rotary positions keep nothing of what norms of heads return: attention reads one copy, whichever there are.

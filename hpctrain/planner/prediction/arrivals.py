@@ -150,11 +150,11 @@ class _Messages:
         return self._parts_of[key]
 
     def _position_parts(self, tile: Tile) -> int:
-        # What software of its own cuts over y is sent so, and not gathered; of our engine the grids say it.
-        return tile.tensor.y if self._setup.stack.sequence_parallel else 1
+        # What y cuts without the grid saying so is sent so, and not gathered.
+        return self._setup.position_parts(tile.tensor) // tile.tensor.position_parts
 
     def _near(self, tile: Tile) -> Callable[[int, int], bool]:
-        gathers_parts = self._setup.stack.gathers_parts and self._position_parts(tile) == 1
+        gathers_parts = self._setup.engine.gathers_parts and self._position_parts(tile) == 1
         return self._network.is_near if gathers_parts else everywhere
 
 

@@ -1,14 +1,12 @@
 """Bytes that a rank needs, part by part: what the engine keeps (`model/storage/store.py`, `model/stage.py`,
 `model/storage/shard.py`).
-
-Other software has the same parts, with its own gradients, its libraries' memory, and what its allocator loses.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, singledispatch
 from typing import NamedTuple
 
 from hpctrain.plan.holdings import Holding, ShardGroup
@@ -18,7 +16,7 @@ from hpctrain.planner.prediction.activations import row_bytes
 from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
 from hpctrain.planner.prices.cost import layer_elements
 from hpctrain.planner.prices.network import ClusterNetwork
-from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.prices.setup import GRADIENT_BYTES, Setup
 from hpctrain.sharding.host_buckets import SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
@@ -40,7 +38,7 @@ class MemoryParts:
     buffers of gradients in flight to the shards."""
     buffers: int
     """Temporary memory of a layer, beyond the activations that later layers have released. Includes messages that wait
-    to be sent, receive buffers, and what libraries and the allocator take."""
+    to be sent, and receive buffers."""
     on_host: int = 0
     """Bytes in host memory instead of the device's: what the tiles offload."""
 
@@ -76,6 +74,7 @@ class State(NamedTuple):
     optimizer: float
 
 
+@singledispatch
 def state_of(
     setup: Setup, stored: float, updated: float, packed: float, zero: int, num_holders: int, state_bytes: float
 ) -> State:
@@ -84,16 +83,15 @@ def state_of(
     `state_bytes` are those of the optimizer for each weight that is updated. `packed` are those that it has once more,
     to exchange them with other grids, and where they are used.
     """
-    stack, b = setup.stack, setup.item_bytes
-    weights = stack.stored_bytes(b) * (updated if zero == 3 else stored)
-    weights += b * packed
-    kept, summed = stack.gradient_bytes(setup.dtype)
-    gradients = (updated if zero >= 2 else stored) * kept
+    weights = setup.item_bytes * (updated if zero == 3 else stored)
+    weights += setup.item_bytes * packed
+    gradients = (updated if zero >= 2 else stored) * GRADIENT_BYTES
     if zero == 1 and num_holders > 1:
-        gradients += updated * summed
+        gradients += updated * GRADIENT_BYTES
     return State(weights, gradients, updated * state_bytes)
 
 
+@singledispatch
 def memory_of(
     setup: Setup,
     network: ClusterNetwork,
@@ -107,9 +105,9 @@ def memory_of(
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
 
     `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
-    Its device has so many bytes `available`, of which software may lose a share.
+    Its device has so many bytes `available`.
     """
-    stack, states, num_updated = setup.stack, [State(0, 0, 0)], 0
+    states, num_updated = [State(0, 0, 0)], 0
     held: list[tuple[ShardGroup, int]] = []
     part = plan.tile_of(rank).part(rank)
     for group in shards.shard_groups:
@@ -123,15 +121,12 @@ def memory_of(
         held.append((group, stored))
         num_updated += updated
     weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
-    num_holders = max((len(group.ranks) for group in shards.shard_groups), default=1)
-    num_groups = sum(size > 1 for size in (num_holders, *tile.tensor.sizes.values(), plan.path_length(tile)))
     buffers = (waiting + num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
-    buffers += stack.taken_bytes(available, num_groups)
     kept = gathered = on_host = 0
     if not tile.is_idle:
         kept, computing = _activations(setup, plan, tile)
         gathered = _gathered(setup, plan, tile, shards)
-        if stack.is_hpctrain:
+        if setup.sums_itself:
             overlapped, blocking = scattered_scratch(setup, network, plan, tile, held, rank)
             alive_before = partial(_alive_before, setup, plan, tile)
             exchanged = exchanged_bytes(setup, network, plan, tile, held, rank, alive_before)
@@ -175,7 +170,7 @@ def gathered_bytes(setup: Setup, parts: int, zero: int, holders: int, largest: i
 
 def splits_backward(setup: Setup, plan: Plan, tile: Tile) -> bool:
     """Say whether a tile sends the gradient of its input before it computes those of its weights."""
-    return setup.stack.splits_backward and weight_delay(plan, tile) is not None
+    return setup.splits_backward and weight_delay(plan, tile) is not None
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def offloaded_update_seconds(setup: Setup, device: DeviceModel, num_elements: in
         return 0.0
     bucket = min(num_elements, bucket_elements(num_elements))
     copy = bucket * setup.state_bytes() / device.host_copy_bytes_per_second
-    share = setup.update_bytes / (setup.stack.clipping_bytes + setup.update_bytes)
+    share = setup.update_bytes / (setup.engine.clipping_bytes + setup.update_bytes)
     each = share * update_seconds(setup, device, bucket)
     next_after = max(copy, each, (2 * copy + each) / SLOTS)
     all_buckets = 2 * copy + each + (num_elements / bucket - 1) * next_after

@@ -129,7 +129,7 @@ class Predictor:
 
     def simulated_at(self, costs: Costs) -> Simulated:
         """Return the step of the plan at other prices than its own."""
-        make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
+        make = partial(one_f_one_b, splits_backward=self.setup.splits_backward)
         return simulate(self.plan, schedules_of(self.plan, make), costs)
 
     def predict(self) -> Prediction:
@@ -193,8 +193,7 @@ class Predictor:
             tiles[tile] = known[key]
         costs, agree, crossed = self._messages
         seconds, under_way = ({pair: cost[i] for pair, cost in costs.items()} for i in (0, 1))
-        blocking = self._blocking_share or 0.0
-        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way)
+        return Costs(tiles, seconds, self._gradient_exchanges(), agree, leaving=crossed, under_way=under_way)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:
@@ -202,14 +201,6 @@ class Predictor:
         messages = arrivals(self.setup, self.plan, self.network)
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
         return messages, agree, crossing(messages, self.network)
-
-    @cached_property
-    def _blocking_share(self) -> float | None:
-        stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
-        parts = tile.tensor.y if stack.gathers_parts else 1
-        rows = tile.rank_rows
-        sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
-        return stack.blocking_share(sent)
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:
@@ -304,15 +295,11 @@ class Predictor:
         items = tuple(virtual_stage.items for virtual_stage in self.plan.virtual_stages(tile))
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
-            shards = holding_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
-            if not self.setup.stack.is_hpctrain:
-                shards = replace(shards, shard_groups=tuple(map(self._with_declared_zero, shards.shard_groups)))
-            self._holdings[key] = shards, tile.ranks[0]
+            self._holdings[key] = self._holding_of(tile.ranks[0]), tile.ranks[0]
         return self._holdings[key]
 
-    def _with_declared_zero(self, group: ShardGroup) -> ShardGroup:
-        """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
-        return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
+    def _holding_of(self, rank: int) -> Holding:
+        return holding_of(self.setup.model, self.plan, rank, self._bucket_bytes)
 
     def _stored(self, group: ShardGroup, tile: Tile) -> int:
         whole = sum(layout.size for layout in group.layouts)
@@ -447,7 +434,7 @@ class Predictor:
         return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
-        if self._blocking_share is not None or len(self.plan.virtual_stages(tile)) > 1:
+        if len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))

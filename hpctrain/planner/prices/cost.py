@@ -7,13 +7,12 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Mlp, Norm
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
-from hpctrain.config.kernels import tokens_at_once
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.prices.setup import Setup
@@ -21,7 +20,7 @@ from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, Pas
 from hpctrain.sharding.grid import STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
-from hpctrain.sharding.parameters import item_units, padded_vocabulary
+from hpctrain.sharding.parameters import item_units
 
 RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
@@ -58,7 +57,7 @@ def layer_cost(
     else:
         cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
-    if recompute == "full" and (is_block or setup.stack.is_hpctrain):
+    if recompute == "full" and setup.recomputes(layer):
         again = cost.forward
     elif recompute == "selective":
         again = selected
@@ -79,7 +78,7 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
         if grid.stored_parts > 1:
             before.append(Exchange(STORED, "all_gather", elements * setup.gathered_bytes))
             after.append(Exchange(STORED, "reduce_scatter", elements * setup.gradient_bytes))
-            if setup.stack.is_hpctrain:
+            if setup.sums_itself:
                 placed += 2 * setup.item_bytes * elements / grid.stored_parts
                 added += 3 * setup.gradient_bytes * elements / grid.stored_parts if zero < 2 else 0.0
         if zero >= 2:
@@ -131,7 +130,7 @@ class _Branch(NamedTuple):
     backward_input: PassWork
     backward_weight: PassWork
     again: PassWork = PassWork()
-    """Work that selective recomputing runs again: see `_computed_again`."""
+    """Work that selective recomputing runs again: see `computed_again`."""
 
 
 def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
@@ -144,8 +143,8 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
-    again = _computed_again(setup, grid, tokens, attention, forward)
-    if attention.score_cap is not None or not setup.stack.flash:
+    again = computed_again(setup, grid, tokens, attention, forward)
+    if attention.score_cap is not None or not setup.engine.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
 
@@ -155,23 +154,22 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
-    again = _computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
+    again = computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
-def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
+@singledispatch
+def computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
     """Return what selective recomputing runs again of a branch, apart from attention's scores.
 
     That is the norm, with its kept statistics, and operations between the products, which pass over so many bytes.
     """
-    operations = setup.stack.again_operations
+    operations = setup.engine.again_operations
     if operations is None:
         return PassWork()
-    sizes = setup.stack.again_products(setup, grid, branch)
-    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in sizes]
     tokens = -(-tokens // setup.position_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
-    return PassWork(again, normed + passed, operations[isinstance(branch, Mlp)])
+    return PassWork(passed_bytes=normed + passed, operations=operations[isinstance(branch, Mlp)])
 
 
 def _branch(
@@ -181,7 +179,7 @@ def _branch(
 
     The first of these has `features[0]` out, the second `features[1]` in.
     """
-    stack, passes = setup.stack, setup.passes
+    engine, passes = setup.engine, setup.passes
     tokens, hidden = rows * setup.positions, setup.model.hidden_size // grid.x
     sizes, (out, into) = {"x": grid.x, "y": grid.y}, features
     norm = _norm(setup, grid, tokens, branch.norm)
@@ -197,7 +195,7 @@ def _branch(
     if branch.out_norm:
         costs.append(_norm(setup, grid, tokens, branch.out_norm))
         ends[0] = PassWork.joined((costs[-1].forward, ends[0]))
-    for end, operations in zip(ends, stack.block_operations, strict=True):
+    for end, operations in zip(ends, engine.block_operations, strict=True):
         end.operations += cut_evenly(operations, 2)[isinstance(branch, Mlp)].size
     return _Branch(
         [PassWork.joined((norm.forward, first.forward)), second.forward, ends[0]],
@@ -217,7 +215,7 @@ def _labelled(item: str, rows: int, cost: LayerCost) -> LayerCost:
 def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) -> tuple[PassWork, PassWork]:
     """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
     positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y)
-    flash, passes = setup.stack.flash, setup.passes.scores
+    flash, passes = setup.engine.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
     share = seen_share(attention, positions) if flash and not setup.masks_documents else 1.0
@@ -258,8 +256,7 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> L
 def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCost:
     setup = replace(setup, linear_dtype=None)
     model, passes = setup.model, setup.passes
-    tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
-    vocabulary += -vocabulary % setup.stack.vocabulary_multiple
+    tokens, vocabulary = rows * setup.positions, setup.head_columns(grid)
     norm = _norm(setup, grid, tokens, model.description.norm)
     if grid.sequence_parallel:
         product = gathering_linear(setup, rows, model.hidden_size // grid.x, vocabulary, grid, regathers)
@@ -273,7 +270,7 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         of_loss.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    in_parts = setup.stack.is_hpctrain and tokens_at_once(tokens, vocabulary, setup.logits_bytes) < tokens
+    in_parts = setup.logits_at_once(tokens, vocabulary) < tokens
     if (
         in_parts and regathers
     ):  # while some logits are there, so is their gradient; recomputed whole, both passes have them
@@ -287,7 +284,7 @@ def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> floa
     """Return what a rank's part of the optimizer takes, for the elements that it updates: as profiled, where it was."""
     if device.element_seconds is not None:
         return num_elements * device.element_seconds
-    return device.pass_seconds(num_elements * (setup.stack.clipping_bytes + setup.update_bytes))
+    return device.pass_seconds(num_elements * (setup.engine.clipping_bytes + setup.update_bytes))
 
 
 def model_flops(setup: Setup, tokens: int) -> float:

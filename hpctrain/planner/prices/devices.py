@@ -15,7 +15,7 @@ from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_chip
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
-from hpctrain.planner.prices.setup import Stack
+from hpctrain.planner.prices.setup import Engine
 from hpctrain.planner.prices.work import PassWork
 
 # Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
@@ -136,16 +136,16 @@ class DeviceModel:
         """Return what reading and writing so many bytes takes."""
         return num_bytes / self.memory_bytes_per_second
 
-    def work_seconds(self, work: PassWork, dtype: str, stack: Stack) -> float:
+    def work_seconds(self, work: PassWork, dtype: str, engine: Engine) -> float:
         """Return what computing a pass takes, by products and bytes: the longer of the device's time and its host's."""
-        gain = self.efficiency.native_gain if stack.native_attention else 1.0
+        gain = self.efficiency.native_gain if engine.native_attention else 1.0
         computed = sum(
             self.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
             for p in work.products
         )
         computed += self.pass_seconds(work.passed_bytes) + work.operations * self.efficiency.launch_seconds
         started = len(work.products) + work.operations + len(work.exchanges)
-        return max(computed, started * stack.dispatch_seconds * self.operation_seconds / HOST_OPERATION_SECONDS)
+        return max(computed, started * engine.dispatch_seconds * self.operation_seconds / HOST_OPERATION_SECONDS)
 
     def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
         speed, processors = self.speed(dtype), self.efficiency.processors

@@ -28,11 +28,12 @@ class Efficiency:
     fp8_gain: float | None = None
     """Speed of large products in fp8, as a multiple of that in half precision; None: the family has no fp8."""
     fused_share: float = 1.0
-    """Factor on the share of speed that fused attention reaches on an A100 (`Stack.flash`). Kernels written for an A100
-    reach less of newer devices. FlashAttention-2 reaches 340 TFLOP/s on an H100, half of what large products do (Shah
-    et al. 2024)."""
+    """Factor on the share of speed that fused attention reaches on an A100 (`Engine.flash`). Kernels written for an
+    A100 reach less of newer devices. FlashAttention-2 reaches 340 TFLOP/s on an H100, half of what large products do
+    (Shah et al. 2024)."""
     native_gain: float = 1.0
-    """Speed of a kernel that is written for the family, as a multiple of one that is not (`Stack.native_attention`)."""
+    """Speed of a kernel that is written for the family, as a multiple of one that is not
+    (`Engine.native_attention`)."""
     overlap_slowdown: float = 1.0
     """Factor by which computing takes longer while the device communicates."""
     is_measured: bool = True

@@ -15,11 +15,10 @@ def linear(
 ) -> LayerCost:
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
-    # Where software cuts norms over y, a sum is a scatter and the gather of the next product's input.
-    num_bytes = (setup.item_bytes + setup.operand_bytes) / 2 if setup.stack.sequence_parallel else setup.item_bytes
+    num_bytes = setup.summed_bytes
     cut = _sizes(tokens, parts if sizes[of_in] > 1 else 1)
     dtype = setup.linear_dtype
-    cast_bytes = setup.stack.cast_bytes if dtype else 0.0
+    cast_bytes = setup.engine.cast_bytes if dtype else 0.0
     forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], cast_bytes * tokens * into)
     if sizes[of_in] > 1:
         forward.exchanges += _sums(of_in, "all_reduce", forward.products, num_bytes)

@@ -88,7 +88,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
     overlapped = {axis for axis, is_on in ((STORED, setup.overlaps_weights), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
-    compute = max(device.work_seconds(work, setup.dtype, setup.stack) for device in devices)
+    compute = max(device.work_seconds(work, setup.dtype, setup.engine) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
     alone: dict[MatrixProduct, float] = {}  # the parts of a product are equal, so one is priced
 
@@ -100,7 +100,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
             return 0.0
         if behind not in alone:
             product = PassWork([behind], passes=work.passes)
-            alone[behind] = min(device.work_seconds(product, setup.dtype, setup.stack) for device in devices)
+            alone[behind] = min(device.work_seconds(product, setup.dtype, setup.engine) for device in devices)
         return alone[behind]
 
     products = {id(each) for each in work.products}
@@ -116,7 +116,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
             continue
         if part == "tensor" and (meanwhile := overlapped_seconds(exchange)):
             hidden = min(seconds, meanwhile)
-            longer = slowed_by(hidden, seconds, setup.stack.tensor_slowdown or times)
+            longer = slowed_by(hidden, seconds, setup.tensor_slowdown(times))
             slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
         waited[part] += seconds
     moving = sum(moved.values())
@@ -158,7 +158,7 @@ class Prices:
     ):
         """`efficiencies`, by family, replace the catalogue's. `network` replaces the cluster's."""
         self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
-        self.network = network or setup.stack.network(cluster)
+        self.network = network or setup.network(cluster)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
         self._sites: dict[tuple, Site] = {}
         self._costs: dict[tuple, LayerCost] = {}

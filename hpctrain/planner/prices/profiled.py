@@ -20,7 +20,7 @@ from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.curves import Curve
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.efficiency import Efficiency
-from hpctrain.planner.prices.setup import Setup, Stack
+from hpctrain.planner.prices.setup import Engine, Setup
 from hpctrain.planner.prices.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -56,15 +56,15 @@ class ProfiledDevice(DeviceModel):
     def _ratios(self) -> dict[tuple[str, int, int], float]:
         return {}
 
-    def work_seconds(self, work: PassWork, dtype: str, stack: Stack) -> float:
+    def work_seconds(self, work: PassWork, dtype: str, engine: Engine) -> float:
         """Return the formula's seconds, with each pass of the work corrected by its own ratio."""
         formula = super().work_seconds
         ratios = [self._ratio(each.item, each.direction, each.rows) for each in work.passes]
         if len(set(ratios)) <= 1:
-            return formula(work, dtype, stack) * (ratios[0] if ratios else 1.0)
-        parts = [formula(each.work, dtype, stack) for each in work.passes]
+            return formula(work, dtype, engine) * (ratios[0] if ratios else 1.0)
+        parts = [formula(each.work, dtype, engine) for each in work.passes]
         corrected = sum(seconds * ratio for seconds, ratio in zip(parts, ratios, strict=True))
-        return formula(work, dtype, stack) * (corrected / sum(parts))
+        return formula(work, dtype, engine) * (corrected / sum(parts))
 
     def _ratio(self, item: str, direction: int, rows: int) -> float:
         key = item, direction, rows
@@ -72,7 +72,7 @@ class ProfiledDevice(DeviceModel):
             layer = {"embedding": EMBEDDING, "block": BLOCK, "head": self.setup.head}[item]
             cost = layer_cost(self.setup, TensorGrid(), layer, rows)
             work = cost.backward if direction else cost.forward
-            formula = super().work_seconds(work, self.setup.dtype, self.setup.stack)
+            formula = super().work_seconds(work, self.setup.dtype, self.setup.engine)
             self._ratios[key] = self._curves[item, direction](rows) / formula
         return self._ratios[key]
 
@@ -99,7 +99,7 @@ def device_models(
 ) -> dict[str, DeviceModel]:
     """Return the devices of all families, with what profiles of the setup's very work say of them.
 
-    `efficiencies` are by family, in place of the catalogue's. Profiles are of our engine alone.
+    `efficiencies` are by family, in place of the catalogue's. Profiles are those of `Setup.works`.
     """
     dtypes = dict(setup.by_family) if setup else {}
     profiles = timed_profiles(cluster, setup) if setup else {}
@@ -118,6 +118,6 @@ def device_models(
 
 def timed_profiles(cluster: Cluster, setup: Setup) -> dict[str, Profile]:
     """Return by family the profiles whose times hold for a setup: of its model, positions and dtype."""
-    if not cluster.profiles or not setup.stack.is_hpctrain:
+    if not cluster.profiles:
         return {}
     return {p.family: p for work in setup.works for p in cluster.profiles if p.work == work and p.zero == TIMED_ZERO}

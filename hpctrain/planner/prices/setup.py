@@ -1,4 +1,4 @@
-"""The model that is trained, by which software and in which kernels: what prices and memory depend on. Pure."""
+"""The model that is trained, and the kernels of our engine: what prices and memory depend on. Pure."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from hpctrain.architectures.description import Attention, Layer, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.job import Job, Model
-from hpctrain.config.kernels import LOGITS_BYTES
+from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
 from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
@@ -17,7 +17,7 @@ from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.sharding.grid import AXES, STORED, TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
-from hpctrain.sharding.parameters import all_parameters
+from hpctrain.sharding.parameters import all_parameters, padded_vocabulary
 
 GRADIENT_BYTES = MASTER_BYTES = 4
 
@@ -44,21 +44,9 @@ class BytePasses:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """The software that trains, as far as prices and memory depend on it: here our engine.
-
-    Subclasses in `benchmarks/evidence/stacks.py` say what other software does differently.
-    """
-
-    is_hpctrain: ClassVar[bool] = True
-    """Whether it is our engine. Our engine differs from other software in these points:
-
-    - `full` recomputing includes embedding and head;
-    - many logits are computed some tokens at a time, see `tokens_at_once`;
-    - a rank copies its z-shard of weights and adds to that of gradients, in addition to `BytePasses.weight`;
-    - ranks add up what others send them (`buffers.py`);
-    - weights that several families hold are updated by one of them each, in any ZeRO stage.
-    """
+class Engine:
+    """Our engine, as far as prices and memory depend on its kernels. What it does otherwise than other trainers is in
+    the functions of this room and of `prediction/`; `hpctrain/software/` has what others do in their place."""
 
     name: str
     passes: dict[int, BytePasses]
@@ -74,8 +62,6 @@ class Stack:
     native_attention: bool = False
     """Whether the attention kernel is written for each device generation (cuDNN, FlashAttention-3 and 4), not for an
     A100."""
-    sequence_parallel: bool = False
-    """Whether norms and residuals are cut over y, also where the tensor grid does not say so."""
     again_operations: tuple[int, int] | None = None
     """Numbers of operations that `selective` recomputing starts again, of an attention and of a feed-forward part. They
     are those between products, whose results are dropped. None: attention's scores are recomputed, where these are
@@ -85,56 +71,11 @@ class Stack:
     output's gradient."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of a logit while the loss is computed, in addition to what is kept; by bytes of a number."""
-    splits_backward: bool = True
-    """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     gathers_parts: bool = False
     """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
-    tensor_slowdown: float | None = None
-    """Factor by which products take longer while collectives of x and y overlap them; None: the device's own."""
     dispatch_seconds: float = 8e-6
     """Seconds to start an operation on a host of `HOST_OPERATION_SECONDS`, on others in proportion: the least that each
     of several small ones takes."""
-    vocabulary_multiple: int = 1
-    """Multiple to which the vocabulary ids of a rank of y are padded."""
-
-    def network(self, cluster: Cluster) -> ClusterNetwork:
-        """Return what prices its messages and collectives."""
-        return ClusterNetwork(cluster)
-
-    def blocking_share(self, _num_bytes: float) -> float | None:
-        """Return the share of a message's time during which its sender computes nothing; None where no message goes
-        through the stream that computes."""
-        return None
-
-    def exchanged_bytes(self, _dtype: str) -> int:
-        """Return the bytes of a gradient that replicas exchange."""
-        return GRADIENT_BYTES
-
-    def gathered_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of a weight that comes over z, and of a number of the residual stream."""
-        return item_bytes
-
-    def stored_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of a weight as it is used, on a rank that stores it."""
-        return item_bytes
-
-    def gradient_bytes(self, _dtype: str) -> tuple[int, int]:
-        """Return the bytes of a gradient that a rank keeps, and of what ZeRO 1 sums it into."""
-        return GRADIENT_BYTES, GRADIENT_BYTES
-
-    def taken_bytes(self, _available: int, _num_groups: int) -> int:
-        """Return the bytes of a device that libraries and an allocator take, with so many communicators."""
-        return 0
-
-    def again_products(self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp) -> list[tuple[int, int]]:
-        """Return the features in and out of the products of a branch that `selective` recomputing computes again."""
-        return []
-
-    def branch_kept(
-        self, _setup: "Setup", _grid: TensorGrid, _branch: Attention | Mlp, _recompute: str, own: float
-    ) -> float:
-        """Return the bytes that a branch keeps of a row, where our engine keeps its `own`."""
-        return own
 
 
 # FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half
@@ -147,7 +88,7 @@ EAGER_PASSES = {
     4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),
     2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (30, 36), 8),
 }
-HPCTRAIN = Stack(
+HPCTRAIN = Engine(
     "hpctrain",
     EAGER_PASSES,
     clipping_bytes=16,  # its norm 4, clipped 8, zeroed 4
@@ -189,12 +130,12 @@ def _mean_of_model(model: Model, value: Callable[[Shape], float]) -> float:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model that is trained, and the software: everything about a run but its plan and its cluster."""
+    """The model that is trained, and how: everything about a run but its plan and its cluster."""
 
     model: Model
     positions: int
     dtype: str
-    stack: Stack
+    engine: Engine
     overlaps: frozenset[str] = frozenset()
     """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
     "z": gathers of the next item's weights, scatters of the last one's gradients."""
@@ -219,22 +160,29 @@ class Setup:
     optimizer: str = "adamw"
     """Name of the optimizer whose rule updates weights."""
 
+    splits_backward: ClassVar[bool] = True
+    """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
+    sums_itself: ClassVar[bool] = True
+    """Whether ranks add up in memory of their own what others send them (`buffers.py`)."""
+    expected_messages: ClassVar[int] = EXPECTED_AHEAD
+    """Number of messages between stages for which a rank has buffers before it comes to receive them."""
+
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
         kernels as fused where they are in all families."""
         dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(axis.overlap for axis in AXES.values() if getattr(job.overlap, axis.overlap))
-        stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
+        engine = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
         native = {job.kernels.attention, *job.kernels.attention_by_family.values()} <= {"cudnn", "flash3", "flash4"}
-        stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
+        engine = replace(engine, gathers_parts=job.comm.gather_messages, native_attention=native)
         data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
         differing = tuple(sorted(job.precision.by_family.items()))
         return cls(
             job.model,
             data.sequence_length,
             dtype,
-            stack,
+            engine,
             overlaps,
             masks_documents=data.mask_documents,
             bucket_bytes=bucket_bytes,
@@ -248,7 +196,7 @@ class Setup:
     def works(self) -> tuple[str, ...]:
         """Return the descriptions of work for which a profile may hold: with the other kernels (fused or separate), and
         with these."""
-        fused = self.stack.passes is HPCTRAIN_FUSED.passes
+        fused = self.engine.passes is HPCTRAIN_FUSED.passes
         given = self.model, self.positions, self.dtype, self.by_family
         return tuple(describe_training(*given, each, self.optimizer) for each in (not fused, fused))
 
@@ -310,9 +258,8 @@ class Setup:
         )
 
     def position_parts(self, grid: TensorGrid) -> int:
-        """Return the number of parts into which y cuts the positions of hidden states, by the grid or by the
-        software."""
-        return grid.y if self.stack.sequence_parallel else grid.position_parts
+        """Return the number of parts into which y cuts the positions of hidden states."""
+        return grid.position_parts
 
     @property
     def overlaps_weights(self) -> bool:
@@ -324,10 +271,26 @@ class Setup:
         """Number of parts into which blocks cut products next to collectives of x and y."""
         return (self.tensor_parts or 1) if "tensor" in self.overlaps else 1
 
-    @property
-    def expected_messages(self) -> int:
-        """Return for how many messages between stages a rank has buffers before it comes to receive them."""
-        return EXPECTED_AHEAD if self.stack.is_hpctrain else 0
+    def network(self, cluster: Cluster) -> ClusterNetwork:
+        """Return what prices messages and collectives."""
+        return ClusterNetwork(cluster)
+
+    def tensor_slowdown(self, measured: float) -> float:
+        """Return the factor by which products take longer while collectives of x and y overlap them, on a device where
+        so much was `measured` of any collectives."""
+        return measured
+
+    def recomputes(self, _layer: Interval) -> bool:
+        """Say whether `full` recomputing includes a layer: embedding and head too."""
+        return True
+
+    def head_columns(self, grid: TensorGrid) -> int:
+        """Return how many columns of the head's product a rank computes."""
+        return padded_vocabulary(self.model, grid) // grid.y
+
+    def logits_at_once(self, tokens: int, columns: int, rows: int = 1) -> int:
+        """Return of how many `tokens` of each of so many `rows` the head has logits at once."""
+        return tokens_at_once(tokens, columns, self.logits_bytes // rows)
 
     @property
     def item_bytes(self) -> int:
@@ -341,13 +304,23 @@ class Setup:
     @property
     def gradient_bytes(self) -> int:
         """The bytes of a gradient that replicas exchange."""
-        return self.stack.exchanged_bytes(self.dtype)
+        return GRADIENT_BYTES
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of a weight that is stored in shards, in flight."""
-        return self.stack.gathered_bytes(self.item_bytes)
+        """The bytes of a weight that is stored in shards, in flight, and of a number of the residual stream."""
+        return self.item_bytes
+
+    @property
+    def summed_bytes(self) -> float:
+        """The bytes of a number of the residual stream in a sum over x or y."""
+        return self.item_bytes
+
+    @property
+    def kept_logit_bytes(self) -> int:
+        """The bytes of a logit that is kept from the forward pass to the backward one."""
+        return self.item_bytes
 
     @property
     def passes(self) -> BytePasses:
-        return self.stack.passes[4 if self.item_bytes >= 4 else 2]
+        return self.engine.passes[4 if self.item_bytes >= 4 else 2]

@@ -247,7 +247,7 @@ class StageCosts:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
-            if grid.y == 1 or self.setup.positions % grid.y or self.setup.stack.sequence_parallel:
+            if grid.y == 1 or self.setup.positions % grid.y or self.setup.position_parts(grid) > 1:
                 result.append(grid)
                 continue
             cut = grid._replace(sequence_parallel=True)
@@ -350,7 +350,7 @@ class StageCosts:
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
-        return self.setup.stack.splits_backward and splits_freely(tile)
+        return self.setup.splits_backward and splits_freely(tile)
 
     def _offloaded_update(self, stage: StageShape, share: float) -> BlockLine:
         """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
@@ -424,7 +424,7 @@ class StageCosts:
         pair = max(blocks) + max(sizes)
         fixed = messages * message_bytes(setup, grid, stage.rows)
         fixed += gathered_bytes(setup, grid.stored_parts, zero, holders, max(sizes), pair, splits)
-        in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.stack.is_hpctrain else (0.0, 0.0, NOTHING)
+        in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.sums_itself else (0.0, 0.0, NOTHING)
         always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + in_passes)
         kept, computing = BlockLine(others.kept, block.kept).times(at_once), at_once * others.computing
         on_device = (

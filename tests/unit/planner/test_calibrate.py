@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.evidence.calibrate import SHIPPED, Measured, changes, dump_parameters, fit, load_parameters
-from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.fit_runs import command
 from hpctrain.config.errors import PlanError
+from hpctrain.software.run import DescribedRun
 
 NODES = {"devices_per_node": 1, "network": "OPA-100"}  # by hosts, of which a software gets its own share
 RUNS = [

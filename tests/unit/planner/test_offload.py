@@ -84,7 +84,7 @@ def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
     assert one_way < seconds < 2 * one_way * (1 + 4 / BUCKETS), "both ways overlap"
     fast = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": 1e15}))
     assert offloaded_update_seconds(SETUP, fast, 10**6) == pytest.approx(
-        10**6 * (SETUP.stack.clipping_bytes + SETUP.update_bytes) / device.memory_bytes_per_second, rel=1e-3
+        10**6 * (SETUP.engine.clipping_bytes + SETUP.update_bytes) / device.memory_bytes_per_second, rel=1e-3
     )
 
 

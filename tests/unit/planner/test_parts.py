@@ -55,11 +55,11 @@ def seconds_in_order(computing: list[float], message_seconds: float, gathers: bo
 def test_a_pass_in_parts_takes_what_its_products_and_messages_take_in_order(name, parts, share):
     work = costs(parts)[name].forward
     assert len(work.products) == len(work.exchanges) == parts
-    computing = [DEVICE.work_seconds(PassWork([product]), "fp32", SETUP.stack) for product in work.products]
+    computing = [DEVICE.work_seconds(PassWork([product]), "fp32", SETUP.engine) for product in work.products]
     message = share * computing[0]
     network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: message)
     result = pass_cost(OVERLAPPED, network, work, Site((DEVICE,), plan_of(Y, 1, 1).tiles[0]))
-    rest = DEVICE.work_seconds(work, "fp32", SETUP.stack) - sum(computing)
+    rest = DEVICE.work_seconds(work, "fp32", SETUP.engine) - sum(computing)
     assert result.seconds == pytest.approx(seconds_in_order(computing, message, name == "gather") + rest)
     backward = costs(parts)["scatter"].backward_input
     assert sum(exchange.behind is None for exchange in backward.exchanges) == 1, "dy is gathered while dX is computed"

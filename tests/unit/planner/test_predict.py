@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence.described import DescribedRun, interleaved
-from benchmarks.evidence.stacks import MEGATRON, STACKS
 from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.clusters.truth import Truth
@@ -27,11 +25,22 @@ from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK
+from hpctrain.software.megatron import MEGATRON
+from hpctrain.software.predictor import SoftwarePredictor, interleaved
+from hpctrain.software.run import STACKS, DescribedRun
+from hpctrain.software.software import SoftwareSetup
 from tests import clusters
 from tests.pretended import CLUSTER, KINDS, PAIR
 
 JOB = load_job("tiny", ["model.vocab_size=1024"])
 SETUP = Setup(JOB.model, 128, "fp32", HPCTRAIN)
+
+
+class UnsplitSetup(Setup):
+    splits_backward = False
+
+
+UNSPLIT = UnsplitSetup(JOB.model, 128, "fp32", HPCTRAIN)
 NUM_ITEMS = JOB.model.num_items
 
 
@@ -162,12 +171,11 @@ def test_memory_falls_with_each_zero_stage_and_with_recomputing():
 def test_weight_passes_that_wait_keep_their_operands():
     """By ZB-H1 the last stage keeps as much as the first; by 1F1B splitting takes no more than activations did."""
 
-    def activations(plan, **stack) -> list[int]:
-        result = predict(replace(SETUP, stack=replace(HPCTRAIN, **stack)), plan, CLUSTER).memory
-        return [stage.memory.activations for stage in result]
+    def activations(plan, setup=SETUP) -> list[int]:
+        return [stage.memory.activations for stage in predict(setup, plan, CLUSTER).memory]
 
     plan = plan_of(pipeline=4, data=1, microbatches=8)
-    as_one, split = activations(plan, splits_backward=False), activations(plan)
+    as_one, split = activations(plan, UNSPLIT), activations(plan)
     delayed = activations(replace(plan, schedule="zb-h1"))
     assert as_one == split
     assert delayed[0] == split[0]
@@ -177,7 +185,7 @@ def test_weight_passes_that_wait_keep_their_operands():
 
 def test_schedules_that_split_are_faster_and_other_software_does_not():
     plan = plan_of(pipeline=4, data=1, microbatches=8)
-    whole = predict(replace(SETUP, stack=replace(HPCTRAIN, splits_backward=False)), plan, CLUSTER)
+    whole = predict(UNSPLIT, plan, CLUSTER)
     split, delayed = (predict(SETUP, replace(plan, schedule=name), CLUSTER) for name in ("1f1b", "zb-h1"))
     assert delayed.step_seconds < split.step_seconds < whole.step_seconds
     assert delayed.breakdown_seconds["compute"] == pytest.approx(whole.breakdown_seconds["compute"], rel=1e-3)
@@ -343,10 +351,10 @@ def test_other_software_is_predicted_on_different_families_in_one_pipeline():
     plan = replace(plan, tiles=(fast, replace(slow, family="slow")))
     job = load_job("tiny", ["model.num_layers=4", "model.vocab_size=512"])
 
-    def predicted(stack=MEGATRON):
-        return predict(Setup(job.model, 128, "fp16", stack), plan, cluster)
+    def predicted(software=MEGATRON):
+        return SoftwarePredictor(SoftwareSetup(job.model, 128, "fp16", software), plan, cluster).predict()
 
-    plain, setup = predicted(), Setup(job.model, 128, "fp16", MEGATRON)
+    plain, setup = predicted(), SoftwareSetup(job.model, 128, "fp16", MEGATRON)
     twice = interleaved(plain, plan, 2, setup)
     assert twice.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
     assert sum(twice.breakdown_seconds.values()) == pytest.approx(twice.step_seconds)

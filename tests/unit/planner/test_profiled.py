@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
-from benchmarks.evidence.stacks import MEGATRON
 from hpctrain.config.clusters.cluster import Cluster, Profile, RowTimes
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.clusters.truth import Truth
@@ -33,6 +32,8 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import count_parameters
+from hpctrain.software.megatron import MEGATRON
+from hpctrain.software.software import SoftwareSetup
 
 # 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
 FILE = """
@@ -123,7 +124,7 @@ def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
 
     def passes(layer: Interval, rows: int) -> tuple[float, float]:
         cost = layer_cost(SETUP, TensorGrid(), layer, rows)
-        return tuple(device.work_seconds(work, "fp32", SETUP.stack) for work in (cost.forward, cost.backward))
+        return tuple(device.work_seconds(work, "fp32", SETUP.engine) for work in (cost.forward, cost.backward))
 
     figures = {
         "origin": "measured",
@@ -169,7 +170,7 @@ def passes_of(cluster: Cluster, grid: TensorGrid, layer: Interval, rows: int, re
     device = device_models(cluster, SETUP)["fast"]
     cost = layer_cost(SETUP, grid, layer, rows, recompute)
     works = cost.forward, cost.backward, cost.backward_input, cost.backward_weight
-    return [device.work_seconds(work, SETUP.dtype, SETUP.stack) for work in works]
+    return [device.work_seconds(work, SETUP.dtype, SETUP.engine) for work in works]
 
 
 @pytest.mark.parametrize("layer", [EMBEDDING, BLOCK, SETUP.head])
@@ -206,7 +207,7 @@ def test_other_tensor_grids_are_corrected_by_as_many_rows_on_one_rank(grid):
 def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, rows):
     cluster = profiled()
     work = layer_cost(SETUP, grid, BLOCK, rows).forward
-    true = true_models(cluster)["fast"].work_seconds(work, "fp32", SETUP.stack)
+    true = true_models(cluster)["fast"].work_seconds(work, "fp32", SETUP.engine)
     plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, BLOCK, rows)[0]
     result = passes_of(cluster, grid, BLOCK, rows)[0]
     assert result == pytest.approx(true, rel=0.05) and abs(result - true) < 0.3 * abs(plain - true)
@@ -214,7 +215,7 @@ def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, ro
 
 @pytest.mark.parametrize(
     "setup",
-    [replace(SETUP, dtype="bf16"), replace(SETUP, positions=16), replace(SETUP, stack=MEGATRON)],
+    [replace(SETUP, dtype="bf16"), replace(SETUP, positions=16), SoftwareSetup.of(SETUP, MEGATRON)],
     ids=["dtype", "positions", "software"],
 )
 def test_a_profile_of_other_work_does_not_count(setup):
@@ -322,7 +323,7 @@ def with_kernels(fused: bool | None) -> Job:
 
 def test_a_setup_takes_the_profile_of_its_own_kernels():
     cluster = profiled(families=("fast",))
-    fused = replace(SETUP, stack=HPCTRAIN_FUSED)
+    fused = replace(SETUP, engine=HPCTRAIN_FUSED)
     assert timed_profiles(cluster, fused) == timed_profiles(cluster, SETUP), "better than none"
     assumed = device_models(cluster, fused)["fast"].assumptions(replicas_plan().tiles)
     assert "families.fast: passes with this run's kernels, as profiled with separate ones" in assumed

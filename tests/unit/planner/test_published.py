@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.evidence import published
 from benchmarks.evidence.calibrate import SHIPPED
-from benchmarks.evidence.described import predict_run
 from benchmarks.evidence.mixed_runs import MixedRun
 from hpctrain.config.errors import PlanError
 from hpctrain.planner.prices.cost import layer_cost
@@ -124,14 +123,6 @@ def test_time_and_memory_follow_from_profiles_of_layers():
     assert all(p.fits for p in result), "they ran"
 
 
-def test_one_function_predicts_a_described_run():
-    row = published.korthikanti().rows[0]
-    outcome, prediction = predict_run(row.run), row.run.predict()
-    assert outcome.step_seconds == prediction.step_seconds
-    assert outcome.memory_bytes == max(stage.memory.total for stage in prediction.memory)
-    assert outcome.fits
-
-
 def test_mixed_groups_of_nccl_ring_as_if_all_devices_were_equal():
     row = next(row for row in published.amp_mixed().rows if row.name == "t1 p1 d16 b1")
     assert isinstance(row.run, MixedRun)
@@ -158,10 +149,9 @@ def test_gradients_that_are_summed_in_half_precision_are_kept_in_it():
 
 def test_a_message_as_large_as_nccls_buffers_holds_its_sender_up_for_none_of_its_time():
     run = next(row.run for row in published.sailor_gaming().rows if row.name == "mit_v2/N4_D2")
-    stack = run.setup().stack
+    software = run.setup().engine
     shares = [
-        run._predictor(replace(stack, buffered_bytes=buffered), None, None).costs.blocking_share
-        for buffered in (0, 2**20, 2**21)
+        run.predictor(replace(software, buffered_bytes=buffered)).costs.blocking_share for buffered in (0, 2**20, 2**21)
     ]
     assert shares == [1.0, 0.5, 0.0], "2 rows of 2048 x 1024 numbers in fp32, by 8 ranks"
 

@@ -98,7 +98,7 @@ def test_files_that_are_named_exist():
     assert not missing
 
 
-ROOMS_IN_ORDER = ("comm", "config", "engine", "model", "observe", "plan", "planner")
+ROOMS_IN_ORDER = ("comm", "config", "engine", "model", "observe", "plan", "planner", "software")
 ORDER_LINE = re.compile(r"^    (\w+)/? +\S")
 
 

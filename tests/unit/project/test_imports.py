@@ -12,10 +12,11 @@ FLOORS = (
     ("launch",),
     ("comm",),
     ("model", "planner", "rehearsal", "data"),
+    ("software",),
     ("engine", "checkpoint", "observe"),
     ("jobs",),
 )
-LIGHT = ("architectures", "config", "sharding", "plan", "planner", "launch")
+LIGHT = ("architectures", "config", "sharding", "plan", "planner", "software", "launch")
 
 
 def imported(path: Path) -> set[str]:

@@ -4,17 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.evidence.described import DescribedRun
-from benchmarks.evidence.nccl import NcclNetwork
-from benchmarks.evidence.stacks import DEEPSPEED, EAGER, MEGATRON
 from hpctrain.planner.prediction.arrivals import arrivals
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
-from hpctrain.planner.prices.setup import HPCTRAIN, Setup, Stack
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.prices.work import Exchange, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
+from hpctrain.software.deepspeed import DEEPSPEED, EAGER
+from hpctrain.software.megatron import MEGATRON
+from hpctrain.software.nccl import NcclNetwork
+from hpctrain.software.predictor import SoftwarePredictor
+from hpctrain.software.run import DescribedRun
+from hpctrain.software.software import SoftwareVersion
 
 # Two stages of eight gaming cards each, a node a stage, one slow port a node.
 CARDS = DescribedRun(
@@ -22,8 +25,8 @@ CARDS = DescribedRun(
 )
 
 
-def message_seconds(run: DescribedRun, stack: Stack) -> float:
-    setup: Setup = run.setup(stack)
+def message_seconds(run: DescribedRun, software: SoftwareVersion) -> float:
+    setup = run.setup(software)
     return max(arrivals(setup, run.plan, NcclNetwork(run.cluster)).values()).seconds
 
 
@@ -87,8 +90,8 @@ def test_interleaving_shortens_no_wait_for_a_slower_stage():
 def test_megatron_pads_its_vocabulary_and_others_do_not():
     run = replace(CARDS, vocabulary=50257, tensor=1, pipeline=1)
 
-    def columns(stack: Stack) -> int:
-        setup = run.setup(stack)
+    def columns(software: SoftwareVersion) -> int:
+        setup = run.setup(software)
         return layer_cost(setup, TensorGrid(), setup.head, 1).forward.products[0].n
 
     assert columns(MEGATRON) == 50304
@@ -125,8 +128,10 @@ def test_zero_0_of_other_software_stays_0_where_families_hold_the_same():
     cluster = run.cluster.model_copy(update={"families": families, "nodes": tuple(nodes)})
     tiles = (replace(tile, family=name) for tile, name in zip(run.plan.tiles, families, strict=True))
     plan = replace(run.plan, tiles=tuple(tiles))
+    ours = Setup(run.model, run.positions, run.dtype, HPCTRAIN)
     ours, theirs = (
-        Predictor(replace(run.setup(), stack=stack), plan, cluster).memory[0].memory for stack in (HPCTRAIN, MEGATRON)
+        made.memory[0].memory
+        for made in (Predictor(ours, plan, cluster), SoftwarePredictor(run.setup(), plan, cluster))
     )
     assert theirs.moments == pytest.approx(2 * ours.moments, rel=0.01)
 

@@ -1,40 +1,43 @@
-"""Other people's training runs, in the words of their papers, as a setup, a plan and a cluster of ours.
+"""Training runs of other software, in the words of their papers and launch lines, as a setup, a plan and a cluster.
 
-For judging the predictor by published measurements: 1D tensor parallelism with or without sequence parallelism, a
-pipeline with interleaving, replicas, full, selective or no recomputing, a distributed optimizer or not, FSDP.
+They have 1D tensor parallelism with or without sequence parallelism, a pipeline with interleaving, replicas, full,
+selective or no recomputing, a distributed optimizer or not, FSDP.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.stacks import ROWS_FIRST, STACKS, Software
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
-from hpctrain.plan.schedule import in_flight
-from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.prediction.activations import layer_kept
+from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.prediction.memory import StageMemory
-from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
-from hpctrain.planner.prices.prices import GradientExchange
-from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
+from hpctrain.software.deepspeed import DEEPSPEED, EAGER
+from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
+from hpctrain.software.predictor import SoftwarePredictor, TiedByPairs, interleaved, interleaved_memory, uneven_seconds
+from hpctrain.software.software import SoftwareSetup, SoftwareVersion
+from hpctrain.software.torch_fsdp import COMPOSER, COMPOSER_PURE, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS
+
+_TORCH = EAGER, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
+STACKS = {each.name: each for each in (MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH)}
+"""The software of others by name."""
 
 BUCKET_BYTES = 25 << 20
-"""Of gradients that torch's DistributedDataParallel sums at once."""
+"""Bytes of gradients that torch's DistributedDataParallel sums at once."""
 
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """A run as a paper tells it. `accelerator` and `network` are names of
+    """A run as its paper describes it. `accelerator` and `network` are names of
     `hpctrain.config.clusters.device_catalogue`."""
 
     hidden: int
@@ -130,12 +133,12 @@ class DescribedRun:
             tie_head=self.tie_head,
         )
 
-    def setup(self, stack: Software | None = None) -> Setup:
+    def setup(self, stack: SoftwareVersion | None = None) -> SoftwareSetup:
         """Return what is trained; `stack` in place of the named one, for fitting its constants."""
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
-        stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept, tensor_slowdown=1.0)
+        stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept)
         if self.cuda_graphs:
             stack = replace(stack, dispatch_seconds=0.0)
         if self.overlapped:
@@ -146,7 +149,7 @@ class DescribedRun:
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
         )
         parts = self.tensor if self.overlaps_tensor else 1
-        return Setup(
+        return SoftwareSetup(
             self.model,
             self.positions // self.context,
             self.dtype,
@@ -167,7 +170,7 @@ class DescribedRun:
         z, data = (self.weight_holders, 1) if self.zero == 3 else (1, self.weight_holders)
         plan = even_plan(
             self.model.num_items,
-            TensorGrid(y=self.tensor, z=z, sequence_parallel=self.sequence_parallel and self.stack in ROWS_FIRST),
+            TensorGrid(y=self.tensor, z=z, sequence_parallel=self.sequence_parallel and STACKS[self.stack].rows_first),
             self.pipeline,
             data,
             self.global_batch // self.data // self.microbatch,
@@ -221,143 +224,36 @@ class DescribedRun:
 
     def predict(
         self,
-        stack: Software | None = None,
+        stack: SoftwareVersion | None = None,
         efficiency: Efficiency | None = None,
-        layers: LayerTimes | None = None,
+        make: Callable[..., SoftwarePredictor] | None = None,
     ) -> Prediction:
-        """Predict a step; `stack` and `efficiency` are for fitting, `layers` are in place of a data sheet."""
-        predictor = self._predictor(stack, efficiency, layers)
+        """Predict a step; `stack` and `efficiency` are for fitting, `make` is in place of the predictor's class."""
+        predictor = self.predictor(stack, efficiency, make)
         prediction = predictor.predict()
         if self.interleave == 1:
             return prediction
-        uneven_seconds = _uneven_seconds(predictor, prediction)
-        return interleaved(prediction, self.plan, self.interleave, predictor.setup, uneven_seconds)
+        uneven = uneven_seconds(predictor, prediction)
+        return interleaved(prediction, self.plan, self.interleave, predictor.setup, uneven)
 
-    def memory(self, stack: Software | None = None) -> tuple[StageMemory, ...]:
+    def memory(self, stack: SoftwareVersion | None = None) -> tuple[StageMemory, ...]:
         """Return what ranks need, without simulating a step."""
-        memory = self._predictor(stack, None, None).memory
+        memory = self.predictor(stack).memory
         if self.interleave == 1:
             return memory
         return interleaved_memory(memory, self.plan, self.interleave, self.setup(stack))
 
-    def _predictor(self, stack: Software | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
+    def predictor(
+        self,
+        stack: SoftwareVersion | None = None,
+        efficiency: Efficiency | None = None,
+        make: Callable[..., SoftwarePredictor] | None = None,
+    ) -> SoftwarePredictor:
+        """Return what predicts the plan of one stage a rank; the arguments are those of `predict`."""
         setup = self.setup(stack)
         if self.blocking_launches:
             known = efficiency or efficiency_of(ACCELERATORS[self.accelerator].kind, self.accelerator)
-            efficiency = replace(known, launch_seconds=known.launch_seconds + setup.stack.dispatch_seconds)
-        efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        arguments = setup, self.plan, self.cluster, efficiencies
-        if layers:
-            return LayeredPredictor(layers, *arguments)
-        return predictor_of(self)(*arguments)
-
-
-class TiedByPairs(Predictor):
-    """A predictor of software like Megatron, which sums the gradients of a tied embedding twice, where our ranks that
-    hold it sum as one group. All replicas of a stage sum what they hold, the embedding with the rest. Each replica's
-    first and last stage sum the embedding between the two of them (Narayanan et al. 2021; DeepSpeed's
-    `_exec_reduce_tied_grads` before `_exec_reduce_grads`). All of these pairs share the NICs. Replicas are equal."""
-
-    def _gradient_exchanges(self) -> tuple[GradientExchange, ...]:
-        return tuple(
-            self._by_pairs(exchange) if len({tile.items for tile in exchange.tiles}) > 1 else exchange
-            for exchange in super()._gradient_exchanges()
-        )
-
-    def _by_pairs(self, exchange: GradientExchange) -> GradientExchange:
-        stages: dict[object, list[Tile]] = {}
-        for tile in exchange.tiles:
-            stages.setdefault(tile.items, []).append(tile)
-        ends = list(stages.values())
-        (tied,) = (group for group in self._holding(ends[0][0]).shard_groups if group.is_tied)
-        num_bytes = self._stored(tied, ends[0][0]) * self.setup.gradient_bytes
-        pair = tuple(tiles[0].ranks[0] for tiles in ends)
-        every = self.network.concurrent(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
-        between = self.network.group_seconds("all_reduce", num_bytes, pair, every)
-        operation = "reduce_scatter" if tied.zero else "all_reduce"
-        replicas = (tuple(tile.ranks[0] for tile in tiles) for tiles in ends)
-        of_stage = max(self.network.group_seconds(operation, num_bytes, ranks, self._sharers) for ranks in replicas)
-        return replace(exchange, reduce_seconds=between + of_stage)
-
-
-def predictor_of(run: DescribedRun) -> type[Predictor]:
-    """Return what predicts a run: Megatron and its like exchange a tied embedding in their own order."""
-    is_tied = run.tie_head and run.pipeline > 1 and run.zero < 2
-    return TiedByPairs if is_tied and run.stack.startswith("megatron") else Predictor
-
-
-def _uneven_seconds(predictor: Predictor, prediction: Prediction) -> float:
-    """Return how long ranks wait in the mean because their stage does less than the slowest, which is no bubble."""
-    parts = prediction.breakdown_seconds
-    slowest = max(cost.seconds for cost in predictor.costs.tiles.values())
-    return max(0.0, slowest * predictor.plan.microbatches - parts["compute"] - parts["tensor"])
-
-
-def interleaved(
-    prediction: Prediction, plan: Plan, virtual_stages: int, setup: Setup, uneven_seconds: float = 0.0
-) -> Prediction:
-    """Return a prediction where ranks have so many virtual stages: the bubble is as many times shorter (Narayanan et
-    al. 2021), but for what ranks wait for the slowest stage. Raises as `interleaved_memory`."""
-    breakdown, exposed = dict(prediction.breakdown_seconds), dict(prediction.exposed_seconds)
-    saved = max(0.0, breakdown["bubble"] - uneven_seconds) * (1 - 1 / virtual_stages)
-    breakdown["bubble"] -= saved
-    exposed["pipeline"] -= saved
-    share = 1 - saved / prediction.step_seconds
-    low, high = prediction.interval_seconds
-    return replace(
-        prediction,
-        step_seconds=prediction.step_seconds * share,
-        interval_seconds=(low * share, high * share),
-        breakdown_seconds=breakdown,
-        exposed_seconds=exposed,
-        memory=interleaved_memory(prediction.memory, plan, virtual_stages, setup),
-        tokens_per_second=prediction.tokens_per_second / share,
-        mfu=prediction.mfu / share,
-    )
-
-
-def interleaved_memory(
-    memory: Sequence[StageMemory], plan: Plan, virtual_stages: int, setup: Setup
-) -> tuple[StageMemory, ...]:
-    """Return what ranks with so many virtual stages need (Korthikanti et al. 2022, section 4.2.3).
-
-    With v virtual stages, a rank of p stages, d before the loss, keeps ((v - 1) p + 1 + 2 d) / v microbatches: those
-    of Megatron-LM's warm-up. Logits of one microbatch exist at once. Raises PlanError where the plan has too few blocks
-    for so many.
-    """
-    stages, num_layers = max(plan.path_length(tile) for tile in plan.tiles), plan.tiles[-1].items.stop // 2 + 1
-    if stages < 2 or stages * virtual_stages > num_layers:
-        raise PlanError(
-            f"interleave = {virtual_stages} of {stages} stages: there must be two stages, and no more virtual stages,"
-            f" here {stages * virtual_stages}, than the model has layers with its ends, {num_layers}"
-        )
-
-    def interleaved(stage: StageMemory) -> StageMemory:
-        tile, depth = stage.tile, plan.depth_to_loss(stage.tile)
-        kept = min(plan.microbatches, ((virtual_stages - 1) * stages + 1 + 2 * depth) / virtual_stages)
-        rows = tile.rank_rows
-        of_head = 0.0 if depth else rows * layer_kept(setup, tile.tensor, setup.head, tile.recompute, rows)
-        activations = of_head + (stage.memory.activations - of_head) * kept / in_flight(plan, tile)
-        return replace(stage, memory=replace(stage.memory, activations=int(activations)))
-
-    return tuple(map(interleaved, memory))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is predicted of a run."""
-
-    step_seconds: float
-    memory_bytes: float
-    """Of the rank that needs the most."""
-    fits: bool
-    """Whether every rank has enough memory."""
-
-
-def predict_run(run: DescribedRun) -> Outcome:
-    """Predict one step of a run: its seconds, and the bytes of the rank that needs the most.
-
-    Raises PlanError where the layout does not go with the model.
-    """
-    prediction = run.predict()
-    return Outcome(prediction.step_seconds, max(stage.memory.total for stage in prediction.memory), prediction.fits)
+            efficiency = replace(known, launch_seconds=known.launch_seconds + setup.engine.dispatch_seconds)
+        is_tied = self.tie_head and self.pipeline > 1 and self.zero < 2
+        make = make or (TiedByPairs if is_tied and setup.engine.ties_by_pairs else SoftwarePredictor)
+        return make(setup, self.plan, self.cluster, {self.accelerator: efficiency} if efficiency else {})

@@ -1,4 +1,4 @@
-"""What a collective of NCCL, or of a library like it, takes of a link whose data sheet is known. Pure.
+"""Prices a collective of NCCL, or of a library like it, on a link whose data sheet is known. Pure.
 
 A wire gives its collectives a share of its bandwidth; an operation takes a start and a while for each step of its ring;
 small tensors go by a protocol that starts sooner and carries less, large ones by one that fills pipelines first (NCCL
@@ -35,18 +35,18 @@ class Protocol(NamedTuple):
     """Of what the wire gives."""
 
 
-class Wire(NamedTuple):
+class NcclWire(NamedTuple):
     share: float
     """Of the link's bandwidth."""
     protocols: tuple[Protocol, ...]
 
 
 # Start of what fills pipelines: 512 KiB in each of some 24 channels, at the A100's speed.
-NVLINK = Wire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
-PCIE = Wire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
-RDMA = Wire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
+NVLINK = NcclWire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
+PCIE = NcclWire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
+RDMA = NcclWire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
 # Omni-Path leaves the protocol to the hosts' cores (PSM2), as TCP does.
-ONLOADED = Wire(0.45, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
+ONLOADED = NcclWire(0.45, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
 ONLOADED_FABRICS = ("OPA",)
 # What any software reaches at the least of wires whose bytes devices and NICs move themselves: fitted to steps of
 # Megatron-Core and FSDP. Tensor 8 of Megatron-DeepSpeed has 205 to 262 GB/s of NVLink from 48 MiB on, and tensor 16 90
@@ -56,10 +56,10 @@ PLUGGED_FABRICS = "Slingshot", "EFA"
 """To which NCCL talks by a plugin for libfabric, with threads of the host that must keep up."""
 # Copies through the hosts' memory end at about so many bytes a second of a NIC, however fast that is.
 SOCKETS_BYTES_PER_SECOND = 3.2e9
-SOCKETS = Wire(0.85, (Protocol(8e-6, 14e-6, 1.0),))
+SOCKETS = NcclWire(0.85, (Protocol(8e-6, 14e-6, 1.0),))
 
 
-def wire_of(link: PairLink) -> Wire:
+def wire_of(link: PairLink) -> NcclWire:
     if link.between == "node":
         return NVLINK if link.bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE
     if link.fabric and link.fabric.startswith(ONLOADED_FABRICS):

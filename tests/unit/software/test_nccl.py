@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from benchmarks.evidence.nccl import NcclNetwork, collective_seconds, wire_of
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Family, Nic, Nodes
 from hpctrain.config.clusters.links import PairLink
 from hpctrain.planner.prices.network import ClusterNetwork
+from hpctrain.software.nccl import NcclNetwork, collective_seconds, wire_of
 
 MIB = 1 << 20
 A100, H100 = (PairLink("node", None, 10e-6, speed, math.inf) for speed in (300e9, 450e9))

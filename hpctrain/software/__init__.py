@@ -1,0 +1,12 @@
+"""Floor 2+, above the planner: what trainers of others do differently from our engine. It needs neither MPI nor torch.
+
+Read it in this order; a file imports only from its own line and those above it.
+
+    nccl         what a collective of NCCL takes
+    software     the record of what a trainer does differently, and a setup that follows it
+    megatron     Megatron-LM and Megatron-Core, by version
+    deepspeed    Megatron-DeepSpeed, and layers of torch with DeepSpeed's pipelines
+    torch_fsdp   torch's FSDP as torchtitan and Composer use it
+    predictor    predicts a plan as such software runs it
+    run          a run of it, in the words of its launch line or its paper
+"""
