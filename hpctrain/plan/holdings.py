@@ -16,7 +16,7 @@ Every rank computes its own shard groups by itself, in one plan-wide order: by t
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -133,6 +133,8 @@ def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = N
             mixed.append(unit)
             continue
         zero, layout = zero_of(ranks, len(unit.items) > 1), part.layout(unit)
+        if not layout.size:  # this coordinate has none of its parameters
+            continue
         first = number_of[unit.parameters[0].name], 0, 0
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         held_by.setdefault((ranks, zero, by_itself, UnitLayout), []).append(
@@ -159,7 +161,8 @@ def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = N
             )
             shard_groups.append((bucket[0].first, shard_group))
     shard_groups.sort(key=lambda pair: pair[0])
-    return Holding(part, tuple(shard_group for _, shard_group in shard_groups), tuple(map(part.layout, cut_units)))
+    groups = tuple(shard_group for _, shard_group in shard_groups)
+    return Holding(part, groups, tuple(layout for layout in map(part.layout, cut_units) if layout.size))
 
 
 class HeldShard(NamedTuple):
@@ -267,7 +270,8 @@ class _Cutter:
         item = unit.items[0]
         parameters = _parameters(self._model, item)
         wanted = tuple(p.name in {p.name for p in unit.parameters} for p in parameters)
-        like = self._first_equal.setdefault(tuple(map(_cutting, parameters)) + wanted, item)
+        cutting = tuple(replace(parameter, name="") for parameter in parameters)  # all that decides how they are cut
+        like = self._first_equal.setdefault((cutting, wanted), item)
         key = like, users, wanted
         if key not in self._result:
             numbers = [number for number, is_wanted in enumerate(wanted) if is_wanted]
@@ -323,11 +327,6 @@ class _Cutter:
                     _check_tiling(parameter, result[numbers[parameter.name]], grid)
             self._stored[item, grid] = result
         return self._stored[item, grid]
-
-
-def _cutting(parameter: Parameter) -> tuple:
-    """Return all that decides how a grid cuts a parameter."""
-    return parameter.shape, parameter.split, parameter.heads, parameter.pad
 
 
 def _stored_rectangles(unit: Unit, grid: TensorGrid, index: int) -> Iterator[tuple[Parameter, list[Rectangle]]]:

@@ -60,10 +60,7 @@ class Tile:
     def axis_ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in their coordinates on some axes only, the first being slowest."""
         grid, coordinate = self.part(rank)
-        axes = tuple(axes)
-        places = itertools.product(*(range(grid.sizes[axis]) for axis in axes))
-        along = (coordinate._replace(**dict(zip(axes, each, strict=True))) for each in places)
-        return tuple(self.ranks[grid.index_of(each)] for each in along)
+        return tuple(self.ranks[grid.index_of(each)] for each in grid.along(coordinate, axes))
 
     @property
     def rank_rows(self) -> int:

@@ -4,8 +4,9 @@
 `hpctrain.sharding.grid_parts` says what a coordinate has of a model.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 
@@ -116,6 +117,12 @@ class TensorGrid(NamedTuple):
         for axis in RANK_ORDER:
             index = index * getattr(self, axis) + getattr(coordinate, axis)
         return index
+
+    def along(self, coordinate: Coordinate, axes: Iterable[str]) -> Iterator[Coordinate]:
+        """Yield the coordinates that differ on some axes only, the first axis being the slowest."""
+        axes = tuple(axes)
+        for places in itertools.product(*(range(getattr(self, axis)) for axis in axes)):
+            yield coordinate._replace(**dict(zip(axes, places, strict=True)))
 
     def combined(self, coordinate: Coordinate, axes: Iterable[str]) -> tuple[int, int]:
         """Return the place of a coordinate along some axes taken as one, and the size of that."""

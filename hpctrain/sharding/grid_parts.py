@@ -4,7 +4,7 @@ Pure functions of grid and coordinate: a `GridPart` needs no plan. The *holding*
 says which ranks of a plan have the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ class GridPart(NamedTuple):
         index, parts = self.grid.combined(self.coordinate, CUTTING_FEATURES)
         return cut_evenly(hidden_size, parts)[index]
 
-    def box(self, parameter: Parameter) -> Box:
-        """Return what it uses of a parameter, in the indices of the padded one."""
+    def box(self, parameter: Parameter) -> Box | None:
+        """Return what it uses of a parameter, in the indices of the padded one; None where it has nothing of it."""
         box = []
         for length, axis in zip(parameter.padded_shape(self.grid), parameter.split, strict=True):
             index, parts = self.grid.combined(self.coordinate, (axis,) if axis else ())
@@ -54,35 +54,48 @@ class GridPart(NamedTuple):
 
     def stored(self, layout: UnitLayout) -> Interval:
         """Return which elements of a unit's flat array it stores itself."""
-        return self.stored_cuts(layout)[self.grid.combined(self.coordinate, STORING)[0]]
+        return self.stored_cuts(layout)[self.stored_place]
+
+    @property
+    def stored_place(self) -> int:
+        """Its place among the ranks that use the same weights, of which each stores a part."""
+        return self.grid.combined(self.coordinate, STORING)[0]
 
     def counts(self, parameter: Parameter) -> bool:
         """Say whether its copy of a parameter is the one that counts, where axes do not cut the parameter.
 
         Such copies (norm weights over y, for example) have the same gradient everywhere, once what is partial was
-        summed. The norm of the gradient and the checkpoint take the copy at index 0.
+        summed. The norm of the gradient and the checkpoint take the first copy.
         """
-        return self._is_first(set(CUTTING_PRODUCTS).difference(parameter.split))
+        return self._has_first(parameter, ())
 
     def adds(self, parameter: Parameter) -> bool:
         """Say whether its gradient of a parameter adds to a sum over all copies: what counts, or is partial."""
-        return self._is_first(set(CUTTING_PRODUCTS).difference(parameter.split, self.partial_axes(parameter)))
+        return self._has_first(parameter, self.partial_axes(parameter))
+
+    def _has_first(self, parameter: Parameter, partial_axes: Iterable[str]) -> bool:
+        """Say whether it has the first copy of a parameter along axes that neither cut it nor have parts of its
+        gradient."""
+        axes = [axis for axis in CUTTING_PRODUCTS if axis not in (*parameter.split, *partial_axes)]
+        return next((part for part in self._along(axes) if part.box(parameter)), None) == self
+
+    def _along(self, axes: Iterable[str]) -> "Iterator[GridPart]":
+        return (GridPart(self.grid, each) for each in self.grid.along(self.coordinate, axes))
 
     def partial_axes(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the axes over which copies of a parameter have parts of its gradient, which are to be summed.
 
         What an axis does not cut acts on hidden states: norms, biases of outputs, learned positions. Where it cuts
-        these by positions, each of its ranks has the gradient of its positions alone.
+        these by positions, each of its ranks has the gradient of its positions alone. What some of them lack has no
+        copies.
         """
-        return tuple(axis for axis in self.grid.position_axes if axis not in parameter.split)
+        axes = (axis for axis in self.grid.position_axes if axis not in parameter.split)
+        return tuple(axis for axis in axes if all(part.box(parameter) for part in self._along((axis,))))
 
     @property
     def counts_loss(self) -> bool:
         """Say whether its sum of the loss is the one that counts: ranks that have the same rows have the same sum."""
-        return self._is_first(CUTTING_PRODUCTS)
-
-    def _is_first(self, axes: Iterable[str]) -> bool:
-        return all(getattr(self.coordinate, axis) == 0 for axis in axes)
+        return self.grid.combined(self.coordinate, CUTTING_PRODUCTS)[0] == 0
 
 
 @lru_cache(maxsize=4096)

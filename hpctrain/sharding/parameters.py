@@ -112,18 +112,20 @@ class UnitLayout:
     """The flat array that holds a unit's boxes at one coordinate."""
 
     unit: Unit
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box | None, ...]
+    """The box of each parameter; None where the coordinate has nothing of it."""
 
     @cached_property
     def size(self) -> int:
-        return sum(map(box_size, self.boxes))
+        return sum(box_size(box) for box in self.boxes if box)
 
-    def placed(self):
-        """Yield (parameter, box, interval in the unit's flat array)."""
+    def placed(self) -> Iterator[tuple[Parameter, Box, Interval]]:
+        """Yield (parameter, box, interval in the unit's flat array) of the parameters that are there."""
         at = 0
         for parameter, box in zip(self.unit.parameters, self.boxes, strict=True):
-            yield parameter, box, Interval(at, at + box_size(box))
-            at += box_size(box)
+            if box:
+                yield parameter, box, Interval(at, at + box_size(box))
+                at += box_size(box)
 
     def runs(self, names: Collection[str]) -> "list[FlatRegion]":
         """Return the named parameters, as few as can be: neighbours with equal trailing dims are one."""

@@ -143,7 +143,7 @@ def memory_of(
 def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: Holding) -> int:
     zero = max((group.zero for group in shards.shard_groups), default=0)
     virtual_stages = plan.virtual_stages(tile)
-    sizes = [layer_elements(setup.model, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]
+    sizes = [layer_elements(setup, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(group.ranks) for group in shards.shard_groups if group.zero >= 2), default=0)
     splits = any(splits_backward(setup, plan, each) for each in virtual_stages)

@@ -25,7 +25,7 @@ equivalent tile."""
 
 def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
     """Return how many weights the largest of some items has, of those that the ranks at one (x, y) have together."""
-    return max(unit_elements(setup.model, grid, item) for item in items)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+    return max(unit_elements(setup, grid, item) for item in items)
 
 
 def scattered_scratch(

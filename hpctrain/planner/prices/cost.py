@@ -31,15 +31,22 @@ SQUARES_PASSED = 4
 
 
 @lru_cache(maxsize=4096)
-def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
-    """Return how many weights of an item the ranks at one (x, y) have together; a tied head's are the embedding's."""
-    first = parts_of(grid)[0]
-    return sum(first.layout(unit).size for unit in item_units(model, grid, item))
+def _most_elements(model: Model, grid: TensorGrid, item: int) -> int:
+    units = item_units(model, grid, item)
+    return max(sum(part.layout(unit).size for unit in units) for part in parts_of(grid) if not part.stored_place)
 
 
-def layer_elements(model: Model, grid: TensorGrid, layer: Interval) -> int:
-    """Return how many weights of a layer the ranks at one (x, y) have together."""
-    return sum(unit_elements(model, grid, item) for item in range(*layer))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+def unit_elements(setup: Setup, grid: TensorGrid, item: int) -> int:
+    """Return how many weights of an item ranks have together that use the same: of those with the most.
+
+    A tied head's are the embedding's.
+    """
+    return _most_elements(setup.model, grid, setup.first_equal[item])  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+
+
+def layer_elements(setup: Setup, grid: TensorGrid, layer: Interval) -> int:
+    """Return how many weights of a layer ranks have together that use the same: of those with the most."""
+    return sum(unit_elements(setup, grid, item) for item in range(*layer))
 
 
 def layer_cost(
@@ -72,7 +79,7 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
     after: list[Exchange] = []
     placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered
     for item in range(*layer):
-        elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+        elements = unit_elements(setup, grid, item)
         if zero == 3:
             before.append(Exchange("data", "all_gather", elements // grid.stored_parts * setup.gathered_bytes))
         if grid.stored_parts > 1:

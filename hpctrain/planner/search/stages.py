@@ -228,7 +228,7 @@ class StageCosts:
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
         self.concurrent = lru_cache(None)(self._concurrent)
         self.scratch_bytes = lru_cache(None)(self.network.scratch_bytes)
-        self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
+        self.elements_of = lru_cache(None)(partial(layer_elements, setup))
         """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]

@@ -1,6 +1,7 @@
 """Who holds what: every element has one owner, and all holders of anything agree, whatever the tiling."""
 
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +19,21 @@ from hpctrain.model.storage.store import Store
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holdings import _check_tiling, _Cutter, check_zero, holding_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.prices.cost import layer_elements
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.grid_parts import parts_of
+from hpctrain.sharding.grid_parts import GridPart, parts_of
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
-from hpctrain.sharding.parameters import Parameter, all_parameters, count_parameters, units, whole_rows
+from hpctrain.sharding.parameters import (
+    Parameter,
+    _branch,
+    all_parameters,
+    count_parameters,
+    item_parameters,
+    item_units,
+    units,
+    whole_rows,
+)
 from tests.examples import costly
 from tests.tilings import tilings
 
@@ -96,10 +108,61 @@ def store_of(model: Model, plan, rank: int):
     return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards
 
 
+class Experts(Model):
+    """A model of whose feed-forward weights each is whole on one y, and on no other; see `experts`."""
+
+
+@contextmanager
+def experts():
+    """Let weights of feed-forward parts be experts: each y has some of them, as a whole, and x has copies."""
+    box = GridPart.box
+
+    def box_of(part, parameter):
+        if ".ffn." not in parameter.name:
+            return box(part, parameter)
+        number = ("up", "gate", "down").index(parameter.name.split(".")[-2])
+        is_here = part.coordinate.y == min(number, part.grid.y - 1)
+        return tuple(Interval(0, length) for length in parameter.shape) if is_here else None
+
+    def uncut(model, item):
+        return [replace(p, split=(None,) * len(p.shape)) if ".ffn." in p.name else p for p in _branch(model, item)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridPart, "box", box_of)
+        patch.setattr("hpctrain.sharding.parameters._branch", uncut)
+        yield
+
+
+@settings(max_examples=costly(100), deadline=None)
+@given(EVEN | INTERLEAVED | ANY)
+def test_what_only_some_coordinates_have_is_owned_once_and_its_holders_agree(drawn):
+    model, plan = Experts.model_validate(drawn[0].model_dump()), drawn[1]
+    with experts():
+        assert_each_element_has_one_owner(model, plan)
+        assert_holders_agree(model, plan)
+
+
+def test_what_one_coordinate_has_counts_there_and_memory_is_of_the_one_with_the_most():
+    model = Experts.model_validate(MODELS[1].model_dump())
+    setup, grid, block = Setup(model, 8, "fp32", HPCTRAIN), TensorGrid(y=2), Interval(2, 3)
+    with experts():
+        sizes = [sum(part.layout(unit).size for unit in item_units(model, grid, 2)) for part in parts_of(grid)]
+        norm, weight = model.hidden_size, model.hidden_size * model.ffn_size
+        assert sizes == [norm + weight, norm + 2 * weight]
+        assert layer_elements(setup, grid, block) == norm + 2 * weight
+        first, last = parts_of(grid._replace(sequence_parallel=True))
+        *_, down = item_parameters(model, 2)
+        assert (first.partial_axes(down), last.partial_axes(down)) == ((), ()), "nobody to sum it with"
+        assert (first.counts(down), last.counts(down)) == (False, True)
+
+
 @settings(max_examples=costly(100), deadline=None)
 @given(EVEN | INTERLEAVED | ANY)
 def test_owners_cover_every_element_once(drawn):
-    model, plan = drawn
+    assert_each_element_has_one_owner(*drawn)
+
+
+def assert_each_element_has_one_owner(model: Model, plan: Plan) -> None:
     check_tiling(plan, model.num_items)
     seen = {name: np.zeros(p.shape, int).reshape(p.shape[0], -1) for name, p in all_parameters(model).items()}
     for rank in plan.ranks:
@@ -116,7 +179,10 @@ def test_owners_cover_every_element_once(drawn):
 @settings(max_examples=costly(100), deadline=None)
 @given(EVEN | INTERLEAVED | ANY)
 def test_holders_agree_about_each_other_and_their_order(drawn):
-    model, plan = drawn
+    assert_holders_agree(*drawn)
+
+
+def assert_holders_agree(model: Model, plan: Plan) -> None:
     of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
     for rank, (_, shards) in of_rank.items():
         sets = [shard_group.ranks for shard_group in shards.shard_groups]
