@@ -2,12 +2,16 @@
 
 FUSED = "losses_are_those_of_one_rank_without_them", "an_interrupted_run_has_the_same_bits"
 PARTS = "losses_are_those_of_one_rank", "interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit"
-GPU_SECTION = "a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated"
+GPU_SECTION = "a_section_runs_to_its_end_without_a_gpu"
 
 LEFT_OUT = {
-    # One section of the benchmark for each kind of work; all of them run with `python -m benchmarks.gpu`.
+    # One section of the benchmark for each kind of work; all of them run with `python -m benchmarks.gpu`. What parity
+    # and shared devices show of ranks is shown in tests/ranks.
     "commands/test_gpu_benchmark": {
-        GPU_SECTION: ("routes", "rows", "llama_8b", "fused", "prediction", "families", "checkpoints"),
+        GPU_SECTION: (
+            *("routes", "rows", "llama_8b", "fused", "prediction", "families", "checkpoints"),
+            *("parity", "shared"),
+        ),
     },
     # Each value of one with a value of the other; layer norms are in tests/ranks/test_all_at_once.py.
     "unit/model/test_fused": {
@@ -32,13 +36,6 @@ LEFT_OUT = {
         "a_pipeline_has_the_bits_of_one_that_sends_by_mpi": ("plan0-aabb", "plan1-aaaa", "plan2-aabb"),
     },
     "ranks/test_mixture": {"packed_documents_give_the_losses_of_one_rank": ("llama",)},
-    "ranks/test_memory": {
-        # Leave out any addend of the memory model: where these notice, others do.
-        "no_rank_needs_more_than_predicted_nor_much_less": (
-            *("y, sequence parallel, a row at once-False-gemma2", "replicas-False-llama", "pipeline-False-qwen2"),
-            *("replicas, ZeRO 0-False-gpt2", "x, recompute-False-gemma3"),
-        )
-    },
     "ranks/test_recompute": {
         "losses_and_weights_are_the_bits_of_tiles_that_keep_all": ("llama-x and y, sequence parallel",),
     },

@@ -178,6 +178,7 @@ class _HeadLoss(Function):
                 loss.axes.y.all_reduce(summed)
             dx_NI[at] = summed
             weight.accumulate(add_product, d_logits_NV, x_NI[at])
+            del logits_NV, d_logits_NV  # before those of the next tokens are there
         dx = dx_NI.view(*hidden.shape[:1], -1, hidden.shape[-1])
         if loss.axes.sequence_parallel:
             dx, scattering = start_scatter(dx, loss.axes.y)

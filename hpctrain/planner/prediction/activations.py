@@ -80,11 +80,14 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
     if layer == setup.head:
         whole, chunk = _logits(setup, grid, rows)
         loss_bytes = setup.engine.loss_bytes.get(setup.item_bytes, 0)
+        if setup.model.description.logit_cap is not None:
+            loss_bytes = setup.engine.capped_loss_bytes or loss_bytes
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
         overlapped = kept / 2
-    has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
+    # Masks of documents are there from the first attention of a pass to its end.
+    has_mask = setup.masks_documents and (layer == setup.head or (setup.is_block(layer) and is_attention(layer.start)))
     mask = setup.positions**2 if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
         is_whole = recompute == "full"
@@ -99,7 +102,7 @@ def _whole_hidden_states(
 
     They are `gradients`, and hidden states of all positions: a product's input, or all inputs of what was computed
     `again`, and the gradient of one. With several rows some exist twice, while their positions are put in order or
-    taken apart; then half of the gradients are gone. How often is fitted to tests/ranks/test_memory.py.
+    taken apart; then half of the gradients are gone. How often is fitted to tests/unit/planner/test_memory.py.
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
     if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
@@ -200,7 +203,8 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
     cut = setup.position_parts(grid)
     hidden = setup.positions * model.hidden_size / grid.x
     if layer == EMBEDDING:
-        return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
+        own = INDEX_BYTES if recompute == "full" else 2 * INDEX_BYTES + 1  # ids, and where they are
+        return setup.positions * own  # it makes the first block's input
     if recompute == "full":
         return hidden * setup.gathered_bytes / cut
     if layer == setup.head:
@@ -237,8 +241,11 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
     if isinstance(branch, Mlp):
         return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
-    kept += b * (2 * query + 2 * key) + sum(_head_statistics(setup, grid, branch))
-    kept += mask_bytes(setup, branch, recompute, rows)
+    kept += mask_bytes(setup, branch, recompute, rows) + sum(_head_statistics(setup, grid, branch))
+    if branch.score_cap is not None and not drops:
+        # Products of single operations: keys and values are repeated for each query head, and nothing else is kept.
+        return kept + b * 4 * query + _core_bytes(setup, grid, branch)
+    kept += b * (2 * query + 2 * key)
     if drops:
         return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))
     # Rotary positions keep nothing of what norms of heads return: attention reads one copy, whichever there are.

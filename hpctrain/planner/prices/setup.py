@@ -71,6 +71,8 @@ class Engine:
     output's gradient."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of a logit while the loss is computed, in addition to what is kept; by bytes of a number."""
+    capped_loss_bytes: int = 0
+    """The same of a logit with a cap; 0: as of others."""
     gathers_parts: bool = False
     """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
     dispatch_seconds: float = 8e-6
@@ -96,6 +98,7 @@ HPCTRAIN = Engine(
     flash=FLASH_2,
     again_operations=(10, 6),
     loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
+    capped_loss_bytes=12,  # backward, in fp32: capped logits, their share of the cap, and slopes
     gathers_parts=True,
 )
 # Counted in model/operators: a norm, a rotary position and a gated activation read their operands and write results
@@ -111,6 +114,7 @@ HPCTRAIN_FUSED = replace(
     block_operations=(20, 40),
     again_operations=(3, 2),
     loss_bytes={4: 4, 2: 2},  # the gradient
+    capped_loss_bytes=0,
 )
 """With `kernels.fused`."""
 

@@ -42,7 +42,7 @@ from tests.unit.small_searches import (
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=costly(300), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(160), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases((*NETWORKS, SLOW)))
 def test_as_good_as_looking_at_every_plan(case):
     setup, batch, cluster, space = case

@@ -1,0 +1,106 @@
+"""Activations that layers keep, defer and compute with, as the planner counts them, against what is alive on a rank.
+
+What is kept is counted to the byte, for all parts of a model.
+"""
+
+from dataclasses import fields
+
+import pytest
+
+from hpctrain.architectures.description import Attention, Description, Mlp, Norm
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import even_plan
+from hpctrain.planner.prediction.activations import RowBytes, row_bytes
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import layers
+from tests.unit.planner.rank_alone import FAMILIES, SHAPE, Alive, job_of, run_passes
+
+ROWS = 4
+GRIDS = {
+    "whole": TensorGrid(),
+    "x": TensorGrid(x=2),
+    "y": TensorGrid(y=2),
+    "y, sequence parallel": TensorGrid(y=2, sequence_parallel=True),
+}
+RECOMPUTE = "none", "selective", "full"
+SCALARS = 16
+"""Bytes of the loss, which nobody counts."""
+VARIANTS = {
+    "documents": ("gemma3", {"documents": True}),
+    "documents, capped scores": ("gemma2", {"documents": True, "dtype": "bf16"}),
+    "half precision, heads shared": ("llama", {"dtype": "bf16", "num_kv_heads": 2}),
+    "logits in parts": ("llama", {"vocab_size": 8009, "logits_mib": 2}),
+    "logits in parts, half precision": ("gemma2", {"vocab_size": 8009, "logits_mib": 2, "dtype": "bf16"}),
+}
+
+
+def run(job, grid, recompute: str, stages: int = 1, number: int = 0, splits: bool = False) -> tuple[Alive, RowBytes]:
+    """Return what is alive of a stage's microbatch, and what is counted of its rows."""
+    plan = even_plan(job.model.num_items, grid, stages, 1, 1, ROWS, recompute=recompute)
+    tile = plan.tiles[number]
+    items = layers(tile.items)
+    row = row_bytes(Setup.of_job(job), grid, items, recompute, splits=splits, rows=ROWS)
+    return run_passes(job, plan, tile.ranks[0], splits), RowBytes(*(ROWS * each for each in row))
+
+
+def test_all_parts_of_a_description_are_tried():
+    """Each field of what a model is made of has two values at least among the families, but for sizes."""
+    sizes = {"hidden", "heads", "kv_heads", "head_size", "inner", "epsilon", "blocks", "base", "scaling"}
+    values: dict[tuple[type, str], set] = {}
+    for family, keys in FAMILIES.items():
+        architecture = {"architecture": family, "max_positions": 64, "num_layers": 6, "hidden_size": 64}
+        whole = Model.model_validate(architecture | SHAPE | keys).description
+        for part in (whole, whole.norm, *(part for each in whole.blocks for part in (each.attention, each.mlp))):
+            for name in {field.name for field in fields(part)} - sizes:
+                values.setdefault((type(part), name), set()).add(getattr(part, name))
+    assert {kind for kind, _ in values} == {Description, Norm, Attention, Mlp}
+    assert [key for key, seen in values.items() if len(seen) == 1] == []
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_keeps_is_counted_to_the_byte(family, grid):
+    job = job_of(family, num_layers=3)  # gemma3 has a block without a window, others have equal ones
+    for recompute in RECOMPUTE:
+        alive, counted = run(job, GRIDS[grid], recompute)
+        assert 0 <= alive.kept - counted.kept <= SCALARS, (recompute, alive.kept, counted.kept)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_it_is_with_documents_half_precision_and_logits_in_parts(variant):
+    family, keys = VARIANTS[variant]
+    job = job_of(family, num_layers=3, **keys)
+    for grid in ("whole", "y, sequence parallel"):
+        for recompute in RECOMPUTE:
+            alive, counted = run(job, GRIDS[grid], recompute)
+            assert 0 <= alive.kept - counted.kept <= SCALARS, (grid, recompute, alive.kept, counted.kept)
+
+
+LEAST = {"whole": -0.12, "x": -0.01, "y": -0.28, "y, sequence parallel": -0.2}
+"""By which share what blocks compute with may be below what is counted, by grid: half of what they keep is counted."""
+
+MOST = {"y, sequence parallel": 0.07}
+"""Of what waits for weight passes with selective recomputing; else a little more than nothing."""
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_blocks_compute_with_no_more_than_is_counted_nor_much_less(grid):
+    job = job_of("llama", num_layers=3)
+    for recompute in RECOMPUTE:
+        for splits in (False, True):
+            alive, counted = run(job, GRIDS[grid], recompute, stages=3, number=1, splits=splits)
+            off = alive.computing / counted.computing - 1
+            assert LEAST[grid] < off < MOST.get(grid, 0.015), (recompute, splits, off, alive, counted)
+            # Sums of norms are kept, too, and not counted.
+            assert 0 <= alive.deferred - counted.deferred <= 0.01 * counted.deferred, (recompute, alive, counted)
+
+
+@pytest.mark.parametrize(("family", "keys"), [(family, {}) for family in FAMILIES] + [*VARIANTS.values()], ids=str)
+def test_the_loss_computes_with_what_is_counted(family, keys):
+    job = job_of(family, num_layers=3, **keys)
+    for grid in ("whole", "y"):
+        alive, counted = run(job, GRIDS[grid], "selective" if family == "gemma2" else "none")
+        off = alive.computing / counted.computing - 1
+        # Not counted: the second mask of documents, and what comes of some tokens' logits.
+        assert -0.035 < off < (0.07 if keys.get("documents") else 0.04), (grid, off, alive, counted)
