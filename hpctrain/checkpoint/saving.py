@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -42,17 +41,11 @@ class ShardSlice(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True)
-class OwnState:
-    """The elements that this rank saves, the same for every checkpoint of a run."""
+def lay_out_own(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> tuple[np.ndarray, list[ShardSlice], int]:
+    """Lay out what a rank owns as one stream: weights first, then each moment. It is the same for every checkpoint.
 
-    rectangles: np.ndarray
-    slices: tuple[ShardSlice, ...]
-    elements: int
-
-
-def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnState:
-    """Lay out what a rank owns as one stream: weights first, then each moment."""
+    Return the rectangles of the stream, its slices, and how many elements it has.
+    """
     rectangles, slices, start = [], [], 0
     tensors = [(shard, tensor) for shard in shards for tensor in tensors_of(shard)]
     for kind in dict.fromkeys(tensor.kind for _, tensor in tensors):
@@ -70,7 +63,7 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
                     else:
                         slices.append(ShardSlice(shard, tensor, at, start))
                     start += at.size
-    return OwnState(np.array(rectangles, RECTANGLE), tuple(slices), start)
+    return np.array(rectangles, RECTANGLE), slices, start
 
 
 def in_background(work: Callable[[], T]) -> "Future[T]":
@@ -115,10 +108,11 @@ class Saver:
                 run.mkdir(parents=True, exist_ok=True)
         shapes = tensor_shapes(job)
         self._state, self._texts = state, dict[str, str]()
-        self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
+        numbers = {name: number for number, name in enumerate(shapes)}
+        own_rectangles, self._slices, self._elements = lay_out_own(shards, numbers)
         described = {"job": save_job(job), "plan": dump_plan(plan), **about}
-        counts = world.all_objects(self._own.elements)
-        rectangles = world.gather_objects(self._own.rectangles)
+        counts = world.all_objects(self._elements)
+        rectangles = world.gather_objects(own_rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
         self._part, members = self._part_of(counts)
@@ -148,7 +142,7 @@ class Saver:
     @property
     def own_bytes(self) -> int:
         """The bytes of weights and moments that this rank writes."""
-        return 4 * self._own.elements
+        return 4 * self._elements
 
     @property
     def is_writing(self) -> bool:
@@ -177,12 +171,12 @@ class Saver:
     def _snapshot(self) -> np.ndarray:
         """Copy this rank's state into host memory that each save reuses; return it as uint8."""
         if self._buffer is None:
-            size = 4 * self._own.elements
+            size = 4 * self._elements
             self._buffer = self._accelerator.host_buffer(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
             self._buffer[size:].zero_()
         values = self._buffer.view(torch.float32)
         self._accelerator.synchronize()  # what is in host memory is read at once, and may still be in transfer
-        for _, tensor, at, start in self._own.slices:
+        for _, tensor, at, start in self._slices:
             values[start : start + at.size].copy_(tensor.values[tensor.at.place_of(at)], non_blocking=True)
         self._accelerator.synchronize()
         return self._buffer.numpy()
@@ -212,11 +206,11 @@ class Saver:
 
     def _not_finite(self, buffer: np.ndarray) -> str | None:
         """Describe the part of a snapshot that is not finite; None where everything is."""
-        values = torch.from_numpy(buffer).view(torch.float32)[: self._own.elements]
+        values = torch.from_numpy(buffer).view(torch.float32)[: self._elements]
         if not values.numel() or all(map(math.isfinite, torch.aminmax(values))):
             return None
         bad = dict[str, None]()
-        for shard, tensor, at, start in self._own.slices:
+        for shard, tensor, at, start in self._slices:
             for region in shard.group.regions(at):
                 part = values[slice(*region.at.shift(start - at.start))]
                 if not part.isfinite().all():

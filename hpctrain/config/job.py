@@ -317,7 +317,13 @@ def load_job(reference: str, overrides: Iterable[str] = (), say: Callable[[str],
     tree.setdefault("name", path.stem)
     for override in overrides:
         _apply_override(tree, origins, override)
-    _apply_preset(tree, origins, path)
+    model = tree.get("model")
+    if isinstance(model, dict) and "preset" in model:
+        name = model["preset"]
+        if not isinstance(name, str) or name not in presets():
+            where = origins.get("model.preset", str(path))
+            raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), presets())}")
+        tree["model"] = presets()[name] | model
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
@@ -403,17 +409,6 @@ def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
         at = at[section]
     at[last] = value
     origins[key.strip()] = "--set"
-
-
-def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
-    model = tree.get("model")
-    if not isinstance(model, dict) or "preset" not in model:
-        return
-    name = model["preset"]
-    if not isinstance(name, str) or name not in presets():
-        where = origins.get("model.preset", str(path))
-        raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), presets())}")
-    tree["model"] = presets()[name] | model
 
 
 def save_job(job: Job) -> str:

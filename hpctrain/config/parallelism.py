@@ -116,8 +116,3 @@ class Overlap(Table):
 
     It also decides which rank owns which element, and with it the last bit of the gradient's norm.
     """
-
-    @property
-    def overlapped_bucket_bytes(self) -> int | None:
-        """The bytes of a bucket whose sum overlaps backward passes; None where `data` is off or `auto`."""
-        return self.bucket_bytes if self.data else None

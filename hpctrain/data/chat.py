@@ -88,7 +88,12 @@ class ChatTemplate:
         for number, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before, after = self._prompt(chat, number, where), self._text(chat, number + 1, False, where).rstrip()
+            if number:
+                before = self._text(chat, number, True, where)
+            else:  # templates look at the first message, so they cannot write a chat without any
+                other = chat._replace(messages=({**message, "content": OTHER},))
+                before = self._text(other, 1, False, where).partition(OTHER)[0]
+            after = self._text(chat, number + 1, False, where).rstrip()
             if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
                 raise DataError(
                     f"{where}: {self._origin} writes message {number + 1} in another way where others follow, so nobody"
@@ -96,14 +101,6 @@ class ChatTemplate:
                 )
             learnt.append((len(before), len(after)))
         return text, learnt
-
-    def _prompt(self, chat: Chat, number: int, where: str) -> str:
-        """Return what the template writes before a message of the assistant."""
-        if number:
-            return self._text(chat, number, True, where)
-        # Templates look at the first message, so they cannot write a chat without any.
-        other = chat._replace(messages=({**chat.messages[0], "content": OTHER},))
-        return self._text(other, 1, False, where).partition(OTHER)[0]
 
     def _text(self, chat: Chat, count: int, asks: bool, where: str) -> str:
         try:

@@ -31,8 +31,8 @@ from hpctrain.config.clusters.device_catalogue import (
     NETWORKS,
     CatalogueEntry,
     NetworkEntry,
+    lookup,
     lookup_accelerator,
-    lookup_network,
 )
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import Table, as_list, as_table, tables_of, toml_value
@@ -102,7 +102,13 @@ def fill(tree: Mapping[str, Any]) -> Filled:
             _respell(table, kind.model_fields)
             for nic in as_list(table.get("nics")):
                 _respell(as_table(nic), Nic.model_fields)
-    is_miniature = _is_miniature(copied)
+    limits = []
+    for _, family in tables_of(copied, "families"):
+        speeds = [*as_table(family.get(PEAK)).values(), *as_table(family.get(SUSTAINED)).values()] or [None]
+        limits += [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
+        limits.append((family.get("memory_bytes"), MINIATURE_BYTES))
+    are_less = all(isinstance(value, int | float) and value < limit for value, limit in limits)
+    is_miniature = bool(limits) and are_less
     filled = Filled(copied, is_miniature, compares=not is_miniature and "truth" not in copied)
     models = {key.partition(".")[2]: _fill_family(filled, key, table) for key, table in tables_of(copied, "families")}
     networks = {key.partition(".")[2]: _fill_fabric(filled, key, table) for key, table in tables_of(copied, "fabrics")}
@@ -163,7 +169,7 @@ def _fill_fabric(filled: Filled, key: str, fabric: dict) -> NetworkEntry | None:
     if "network" not in fabric:
         return None
     called = fabric["network"]
-    name = lookup_network(called) if isinstance(called, str) else None
+    name = lookup(called, NETWORKS) if isinstance(called, str) else None
     if name is None:
         instead = "or leave it out and set latency_seconds, and the bandwidth of its NICs"
         _refuse_name(filled, f"{key}.network", called, NETWORKS, instead)
@@ -212,15 +218,6 @@ def _typed(table: Mapping[str, Any], figures: Iterable[str]) -> dict[str, Any]:
     """Return those of some figures that a table has, and that were not measured."""
     origins, origin = as_table(table.get("origins")), table.get("origin")
     return {name: table[name] for name in figures if name in table and origins.get(name, origin) != "measured"}
-
-
-def _is_miniature(tree: Mapping[str, Any]) -> bool:
-    limits = []
-    for _, family in tables_of(tree, "families"):
-        speeds = [*as_table(family.get(PEAK)).values(), *as_table(family.get(SUSTAINED)).values()] or [None]
-        limits += [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
-        limits.append((family.get("memory_bytes"), MINIATURE_BYTES))
-    return bool(limits) and all(isinstance(value, int | float) and value < limit for value, limit in limits)
 
 
 def describe_sources(sources: Mapping[str, str]) -> list[str]:

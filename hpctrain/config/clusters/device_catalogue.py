@@ -240,23 +240,17 @@ def lookup_accelerator(model: str) -> str | None:
 
     None for what is not there, and for a PCIe board where the catalogue has the SXM module.
     """
-    result = lookup_chip(model)
+    result = lookup(model, ACCELERATORS)
     is_other = result and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[result].source
     return None if is_other else result
 
 
-def lookup_chip(model: str) -> str | None:
-    """Return the catalogue's name of a model, whatever board its chip is on; None for what is not there."""
-    return _lookup(model, ACCELERATORS)
+def lookup(called: str, names: Collection[str]) -> str | None:
+    """Return the name all of whose words are in `called`, whatever the case, hyphens and blanks; the longest one.
 
-
-def lookup_network(name: str) -> str | None:
-    """Return the catalogue's name of a network, such as `NDR` for `InfiniBand NDR`; None for what is not there."""
-    return _lookup(name, NETWORKS)
-
-
-def _lookup(called: str, names: Collection[str]) -> str | None:
-    """Return the name all of whose words are in `called`, whatever the case, hyphens and blanks; the longest one."""
+    It is that of a network, such as `NDR` for `InfiniBand NDR`, or of a model, whatever board its chip is on. None for
+    what is not there.
+    """
     words = _words(called)
     said = {*words, *("".join(words[i:j]) for i in range(len(words)) for j in range(i + 2, len(words) + 1))}
     for name in sorted(names, key=len, reverse=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -12,7 +13,7 @@ from hpctrain.observe.report.bars import memory_panel, step_panel
 from hpctrain.observe.report.differences import difference_rows
 from hpctrain.observe.report.matrix import traffic_panel
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.step_curves import loss_panel, norm_panel, rate_panel, speed_panel
+from hpctrain.observe.report.step_curves import draw_curves, loss_panel, speed_panel
 from hpctrain.observe.report.svg import Panel
 from hpctrain.observe.report.tiles import plan_panel
 from hpctrain.observe.report.timeline import timeline_panel
@@ -36,13 +37,15 @@ def render_report(runs: Sequence[RunRecord]) -> str:
     def show_plan(run: RunRecord) -> Panel:
         return plan_panel(run.plan, f"{counted(len(run.plan.tiles), 'tile')} on {run.cluster.describe()}", colours)
 
+    norms = partial(draw_curves, runs, key="grad_norm", title="norm", single_name="measured")  # before it is clipped
+    rates = partial(draw_curves, runs, key="learning_rate", title="rate", single_name="set")
     sections = [
-        {"anchor": anchor, "name": name, "panels": [panel(runs)]}
+        {"anchor": anchor, "name": name, "panels": [panel]}
         for anchor, name, panel in (
-            ("loss", "Loss", loss_panel),
-            ("speed", "Speed", speed_panel),
-            ("norm", "Gradient norm", norm_panel),
-            ("rate", "Learning rate", rate_panel),
+            ("loss", "Loss", loss_panel(runs)),
+            ("speed", "Speed", speed_panel(runs)),
+            ("norm", "Gradient norm", Panel("Norm of the gradients, by step", norms)),
+            ("rate", "Learning rate", Panel("Learning rate, by step", rates)),
         )
     ]
     sections += [

@@ -51,7 +51,7 @@ def loss_panel(runs: Sequence[RunRecord]) -> Panel:
         title = Markup("The loss {} from {} to {} nats").format(fell, *shown)
     elif not any(run.metrics for run in runs):
         title = "No step was logged"
-    return Panel(title, lambda width: _draw(runs, width, "loss", "loss (nats)", "training"))
+    return Panel(title, lambda width: draw_curves(runs, width, "loss", "loss (nats)", "training"))
 
 
 def speed_panel(runs: Sequence[RunRecord]) -> Panel:
@@ -62,20 +62,10 @@ def speed_panel(runs: Sequence[RunRecord]) -> Panel:
         shown = [run.figure(show_seconds, DRIFT.name, *keys) for keys in seconds]
         title = Markup("A step takes {}, and was predicted to take {} to {}").format(*shown)
     note = "The first step of a start also allocates memory, and takes longer."
-    return Panel(title, lambda width: _draw(runs, width, "tokens_per_second", "tokens/s", "measured"), note)
+    return Panel(title, lambda width: draw_curves(runs, width, "tokens_per_second", "tokens/s", "measured"), note)
 
 
-def norm_panel(runs: Sequence[RunRecord]) -> Panel:
-    """Return the norm of the gradients of each step, before it is clipped."""
-    return Panel("Norm of the gradients, by step", lambda width: _draw(runs, width, "grad_norm", "norm", "measured"))
-
-
-def rate_panel(runs: Sequence[RunRecord]) -> Panel:
-    """Return the learning rate of each step."""
-    return Panel("Learning rate, by step", lambda width: _draw(runs, width, "learning_rate", "rate", "set"))
-
-
-def _draw(runs: Sequence[RunRecord], width: int, key: str, title: str, single_name: str) -> Svg | None:
+def draw_curves(runs: Sequence[RunRecord], width: int, key: str, title: str, single_name: str) -> Svg | None:
     """Draw one key of the metrics; `single_name` is that of a single curve. Return None where no step was logged."""
     is_loss = key == "loss"
     curves = [_points(run, key) for run in runs]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, HOST_OPERATION_SECONDS, ITEM_BYTES, Family, Profile
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_chip
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.efficiency import Efficiency, efficiency_of
@@ -98,7 +98,7 @@ class DeviceModel:
         """Return what its host needs to start an operation, by the file, else by its model."""
         if self.family.kind == "cpu":
             return 0.0
-        name = lookup_chip(self.family.model or "")
+        name = lookup(self.family.model or "", ACCELERATORS)
         return self.family.operation_seconds or (
             ACCELERATORS[name].operation_seconds if name else HOST_OPERATION_SECONDS
         )

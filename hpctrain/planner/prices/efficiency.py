@@ -7,7 +7,7 @@
 import re
 from dataclasses import dataclass
 
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_chip
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def efficiency_name(model: str | None) -> str | None:
     """Return whose parameters a model has, by its name in the catalogue or as its maker calls it; None: nobody's."""
     if model in ACCELERATORS:
         return ACCELERATORS[model].family_name
-    if name := lookup_chip(model or ""):
+    if name := lookup(model or "", ACCELERATORS):
         return ACCELERATORS[name].family_name
     words = re.findall(r"[A-Z0-9]+", (model or "").upper())
     return next((ALIKE[word] for word in words if word in ALIKE), None)

@@ -180,7 +180,7 @@ class Setup:
         engine = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
         native = {job.kernels.attention, *job.kernels.attention_by_family.values()} <= {"cudnn", "flash3", "flash4"}
         engine = replace(engine, gathers_parts=job.comm.gather_messages, native_attention=native)
-        data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
+        data, bucket_bytes = job.data, job.overlap.bucket_bytes if job.overlap.data else None
         differing = tuple(sorted(job.precision.by_family.items()))
         return cls(
             job.model,

@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.config.clusters.cluster_file import parse_cluster, read_cluster_file
-from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator, lookup_network
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS, lookup, lookup_accelerator
 from hpctrain.config.errors import TopologyError
 from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR, DeviceModel
 from hpctrain.planner.prices.efficiency import EFFICIENCIES, efficiency_of
@@ -250,4 +250,4 @@ def test_a_reserve_is_kept_free():
     ("called", "name"), [("Slingshot", "Slingshot-11"), ("NDR", "NDR"), ("InfiniBand NDR200", "NDR200")]
 )
 def test_networks_match_loosely(called, name):
-    assert lookup_network(called) == name
+    assert lookup(called, NETWORKS) == name
