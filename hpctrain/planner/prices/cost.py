@@ -75,21 +75,28 @@ def layer_cost(
 
 def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:
     """Add what is exchanged of the weights while a layer computes: over z, and over holders for ZeRO 2 and 3."""
+
+    def weights(axis: str, elements: int) -> Exchange:
+        return Exchange(axis, "all_gather", elements * setup.gathered_bytes, purpose="weights")
+
+    def gradients(axis: str, elements: int) -> Exchange:
+        return Exchange(axis, "reduce_scatter", elements * setup.gradient_bytes, purpose="gradients")
+
     before: list[Exchange] = []
     after: list[Exchange] = []
     placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered
     for item in range(*layer):
         elements = unit_elements(setup, grid, item)
         if zero == 3:
-            before.append(Exchange("data", "all_gather", elements // grid.stored_parts * setup.gathered_bytes))
+            before.append(weights("data", elements // grid.stored_parts))
         if grid.stored_parts > 1:
-            before.append(Exchange(STORED, "all_gather", elements * setup.gathered_bytes))
-            after.append(Exchange(STORED, "reduce_scatter", elements * setup.gradient_bytes))
+            before.append(weights(STORED, elements))
+            after.append(gradients(STORED, elements))
             if setup.sums_itself:
                 placed += 2 * setup.item_bytes * elements / grid.stored_parts
                 added += 3 * setup.gradient_bytes * elements / grid.stored_parts if zero < 2 else 0.0
         if zero >= 2:
-            after.append(Exchange("data", "reduce_scatter", elements // grid.stored_parts * setup.gradient_bytes))
+            after.append(gradients("data", elements // grid.stored_parts))
     gather, scatter = PassWork(passed_bytes=placed, exchanges=before), PassWork(passed_bytes=added, exchanges=after)
     return LayerCost(
         PassWork.joined((gather, cost.forward)),

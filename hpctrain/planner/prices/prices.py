@@ -15,7 +15,7 @@ from hpctrain.planner.prices.network import ClusterNetwork, ConcurrentRanks
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
-from hpctrain.sharding.grid import GROUPS, STORED, TensorGrid
+from hpctrain.sharding.grid import GROUPS, TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
@@ -84,9 +84,9 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights arrive while
       this layer computes.
     """
-    tile, devices, moved = site.tile, site.devices, {STORED: 0.0, "data": 0.0}
-    coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    overlapped = {axis for axis, is_on in ((STORED, setup.overlaps_weights), ("data", setup.bucket_bytes)) if is_on}
+    tile, devices, moved = site.tile, site.devices, {"tensor": 0.0, "data": 0.0}
+    coming = {"weights": 0.0, "gradients": 0.0}
+    overlapped = {"tensor": setup.overlaps_weights, "data": bool(setup.bucket_bytes)}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(device.work_seconds(work, setup.dtype, setup.engine) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
@@ -110,9 +110,9 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         if exchange.axis == "data":
             part, who = "data", (site.data_ranks, site.sharers)
         seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
-        if exchange.axis in overlapped:
-            moved[exchange.axis] += seconds
-            coming[exchange.operation] += seconds
+        if exchange.purpose in coming and overlapped[part]:
+            moved[part] += seconds
+            coming[exchange.purpose] += seconds
             continue
         if part == "tensor" and (meanwhile := overlapped_seconds(exchange)):
             hidden = min(seconds, meanwhile)

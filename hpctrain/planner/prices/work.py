@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 
 class MatrixProduct(NamedTuple):
@@ -29,6 +29,9 @@ class Exchange(NamedTuple):
     """Bytes of the whole tensor."""
     behind: MatrixProduct | None = None
     """Product of the same pass that overlaps the collective, where the software overlaps them."""
+    purpose: Literal["activations", "weights", "gradients"] = "activations"
+    """What is exchanged. Weights come before a layer computes and gradients of weights leave after it, so that other
+    layers may overlap them."""
 
 
 class ItemPass(NamedTuple):

@@ -15,7 +15,8 @@ from hpctrain.planner.prices.cost import PassWork, layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.prices import Costs, GradientExchange, PassCost, Site, TileCost, pass_cost, slowed_by
 from hpctrain.planner.prices.setup import HPCTRAIN
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.planner.prices.work import Exchange
+from hpctrain.sharding.grid import STORED, TensorGrid
 from hpctrain.sharding.items import BLOCK, layers
 from tests.pretended import CLUSTER
 from tests.unit.planner.test_predict import LAYOUTS, SETUP, plan_of
@@ -162,3 +163,16 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         over_z = layer_cost(SETUP, TensorGrid(z=2), BLOCK, 4).forward
         result = pass_cost(HIDING, network, over_z, Site(tuple(device), plan_of((1, 1, 2), 2, 1).tiles[0]))
         assert result.seconds == pytest.approx(max(result.compute, 2 * seconds_of_one)), "one for each branch"
+
+
+def test_weights_and_their_gradients_alone_overlap_other_layers_whatever_else_crosses_the_same_axis():
+    """Keys that are gathered over an axis which also stores weights are waited for; so is any other operation."""
+    network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: 1.0)
+    site = Site((DeviceModel("fast", CLUSTER.families["fast"]),), plan_of((1, 1, 2), 2, 1).tiles[0])
+    for operation in ("all_gather", "all_to_all"):
+        waited = pass_cost(HIDING, network, PassWork(exchanges=[Exchange(STORED, operation, 1)]), site)
+        assert (waited.tensor, waited.gathered, waited.scattered) == (1.0, 0.0, 0.0)
+    for purpose, expected in (("weights", (1.0, 0.0)), ("gradients", (0.0, 1.0))):
+        exchange = Exchange(STORED, "all_gather", 1, purpose=purpose)
+        moved = pass_cost(HIDING, network, PassWork(exchanges=[exchange]), site)
+        assert (moved.gathered, moved.scattered) == expected
