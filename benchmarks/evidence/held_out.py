@@ -44,7 +44,8 @@ def gipfelsturm() -> PublishedSet:
 
 def internevo() -> PublishedSet:
     """InternLM 7B on 8 to 1,024 A100-80, four ports of 100 Gb/s a node (InternLM/InternEvo, doc/en/
-    train_performance.md at c628a8c). States sharded within 4 or 8 devices are taken as ZeRO 1."""
+    train_performance.md at c628a8c). States sharded within 4 or 8 devices are taken as ZeRO 1. Gathers of weights
+    overlap nothing (`overlap_sync_param`)."""
     return summary("InternEvo, 8 to 1,024 A100", "internevo_a100.csv")
 
 

@@ -14,6 +14,7 @@ DEEPSPEED = replace(
     name="megatron-deepspeed",
     since="2021",
     link_share=0.58,
+    socket_share=0.58,  # both sets of AMP; its messages were broadcasts in groups of two
     plain_gradients=("fp16",),  # DeepSpeedEngine.communication_data_type
     kept_gradient_bytes={"fp16": 2, "bf16": 6},
     sums_in_place=False,

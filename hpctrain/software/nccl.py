@@ -95,13 +95,17 @@ class NcclNetwork(ClusterNetwork):
 
     sums = True
 
-    def __init__(self, cluster: Cluster, link_share: float = 1.0):
+    def __init__(self, cluster: Cluster, link_share: float = 1.0, socket_share: float = 1.0):
+        """`socket_share` is what software reaches of what sockets give, and `link_share` what it reaches of others."""
         super().__init__(cluster, link_share)
+        self._socket_share = socket_share
         places = (place._replace(family="") for place in places_of(cluster))  # to NCCL all devices are equal
         self._topology = Topology(tuple(places), shares_memory=False)
 
     def share_of(self, link: PairLink) -> float:
         wire, share = wire_of(link), super().share_of(link)
+        if wire.protocols is SOCKETS.protocols:  # whose hosts copy: the wire's share has that
+            return wire.share * self._socket_share
         is_plugged = link.fabric is not None and link.fabric.startswith(PLUGGED_FABRICS)
         return wire.share * (share if is_plugged else max(share, MOVED_SHARES.get(wire, 0.0)))
 

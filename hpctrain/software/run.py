@@ -22,13 +22,13 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 from hpctrain.software.deepspeed import DEEPSPEED, EAGER
-from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
+from hpctrain.software.megatron import MEGATRON, MEGATRON_2020, MEGATRON_CORE
 from hpctrain.software.predictor import SoftwarePredictor, TiedByPairs, interleaved, interleaved_memory, uneven_seconds
 from hpctrain.software.software import SoftwareSetup, SoftwareVersion
-from hpctrain.software.torch_fsdp import COMPOSER, COMPOSER_PURE, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS
+from hpctrain.software.torch_fsdp import COMPOSER, COMPOSER_PURE, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, TORCH_FLASH
 
-_TORCH = EAGER, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
-STACKS = {each.name: each for each in (MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH)}
+_TORCH = EAGER, TORCH_FLASH, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
+STACKS = {each.name: each for each in (MEGATRON_2020, MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH)}
 """The software of others by name."""
 
 BUCKET_BYTES = 25 << 20
@@ -82,6 +82,8 @@ class DescribedRun:
     """Whether all forward passes of a step come before the first backward pass (GPipe)."""
     overlapped: bool = False
     """Whether gradients, kept in half precision, are summed beside the last backward pass, in torch's buckets."""
+    exposes_gathers: bool = False
+    """Whether weights are gathered at the end of a step, while nothing computes, though gradients are overlapped."""
     overlaps_tensor: bool = False
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
@@ -156,6 +158,7 @@ class DescribedRun:
             stack,
             overlaps,
             bucket_bytes=bucket_bytes,
+            gathers_early=not self.exposes_gathers,
             linear_dtype=self.linear_dtype,
             context_parts=self.context,
             tensor_parts=parts,

@@ -81,6 +81,8 @@ class SoftwareVersion(Engine):
     """Whether sums over a tensor grid are scattered and gathered, since norms are cut over y."""
     link_share: float = 1.0
     """Of what a link gives its collectives."""
+    socket_share: float = 1.0
+    """The same of links of sockets."""
     reserved_bytes: float = 0.0
     """Of a device's memory that its libraries take before there is a model."""
     communicator_bytes: float = 0.0
@@ -109,7 +111,8 @@ class SoftwareSetup(Setup):
         return grid.y if self.engine.sequence_parallel else grid.position_parts
 
     def network(self, cluster: Cluster) -> NcclNetwork:
-        return (ScatteringNetwork if self.engine.scatters_sums else NcclNetwork)(cluster, self.engine.link_share)
+        kind = ScatteringNetwork if self.engine.scatters_sums else NcclNetwork
+        return kind(cluster, self.engine.link_share, self.engine.socket_share)
 
     def tensor_slowdown(self, measured: float) -> float:
         return 1.0  # Transformer Engine's user buffers move bytes by copy engines

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hpctrain.planner.prices.setup import EAGER_PASSES, FLASH_2, FUSED_PASSES, BytePasses
-from hpctrain.software.software import CONTEXT_BYTES, NCCL_BYTES, SoftwareVersion
+from hpctrain.software.software import CONTEXT_BYTES, NCCL_BUFFER_BYTES, NCCL_BYTES, SoftwareVersion
 
 # torch's own loss keeps exponentials in fp32.
 _LOGITS = {2: (34.0, 18.0), 4: (32.0, 16.0)}
@@ -56,6 +56,20 @@ FSDP_COMPILED_LOSS = replace(
     since="2025",
     passes={width: replace(p, logits=(3 * width, 3 * width)) for width, p in FSDP_COMPILED.passes.items()},
     loss_bytes={},
+)
+# Between Megatron-Core and eager torch: FlashAttention 2, and all else as torch's operations, one after the other
+# (InternEvo, nanotron). Whole weights, fp32 gradients next to them; stages wait for their messages.
+TORCH_FLASH = replace(
+    FSDP,
+    name="torch-flash",
+    rows_first=False,
+    passes={width: replace(passes, logits=_LOGITS[width]) for width, passes in EAGER_PASSES.items()},
+    again_operations=None,
+    dropped=frozenset(),
+    keeps_outputs=False,
+    stores_halves=True,
+    blocking_sends=True,
+    buffered_bytes=NCCL_BUFFER_BYTES,
 )
 # MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
 # the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large

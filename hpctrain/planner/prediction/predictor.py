@@ -355,6 +355,7 @@ class Predictor:
                 before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
         is_early = all(len(each.ranks) == each.tensor.product_parts for each in exchange.tiles) and not group.regions
+        is_early = is_early and self.setup.gathers_early
         return replace(exchange, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:

@@ -149,6 +149,8 @@ class Setup:
     bucket_bytes: int | None = None
     """Minimum bytes of a bucket, where holders sum gradients and gather weights while ranks compute. None: they wait
     until all is computed."""
+    gathers_early: bool = True
+    """Whether weights are gathered during the next forward pass, where gradients are summed while ranks compute."""
     by_family: tuple[tuple[str, str], ...] = ()
     """Families that compute in another dtype, each with its dtype. Memory and messages are priced in `dtype`."""
     linear_dtype: str | None = None

@@ -13,7 +13,7 @@ from hpctrain.planner.prices.work import Exchange, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 from hpctrain.software.deepspeed import DEEPSPEED, EAGER
-from hpctrain.software.megatron import MEGATRON
+from hpctrain.software.megatron import MEGATRON, MEGATRON_2020
 from hpctrain.software.nccl import NcclNetwork
 from hpctrain.software.predictor import SoftwarePredictor
 from hpctrain.software.run import DescribedRun
@@ -37,8 +37,19 @@ def test_ranks_of_a_stage_share_a_message_and_gather_it_inside_the_node():
     num_bytes = 2048 * 4096 * 2
     once = num_bytes / (1.25e9 * 0.85)
     assert whole == pytest.approx(8 * once, rel=0.01), "eight copies through one port"
+    assert message_seconds(CARDS, MEGATRON_2020) == pytest.approx(whole)
     assert scattered == pytest.approx(once, rel=0.05), "an eighth each"
     assert scattered < cut < 1.3 * once, "and gathered in the node"
+
+
+def test_sockets_are_discounted_once():
+    """By the hosts' copies, not again by the software's share; but DeepSpeed's share was measured on sockets."""
+    two = replace(CARDS, tensor=1, devices_per_node=1, dtype="fp32")
+    whole = 2048 * 4096 * 4 / 1.25e9
+    for stack, share in ((EAGER, 0.85), (replace(EAGER, link_share=0.3), 0.85), (DEEPSPEED, 0.85 * 0.58)):
+        network = two.setup(stack).network(two.cluster)
+        seconds = network.seconds(0, 1, 2048 * 4096 * 4) - network.latency_seconds(0, 1)
+        assert two.num_devices == 2 and seconds == pytest.approx(whole / share, rel=0.01), stack.name
 
 
 def test_products_whose_dims_are_no_multiples_take_longer():
