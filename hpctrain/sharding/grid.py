@@ -100,6 +100,11 @@ class TensorGrid(NamedTuple):
         return self.num_parts(CUTTING_POSITIONS) if self.sequence_parallel else 1
 
     @property
+    def copies(self) -> int:
+        """Number of ranks that have the same part of a hidden state."""
+        return self.size // (self.row_parts * self.position_parts * self.num_parts(CUTTING_FEATURES))
+
+    @property
     def position_axes(self) -> tuple[str, ...]:
         """The axes that cut hidden states by positions."""
         return CUTTING_POSITIONS if self.sequence_parallel else ()

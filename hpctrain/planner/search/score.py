@@ -344,8 +344,8 @@ class Scorer:
         self, senders: tuple[int, ...], grid: TensorGrid, receivers: tuple[int, ...], other: TensorGrid, rows: int
     ) -> float:
         network, setup = self.costs.network, self.costs.setup
-        # Positions that the senders cut are not gathered: each y of the receivers is sent all (`plan/transfers.py`).
-        copies = other.y if grid.sequence_parallel and not other.sequence_parallel else 1
+        # Positions that the senders cut are not gathered: each receiver is sent its own copy (`plan/transfers.py`).
+        copies = other.copies if grid.position_parts > 1 else 1
         num_bytes = copies * rows * setup.positions * self._model.hidden_size * setup.item_bytes
         there, here = senders[0], receivers[0]
         return max(

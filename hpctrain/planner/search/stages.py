@@ -247,10 +247,11 @@ class StageCosts:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
-            if grid.y == 1 or self.setup.positions % grid.y or self.setup.position_parts(grid) > 1:
+            cut = grid._replace(sequence_parallel=True)
+            is_finer = self.setup.position_parts(cut) > self.setup.position_parts(grid)
+            if not is_finer or self.setup.positions % cut.position_parts:
                 result.append(grid)
                 continue
-            cut = grid._replace(sequence_parallel=True)
             both = [[self.passes(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
             is_faster = all(own <= other for pair in both for own, other in zip(*pair, strict=True))
             result += [cut] if is_faster else [grid, cut]

@@ -30,7 +30,7 @@ def test_parts_cover_rows_features_and_positions_of_hidden_states(grid):
         for part in parts_of(grid)
         for interval in part.positions(16)
     )
-    assert set(held.values()) == {grid.size // (grid.row_parts * grid.x * grid.position_parts)}
+    assert set(held.values()) == {grid.copies} == {1 if grid.sequence_parallel else grid.y}
     rows, features, positions = (list({key[i] for key in held}) for i in range(3))
     assert tiles_exactly(rows, Interval(3, 9)) and tiles_exactly(features, WHOLE) and tiles_exactly(positions, WHOLE)
 
