@@ -30,9 +30,9 @@ def megatron_bridge() -> PublishedSet:
 
 
 def flagperf() -> PublishedSet:
-    """Llama 3 8B, Llama 2 70B and 7B by Megatron-Core 0.6 and FlagScale on A800, H800 and H100 (FlagOpen/FlagPerf at
-    1b5a030). Memory is nvidia-smi's. Assumed: ZeRO 1, exchanges at the end of a step, selective recomputing where
-    `recompute-activations` is told, else none."""
+    """Llama 3 8B, Llama 2 70B and 7B by Megatron-Core 0.6 and FlagScale on A800, H800 and H100, with FlashAttention 2
+    (FlagOpen/FlagPerf at 1b5a030). Memory is nvidia-smi's. Assumed: ZeRO 1, exchanges at the end of a step, selective
+    recomputing where `recompute-activations` is told, else none."""
     return summary("FlagPerf, A800, H800, H100", "flagperf.csv")
 
 

@@ -52,3 +52,5 @@ MEGATRON_CORE = replace(
     native_attention=True,
     sequence_parallel=True,
 )
+# Until 2024 its attention was FlashAttention 2, on Hopper too, where cuDNN was not chosen.
+MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", native_attention=False)

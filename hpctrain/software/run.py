@@ -22,13 +22,13 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 from hpctrain.software.deepspeed import DEEPSPEED, EAGER
-from hpctrain.software.megatron import MEGATRON, MEGATRON_2020, MEGATRON_CORE
+from hpctrain.software.megatron import MEGATRON, MEGATRON_2020, MEGATRON_CORE, MEGATRON_CORE_2024
 from hpctrain.software.predictor import SoftwarePredictor, TiedByPairs, interleaved, interleaved_memory, uneven_seconds
 from hpctrain.software.software import SoftwareSetup, SoftwareVersion
 from hpctrain.software.torch_fsdp import COMPOSER, COMPOSER_PURE, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, TORCH_FLASH
 
 _TORCH = EAGER, TORCH_FLASH, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
-STACKS = {each.name: each for each in (MEGATRON_2020, MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH)}
+STACKS = {each.name: each for each in (MEGATRON_2020, MEGATRON, DEEPSPEED, MEGATRON_CORE, MEGATRON_CORE_2024, *_TORCH)}
 """The software of others by name."""
 
 BUCKET_BYTES = 25 << 20

@@ -6,12 +6,13 @@ import pytest
 
 from hpctrain.planner.prediction.arrivals import arrivals
 from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.prices.cost import layer_cost
+from hpctrain.planner.prices.cost import layer_cost, layer_elements
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.prices.work import Exchange, PassWork
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.items import BLOCK
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK, layers
 from hpctrain.software.deepspeed import DEEPSPEED, EAGER
 from hpctrain.software.megatron import MEGATRON, MEGATRON_2020
 from hpctrain.software.nccl import NcclNetwork
@@ -175,3 +176,28 @@ def test_interleaved_stages_keep_the_microbatches_of_megatrons_warm_up():
             assert kept[1] / kept[0] == pytest.approx(microbatches / (depth + 1), rel=1e-6)
         else:  # the logits, of one microbatch
             assert 1 < kept[1] / kept[0] < microbatches
+
+
+def test_attention_of_megatron_core_follows_its_version():
+    run = replace(CARDS, dtype="bf16", positions=8192, network="HDR", nics_per_node=None)
+    for accelerator, is_faster in (("H100", True), ("A100-80", False)):
+        now, before = (
+            replace(run, accelerator=accelerator, stack=stack).predict().breakdown_seconds["compute"]
+            for stack in ("megatron-core", "megatron-core-2024")
+        )
+        assert (before > 1.02 * now) == is_faster, accelerator
+
+
+def test_gathers_that_overlap_nothing_are_waited_for_at_the_end_of_a_step():
+    run = replace(
+        CARDS, accelerator="A100-80", tensor=1, pipeline=1, data=8, zero=1, overlapped=True, stack="torch-flash"
+    )
+    early, late = (replace(run, exposes_gathers=exposes).predict() for exposes in (False, True))
+    network = run.setup().network(run.cluster)
+    weights = 2 * sum(
+        layer_elements(run.model, TensorGrid(), layer) for layer in layers(Interval(0, run.model.num_items))
+    )
+    gather = network.group_seconds("all_gather", weights, tuple(range(8)))
+    assert 0.5 * gather < late.step_seconds - early.step_seconds < gather, (
+        "what the first pass does not hide is early too"
+    )
