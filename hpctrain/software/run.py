@@ -66,7 +66,8 @@ class DescribedRun:
     linear_dtype: str | None = None
     """Of linear layers of blocks, where it is another one: fp8."""
     recompute: str = "none"
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
+    """Whether norms and residuals are cut over the tensor grid; None: as the software does."""
     context: int = 1
     """How many ranks cut the positions of a row; what they exchange of keys and values is hidden by attention."""
     zero: int = 0
@@ -82,6 +83,10 @@ class DescribedRun:
     """Whether all forward passes of a step come before the first backward pass (GPipe)."""
     overlapped: bool = False
     """Whether gradients, kept in half precision, are summed beside the last backward pass, in torch's buckets."""
+    gradient_bytes: int | None = None
+    """Of a weight's gradient as it is kept and exchanged, where it is told; else the software's."""
+    optimizer_bytes: float | None = None
+    """Of the optimizer's state for a weight, masters included, where it is told; else of fp32."""
     exposes_gathers: bool = False
     """Whether weights are gathered at the end of a step, while nothing computes, though gradients are overlapped."""
     overlaps_tensor: bool = False
@@ -139,8 +144,12 @@ class DescribedRun:
         """Return what is trained; `stack` in place of the named one, for fitting its constants."""
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
-        cut = self.sequence_parallel or stack.sequence_parallel
+        cut = stack.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel
         stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept)
+        if self.gradient_bytes:
+            kept = {self.dtype: self.gradient_bytes}
+            stack = replace(stack, own_gradient_bytes=self.gradient_bytes, kept_gradient_bytes=kept)
+        stack = replace(stack, optimizer_bytes=self.optimizer_bytes)
         if self.cuda_graphs:
             stack = replace(stack, dispatch_seconds=0.0)
         if self.overlapped:
@@ -173,7 +182,9 @@ class DescribedRun:
         z, data = (self.weight_holders, 1) if self.zero == 3 else (1, self.weight_holders)
         plan = even_plan(
             self.model.num_items,
-            TensorGrid(y=self.tensor, z=z, sequence_parallel=self.sequence_parallel and STACKS[self.stack].rows_first),
+            TensorGrid(
+                y=self.tensor, z=z, sequence_parallel=bool(self.sequence_parallel) and STACKS[self.stack].rows_first
+            ),
             self.pipeline,
             data,
             self.global_batch // self.data // self.microbatch,

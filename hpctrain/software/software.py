@@ -4,12 +4,13 @@ The functions of the planner that price our engine are asked for others too: tho
 `SoftwareSetup` here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Self
 
 from hpctrain.architectures.description import Attention, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
+from hpctrain.config.training.optimizers import Shape
 from hpctrain.plan.holdings import Holding
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import STATISTIC_BYTES, branch_kept, mask_bytes
@@ -73,6 +74,8 @@ class SoftwareVersion(Engine):
     kept_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     """Of a weight's gradient, all copies of it together, by dtype; one in fp32 where nothing is said. What ZeRO 1 sums
     into is stored with them."""
+    optimizer_bytes: float | None = None
+    """Of the optimizer's state for a weight, masters included, where they are not those of fp32."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
     buffered_bytes: float = 0.0
@@ -106,6 +109,10 @@ class SoftwareSetup(Setup):
     def of(cls, setup: Setup, software: SoftwareVersion) -> Self:
         """Return a setup with another software in place of our engine."""
         return cls(**{each.name: getattr(setup, each.name) for each in fields(setup)} | {"engine": software})
+
+    def state_bytes(self, parts: Iterable[tuple[Shape, float]] | None = None) -> float:
+        own = self.engine.optimizer_bytes
+        return super().state_bytes(parts) if own is None else own
 
     def position_parts(self, grid: TensorGrid) -> int:
         return grid.y if self.engine.sequence_parallel else grid.position_parts

@@ -195,9 +195,20 @@ def test_gathers_that_overlap_nothing_are_waited_for_at_the_end_of_a_step():
     early, late = (replace(run, exposes_gathers=exposes).predict() for exposes in (False, True))
     network = run.setup().network(run.cluster)
     weights = 2 * sum(
-        layer_elements(run.model, TensorGrid(), layer) for layer in layers(Interval(0, run.model.num_items))
+        layer_elements(run.setup(), TensorGrid(), layer) for layer in layers(Interval(0, run.model.num_items))
     )
     gather = network.group_seconds("all_gather", weights, tuple(range(8)))
     assert 0.5 * gather < late.step_seconds - early.step_seconds < gather, (
         "what the first pass does not hide is early too"
     )
+
+
+def test_memory_follows_what_a_run_says_of_its_optimizer_and_of_sequence_parallelism():
+    run = replace(CARDS, accelerator="A100-80", stack="megatron-core", dtype="bf16", pipeline=1, data=2, zero=1)
+    plain, narrow, whole = (
+        each.memory()[0].memory
+        for each in (run, replace(run, gradient_bytes=2, optimizer_bytes=6), replace(run, sequence_parallel=False))
+    )
+    assert narrow.moments == pytest.approx(plain.moments / 2, rel=1e-3), "moments of 2 bytes each, 16 bits of masters"
+    assert narrow.gradients == pytest.approx(plain.gradients / 2, rel=1e-3)
+    assert whole.activations > 1.5 * plain.activations, "Megatron-Core cuts norms over y unless it is told not to"
