@@ -87,9 +87,9 @@ class GridPart(NamedTuple):
 
         What an axis does not cut acts on hidden states: norms, biases of outputs, learned positions. Where it cuts
         these by positions, each of its ranks has the gradient of its positions alone. What some of them lack has no
-        copies.
+        copies. Ranks that store parts of the same weights sum when they scatter gradients.
         """
-        axes = (axis for axis in self.grid.position_axes if axis not in parameter.split)
+        axes = (axis for axis in self.grid.position_axes if axis not in (*parameter.split, *STORING))
         return tuple(axis for axis in axes if all(part.box(parameter) for part in self._along((axis,))))
 
     @property

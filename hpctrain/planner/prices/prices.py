@@ -132,9 +132,9 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
 def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:
     """Say whether parts have collectives of two groups in flight on any of the grids.
 
-    Positions that y cuts are gathered while outputs are summed over x. On devices the two may wait for each other.
+    Cut positions are gathered while outputs are summed over x. On devices the two may wait for each other.
     """
-    return any(grid.x > 1 and grid.sequence_parallel for grid in grids)
+    return any(grid.x > 1 and grid.position_parts > 1 for grid in grids)
 
 
 def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config.job import Model
+from hpctrain.sharding import grid as grid_module
 from hpctrain.sharding.grid import AXES, RANK_ORDER, Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of, same_elements
 from hpctrain.sharding.intervals import Interval, place_in, tiles_exactly
@@ -56,6 +57,17 @@ def test_what_adds_is_what_counts_and_what_is_partial(grid):
             assert part.partial_axes(parameter) == (("y",) if is_partial else ())
             along = {part.coordinate._replace(y=0)} if is_partial else {part.coordinate}
             assert part.adds(parameter) == any(part._replace(coordinate=c).counts(parameter) for c in along)
+
+
+def test_an_axis_that_stores_weights_and_cuts_positions_sums_gradients_when_it_scatters_them(monkeypatch):
+    """As one would that cuts long rows: z here."""
+    monkeypatch.setattr(grid_module, "CUTTING_POSITIONS", ("z", "y"))
+    grid = TensorGrid(y=2, z=2, sequence_parallel=True)
+    for parameter in all_parameters(MODEL).values():
+        for part in parts_of(grid):
+            assert part.partial_axes(parameter) == (() if "y" in parameter.split else ("y",))
+    positions = [interval for part in parts_of(grid) for interval in part.positions(8)]
+    assert positions == [Interval(at, at + 2) for at in (0, 2, 4, 6)]
 
 
 @given(GRIDS)
