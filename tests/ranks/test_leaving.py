@@ -54,6 +54,7 @@ def test_worlds_that_are_abandoned_leave_nothing_behind(world):
         during = held()
         assert "lanes" in during[0] and during[2] > counts[0][2], "this is what is counted"
         own.abandon("a test")
+        assert held()[2] == counts[0][2] + 1, "memory of groups goes before they do; the flight record stays"
         assert own.watchdog.recorder.snapshot().error == "a test"
         if started is not None:
             with pytest.raises(CommError, match="all_reduce of group was abandoned while it was in flight"):
