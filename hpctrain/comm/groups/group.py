@@ -205,11 +205,12 @@ class Group:
         op: str,
     ) -> Steps:
         """Check the arguments of an operation; return its steps with those of them that its row says it has."""
-        row, flat, arguments = OPERATIONS[name], self._flat(tensor), []
+        row = OPERATIONS[name]
+        if not row.transfers:
+            return self._collectives.steps(name, tensor)
+        flat, arguments = self._flat(tensor), []
         if row.matching:
             return self._message(name, flat)
-        if op not in REDUCTIONS:
-            raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
         if row.is_cut:
             if cuts is None:
                 cuts = self._even_cuts(flat.numel())
@@ -223,9 +224,10 @@ class Group:
                     raise CommError(f"{out.numel()} elements of output, where rank {self.rank} gets {size}")
                 arguments.append(self._flat(out))
         if row.is_sum:
+            if op not in REDUCTIONS:
+                raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
             arguments.append(op)
-        is_empty = row.transfers > 0 and not flat.numel()
-        return iter(()) if is_empty else self._collectives.steps(name, flat, *arguments)
+        return self._collectives.steps(name, flat, *arguments) if flat.numel() else iter(())
 
     def _message(self, name: str, flat: torch.Tensor) -> Steps:
         if self.size != 2:

@@ -13,7 +13,7 @@ from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.groups.group import Backend, BackendPart
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import RehearsedTiming
-from hpctrain.comm.transports.abilities import UNPLANNED_SUMS, Devices, device_route, message_route
+from hpctrain.comm.transports.abilities import UNPLANNED, UNPLANNED_SUMS, Devices, device_route, message_route
 from hpctrain.comm.transports.members import GroupMessages, MessageSpace
 from hpctrain.comm.transports.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.transports.transport import DeviceTransport, HostTransport, Transport
@@ -56,8 +56,9 @@ class RouteMaker:
             as_hosts = replace(self._settings, devices=None)
             return RouteMaker(self.space, as_hosts).backend(ranks, pace=pace)
         self._parts, self._has_pairs = [], has_pairs
-        if self._known_devices is not None:
-            self._bridge = self._known_devices.bridge_of_sums
+        if self._known_devices is not None:  # of sums: a library works while their messages move
+            bridge = self._known_devices.bridge
+            self._bridge = UNPLANNED_SUMS if bridge == UNPLANNED else bridge
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
@@ -136,18 +137,14 @@ class RouteMaker:
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
         if not domains:
             return self._flat(ranks, transport)
-        members, inner = self._ranks_of_own_domain(ranks, domains), None
+        own_domain = next(domain for domain in domains if ranks.index(self.rank) in domain)
+        members, inner = [ranks[position] for position in own_domain], None
         if len(members) > 1:
             inner = self._collectives(members, self.transport(members, pace), pace)
         return HierarchicalCollectives(inner, self._flat(ranks, transport, by_domains=True), domains)
 
     def _flat(self, ranks: Sequence[int], transport: Transport, by_domains: bool = False) -> FlatCollectives:
         return FlatCollectives(transport, self._settings.algorithm_by_bytes(ranks, by_domains))
-
-    def _ranks_of_own_domain(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
-        """Return the ranks of this rank's domain."""
-        domain = next(d for d in domains if ranks.index(self.rank) in d)
-        return [ranks[position] for position in domain]
 
     def _has_devices(self, ranks: Sequence[int]) -> bool:
         return self._known_devices is not None and any(self._topology.places[rank].kind != "cpu" for rank in ranks)

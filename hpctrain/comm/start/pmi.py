@@ -86,7 +86,7 @@ def short_values(stream: int) -> Iterator[None]:
 
 def _stand_between(rank: socket.socket, launcher: socket.socket) -> None:
     """Forward bytes between rank and launcher, answers in whole lines, until one of them closes its end."""
-    answers = b""
+    answers, most = b"", LINE_BYTES - WORDS_BYTES
     with rank, selectors.DefaultSelector() as events:
         events.register(rank, selectors.EVENT_READ)
         events.register(launcher, selectors.EVENT_READ)
@@ -99,8 +99,4 @@ def _stand_between(rank: socket.socket, launcher: socket.socket) -> None:
                     launcher.sendall(received)
                     continue
                 lines, end, answers = (answers + received).rpartition(b"\n")
-                rank.sendall(VALUE_LIMIT.sub(_shorten, lines) + end)
-
-
-def _shorten(limit: re.Match[bytes]) -> bytes:
-    return b"%d" % min(int(limit[0]), LINE_BYTES - WORDS_BYTES)
+                rank.sendall(VALUE_LIMIT.sub(lambda limit: b"%d" % min(int(limit[0]), most), lines) + end)

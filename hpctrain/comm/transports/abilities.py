@@ -41,11 +41,6 @@ class Devices:
     store: Any = None
     """Store by which ranks of a library's group find each other; None where no family uses one."""
 
-    @property
-    def bridge_of_sums(self) -> Ability:
-        """Return the ability `bridge` for collectives, in which a library works while their messages move."""
-        return UNPLANNED_SUMS if self.bridge == UNPLANNED else self.bridge
-
 
 class DescribedRoute(NamedTuple):
     """The route between the ranks of two families, and its reason."""

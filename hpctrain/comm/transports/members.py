@@ -127,16 +127,12 @@ class Members:
 
     def _combining(self, value: object, function: Callable[[list], T]) -> Generator[Condition, None, T]:
         values = yield from self.gathering(value)
-        content = yield from self._spreading(pickle.dumps(function(values)) if self._parent is None else None)
-        return pickle.loads(content)
-
-    def _spreading(self, content: bytes | None) -> Generator[Condition, None, bytes]:
-        """Bring the first member's bytes to all, as steps that return them."""
-        if self._parent is not None:
+        if self._parent is None:
+            content = pickle.dumps(function(values))
+        else:
             (content,) = yield from self.receiving(self._parent)
-        assert content is not None, "the first member has something to say"
         yield from self.sending([content], self._children[::-1])  # those with the most below them first
-        return content
+        return pickle.loads(content)
 
     def sending(self, contents: list[bytes], peers: Iterable[int]) -> Steps:
         """Send some members bytes, as steps."""

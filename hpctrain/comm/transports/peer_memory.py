@@ -41,9 +41,6 @@ class PeerMemory:
         self.sent = self.received = 0
         """Numbers of slots that this rank began to fill, and to empty."""
 
-    def has_free_slot(self) -> bool:
-        return self.sent - self._peer[EMPTIED] < SLOTS
-
     def has_arrived(self) -> bool:
         """Say whether the other rank has filled a slot that this one has not begun to empty."""
         if self.received >= self._peer[FILLED]:
@@ -66,7 +63,10 @@ class PeerMemory:
             self.sent += 1
             return self._copy(slot[: part.data.numel()], part.data)
 
-        stage = MessageStage(fill, lambda: self.has_free_slot() and queued.query())
+        def may_fill() -> bool:
+            return self.sent - self._peer[EMPTIED] < SLOTS and queued.query()
+
+        stage = MessageStage(fill, may_fill)
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(FILLED))
 
     def receive(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:

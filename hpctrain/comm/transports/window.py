@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,7 +70,9 @@ class SharedWindow:
 
     def __init__(self, members: Members, num_bytes: int):
         self.rank, self.size = members.rank, members.size
-        memory = share_files(members, HEADER_BYTES + num_bytes, _map_file)
+        # Mapped without an open file descriptor, since a process has few of these.
+        map_file = partial(torch.from_file, shared=True, dtype=torch.uint8)
+        memory = share_files(members, HEADER_BYTES + num_bytes, lambda path, size: map_file(path, size=size))
         # A memoryview reads and writes a counter in a fifth of the time that a numpy array takes.
         self.counters = [m[: 8 * NUM_COUNTERS].numpy().data.cast("q") for m in memory]
         self.bytes = [m[HEADER_BYTES:] for m in memory]
@@ -96,8 +99,3 @@ class SharedWindow:
     def close(self) -> None:
         """Release this rank's view, when the last tensor over it is gone. The other ranks keep theirs."""
         self.counters, self.bytes = [], []
-
-
-def _map_file(path: str, num_bytes: int) -> torch.Tensor:
-    """Return the bytes of a file, mapped without an open file descriptor, since a process has few of these."""
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

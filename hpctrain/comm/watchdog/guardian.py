@@ -72,10 +72,6 @@ class Guarded:
                 return
         link.close()  # another process has its name, or none
 
-    @property
-    def is_connected(self) -> bool:
-        return self._socket is not None
-
     def announce_folder(self, folder: Path) -> None:
         """Tell the guardian the folder of the flight records. All ranks must call, after old records are removed.
 

@@ -69,7 +69,10 @@ class Recorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
-                self._tidy(folder)
+                old = [*folder.glob("stacks-*.txt"), folder / flight.LAST_WORD]
+                last = flight.record_path(folder, self.size - 1)
+                for earlier in (*old, *(path for path in folder.glob("rank-*.bin") if path > last)):
+                    earlier.unlink(missing_ok=True)
             with partial.open("w+b") as file:
                 # Whole, not sparse: a page for which the disk is full later would be a bus error.
                 file.write(self._memory[:])
@@ -82,12 +85,6 @@ class Recorder:
         made[:] = self._memory[:]
         self._map(made)
         self.folder = folder
-
-    def _tidy(self, folder: Path) -> None:
-        old = [*folder.glob("stacks-*.txt"), folder / flight.LAST_WORD]
-        old += [path for path in folder.glob("rank-*.bin") if path > flight.record_path(folder, self.size - 1)]
-        for path in old:
-            path.unlink(missing_ok=True)
 
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Record a lane over `ranks`; return its number, for `start`.

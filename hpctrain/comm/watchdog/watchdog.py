@@ -155,22 +155,19 @@ class Watchdog:
 
     def _end_without_launcher(self) -> NoReturn:
         """End this rank; the first one of the host prints why. MPI's own abort needs the daemon, which is gone."""
+        host = self._hosts[self._rank]
+        text = (
+            f"CommError: on host {host} process {self._launcher} is gone, which the launcher had started the ranks"
+            " with; its ranks are stopped, start the same command again"
+        )
         try:
-            self._report_absent_launcher()
+            record_exit(CommError.exit_code)
+            if self._hosts.index(host) == self._rank:
+                self.recorder.close(error=text)
+                print(f"hpctrain: {text}", file=sys.stderr, flush=True)
         finally:  # standard error may be a pipe that ended with the daemon
             os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("it was killed")
-
-    def _report_absent_launcher(self) -> None:
-        record_exit(CommError.exit_code)
-        host = self._hosts[self._rank]
-        if self._hosts.index(host) == self._rank:
-            text = (
-                f"CommError: on host {host} process {self._launcher} is gone, which the launcher had started the ranks"
-                " with; its ranks are stopped, start the same command again"
-            )
-            self.recorder.close(error=text)
-            print(f"hpctrain: {text}", file=sys.stderr, flush=True)
 
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long. For a new operation the appeals start again."""
@@ -215,15 +212,10 @@ class Watchdog:
     def _describe_self(self) -> Answer:
         stacks = python_stacks(skip=threading.get_ident())
         if (folder := self.recorder.folder) is not None:
-            self._save_stacks(folder, stacks)
+            with suppress(OSError):  # the report has those that matter
+                (folder / f"stacks-{self._rank:05}.txt").write_text(stacks)
         overdue_in = self._patience.phase if self._is_overdue() else None
         return Answer(self.recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
-
-    def _save_stacks(self, folder: Path, stacks: str) -> None:
-        try:
-            (folder / f"stacks-{self._rank:05}.txt").write_text(stacks)
-        except OSError:
-            return  # the report has those that matter
 
     def _speak(self) -> None:
         """Ask all, wait for their answers, print the report and end all ranks."""

@@ -122,7 +122,7 @@ def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
         own = guardian.network_name()
         answers = iter([[(own, 1, "node0"), (own, os.getpid(), "node0")], [name, ""]])
         comm = SimpleNamespace(rank=1, size=2, allgather=lambda value: next(answers))
-        assert not guardian.Guarded(comm, "node0").is_connected
+        assert guardian.Guarded(comm, "node0")._socket is None
     finally:
         process.kill()
         process.wait()
