@@ -4,13 +4,16 @@ What collectives and messages between ranks add is in tests/ranks/test_memory.py
 """
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
+from hpctrain.planner.prediction.memory import _activations, _alive_before
 from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.prices.buffers import largest_message_bytes
+from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, largest_unit, scattered_scratch
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from tests.pretended import CLUSTER
@@ -78,6 +81,76 @@ def test_nor_does_one_whose_masks_are_of_documents(tokens):
     """Of many positions, so that masks of all pairs are an eighth of what a rank needs."""
     plan = {"pipeline": 2, "data": 2, "microbatch": 1}
     check_memory(job_of("llama", tokens, plan, positions=256, documents=True, global_batch=4), 0.03)
+
+
+def test_nor_does_one_whose_weight_passes_wait_while_it_goes_through_chunks(tokens):
+    job = job_of("llama", tokens)
+    plan = even_plan(job.model.num_items, TensorGrid(), 2, 1, 4, 4, schedule="zb-h1", row_chunks=2)
+    check_memory(job, 0.03, plan)
+
+
+def test_buckets_of_an_optimizer_on_the_host_decide_where_there_are_few_activations(tokens):
+    job = job_of("llama", tokens, positions=8, max_positions=16, global_batch=1)
+    check_memory(job, 0.01, even_plan(job.model.num_items, TensorGrid(), 1, 1, 1, 1, **HOST))
+
+
+class Scratch:
+    """A network whose sums take a fourth of their bytes, or half of them where all ranks have the result."""
+
+    def scratch_bytes(self, operation: str, num_bytes: int, ranks: tuple[int, ...], rank: int) -> int:
+        return num_bytes // {"reduce_scatter": 4, "all_reduce": 2}[operation]
+
+
+def held(*groups: tuple[int, tuple[int, ...], int, bool, int]) -> list:
+    """Return shard groups: ZeRO stage, ranks, item after which gradients are final, whether in regions, and size."""
+    keys = "zero", "ranks", "final_after", "regions", "is_tied"
+    return [(SimpleNamespace(**dict(zip(keys, (*group[:4], False), strict=True))), group[4]) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("groups", "alive", "overlapped", "blocking"),
+    [
+        # Bytes of packed copies and of scratch: 0 + 400, of all sums; and of the larger one alone.
+        ([(0, (0, 1), 3, False, 200), (1, (0, 1), 3, False, 100)], 0, 400, 400),
+        # 200 + 100, and 0 + 300 on a lane of its own.
+        ([(0, (0, 1), 3, True, 50), (1, (0, 2), 3, False, 300)], 0, 600, 300),
+        # The first sum starts while activations are left, the second one when there are none.
+        ([(1, (0, 1), 5, False, 100), (1, (0, 1), 3, False, 300)], 1000, 1100, 300),
+        # Of one rank alone, and of sums after each item.
+        ([(1, (0,), 3, False, 100), (2, (0, 1), 3, False, 100)], 1000, 0, 0),
+    ],
+)
+def test_sums_at_the_end_of_a_step_take_scratch_and_packed_copies(groups, alive, overlapped, blocking):
+    for bucket_bytes, expected in ((1, overlapped), (None, blocking)):
+        setup = SimpleNamespace(bucket_bytes=bucket_bytes, by_family=())
+        needed = exchanged_bytes(setup, Scratch(), None, None, held(*groups), 0, lambda item: alive * (item == 5))  # pyright: ignore[reportArgumentType]
+        assert needed == expected
+
+
+def test_sums_after_each_item_take_scratch_of_the_largest(tokens):
+    job = job_of("llama", tokens, {"tensor": {"z": 2}, "data": 2})
+    setup, plan = Setup.of_job(job), resolve_plan(job, 4).plan
+    tile = plan.tiles[0]
+    over_z = largest_unit(setup, tile.tensor, range(*tile.items))
+    groups = held((2, (0, 2), 3, False, 10_000), (3, (0, 2), 3, False, 4_000), (1, (0, 2), 3, False, 90_000))
+    for overlaps, bucket_bytes, expected in (
+        ({"z"}, 1, (over_z + 10_000, 0)),
+        (set(), 1, (10_000, over_z)),
+        ({"z"}, None, (over_z, 10_000)),
+        (set(), None, (0, max(over_z, 10_000))),
+    ):
+        own = replace(setup, overlaps=frozenset(overlaps), bucket_bytes=bucket_bytes)
+        assert scattered_scratch(own, Scratch(), plan, tile, groups, 0) == expected  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("plan", [{"data": 4}, {"pipeline": 2, "data": 2, "microbatch": 8}], ids=str)
+def test_before_the_last_item_there_is_all_that_is_kept_and_computed_with(tokens, plan):
+    job = job_of("llama", tokens, plan)
+    setup, whole = Setup.of_job(job), resolve_plan(job, 4).plan
+    for tile in whole.tiles:
+        alive = [_alive_before(setup, whole, tile, item) for item in range(tile.items.start, tile.items.stop + 1)]
+        assert alive == sorted(alive) and alive[0] == 0
+        assert alive[-1] == pytest.approx(sum(_activations(setup, whole, tile)), rel=1e-3)
 
 
 def check_memory(job, least: float, plan: Plan | None = None) -> None:
