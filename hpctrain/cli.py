@@ -20,6 +20,7 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face model",
     "plan": "search for a plan, write the even one, draw or check one",
     "predict": "predict the seconds of a step by a plan on a cluster, and its memory",
+    "what-if": "say what other devices, networks or memory would bring to a job",
     "probe": "measure this machine, or a job on it, and write a cluster file; start it with mpirun or srun",
     "slurm": "write a batch script, for one kind of nodes or several",
     "mpirun": "write a start with mpirun, each family with its own software",
@@ -34,8 +35,8 @@ REMOVED = {"bench": "python -m benchmarks.training, in a clone of the repository
 """Commands that are gone, and what does the same. A command that a version drops is added here."""
 ENDS_IN_ORDER = ("train",)
 """Commands that listen to signals before they import what takes seconds, and do not end where output is lost."""
-MODULES = {"import": "import_model"}
-"""Modules of commands whose names are Python keywords."""
+MODULES = {"import": "import_model", "what-if": "what_if"}
+"""Modules of commands whose names are no names of Python."""
 
 
 class Commands(click.Group):

@@ -14,6 +14,7 @@ Read it in this order; a file imports only from its own line and those above it.
     other_names  keys of other trainers, and what to set instead
     saved        jobs and plans of older schemas
     clusters/    the cluster file
+    prices       the price file of `hpctrain what-if`
     kernels      which kernels compute
     job          the job file
 """

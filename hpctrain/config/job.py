@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from tomllib import TOMLDecodeError
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -42,8 +41,8 @@ from hpctrain.config.tables import (
     Table,
     explain,
     flatten,
+    parse_override,
     parse_toml,
-    parse_toml_value,
     read_text,
     shorten,
     toml_comment,
@@ -390,25 +389,19 @@ def _merge(under: dict, over: dict) -> dict:
 
 
 def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *sections, last = key.strip().split(".")
-    if not equals or not all((*sections, last)) or len(sections) > MOST_SECTIONS:
-        raise JobError(f"--set {shorten(repr(override))}: write it as section.key=value")
     try:
-        value = parse_toml_value(text)
-    except TOMLDecodeError:
-        if "\n" in text:
-            raise JobError(f"--set {shorten(repr(override))}: has a second line, which would be ignored") from None
-        value = text  # an unquoted word is a string, as a shell user expects
+        (*sections, last), value = parse_override(override)
+        if len(sections) > MOST_SECTIONS:
+            raise ValueError("write it as section.key=value")
     except ValueError as error:
-        raise JobError(f"--set {shorten(override)}: {error}") from None
+        raise JobError(f"--set {shorten(repr(override))}: {error}") from None
     at = tree
     for section in sections:
         if not isinstance(at.get(section), dict):
             at[section] = {}  # also turns plan = "auto" into a section
         at = at[section]
     at[last] = value
-    origins[key.strip()] = "--set"
+    origins[".".join([*sections, last])] = "--set"
 
 
 def save_job(job: Job) -> str:

@@ -180,6 +180,23 @@ def parse_toml_value(text: str) -> Any:
     return tree["value"]
 
 
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """Return the parts of the key, and the value, of `section.key=value`. Raises ValueError where it is none.
+
+    An unquoted word is a string, as a shell user expects.
+    """
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or len(parts) > MOST_NESTED:
+        raise ValueError("write it as section.key=value")
+    try:
+        return parts, parse_toml_value(text)
+    except tomllib.TOMLDecodeError:
+        if "\n" in text:
+            raise ValueError("has a second line, which would be ignored") from None
+        return parts, text
+
+
 def as_table(value: Any) -> dict[str, Any]:
     """Return a table of a file that was not validated yet; an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}

@@ -44,19 +44,21 @@ def command(as_json):
     ready = table("cluster", "ranks", "what it is", numbers={"ranks"})
     for name, (each, about) in clusters.items():
         ready.add_row(name, f"{each.num_devices}", about)
-    numbers = {"GB", "GB/s", "us", "link", *DTYPES}
-    columns = ("model", "GB", "GB/s", *DTYPES, "link", "source", "what an assumed speed is worth")
+    numbers = {"GB", "GB/s", "us", "link", "W", *DTYPES}
+    columns = ("model", "GB", "GB/s", *DTYPES, "link", "W", "source", "what an assumed speed is worth")
     devices = table(*columns, numbers=numbers)
     for name, each in ACCELERATORS.items():
         peaks = [each.peak_flops_per_second.get(dtype) for dtype in DTYPES]
         speeds = (each.memory_bytes_per_second, each.link_bytes_per_second)
         memory, link = (f"{speed / 1e9:,.4g}" for speed in speeds)
         each_peak = [f"{peak / 1e12:,.4g}" if peak else "-" for peak in peaks]
-        devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, each.source, worth[name])
+        described = f"{each.watts:g}", each.source, worth[name]
+        devices.add_row(name, f"{each.memory_bytes / 1e9:.1f}", memory, *each_peak, link, *described)
     networks = table("network", "GB/s", "us", "source", numbers=numbers)
     for name, each in NETWORKS.items():
         seconds = f"{each.latency_seconds * 1e6:.0f}"
         networks.add_row(name, f"{each.bytes_per_second / 1e9:.4g}", seconds, each.source)
     out.print("clusters: CLUSTER of train --rehearse CLUSTER, plan search --cluster CLUSTER", ready, sep="\n")
-    out.print("\naccelerators: families.NAME.model; peak TFLOP/s by dtype, link GB/s of a node", devices, sep="\n")
+    title = "accelerators: families.NAME.model; peak TFLOP/s by dtype, link GB/s of a node, W at work"
+    out.print(f"\n{title}", devices, sep="\n")
     out.print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in us (assumed)", networks, sep="\n")

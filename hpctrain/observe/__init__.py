@@ -7,6 +7,7 @@ Read it in this order; a file imports only from its own line and those above it.
     metrics           a line for each step
     sample            one step for the report: its instructions and traffic
     text_tables       tables for people
+    machines          the machines of `what-if` as a table
     trace             spans as a trace of Chrome's format
     torch_profile     torch.profiler for some steps of some ranks
     exports           metrics for other programs

@@ -7,5 +7,6 @@ Read it in this order; a file imports only from its own line and those above it.
     search/      shapes, their ranking, and changes of the best plans
     explain      the choice and the runner-up, in words
     choose       the plan of a run
+    what_if      what other machines would bring to a job
     yardstick    what the families would do alone, and an even plan: what a mixed run is compared with
 """

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -80,9 +80,14 @@ def parse_cluster_file(text: str, where: str) -> ClusterFile:
 
     Raises TopologyError: with all mistakes in single tables, or, where there are none, with all between tables.
     """
-    tree, mistakes = parse_toml_once(text, where, TopologyError)
+    return build_cluster_file(*parse_toml_once(text, where, TopologyError), where, text)
+
+
+def build_cluster_file(tree: Mapping[str, Any], repeated: Sequence[str], where: str, text: str = "") -> ClusterFile:
+    """Return the content of a cluster file by its plain data. `repeated` are mistakes that are known already; lines of
+    `text` are named in errors. Raises as `parse_cluster_file`."""
     filled, tables = fill(tree), None
-    mistakes += filled.mistakes.values()
+    mistakes = [*repeated, *filled.mistakes.values()]
     try:
         tables = _Tables.model_validate(filled.tree)
     except ValidationError as error:

@@ -15,6 +15,9 @@ LIST_COMMAND = "`hpctrain catalogue` lists them"
 GRACE_OPERATION_SECONDS = 50e-6
 """What a Grace processor needs to start an operation: a microbatch of a Qwen 3 of 14B takes 0.21 s by tensor 4, with
 512, 1,024 and 2,048 positions, 50 us for each of its 4,100 operations (lsaie-ss26-gipfelsturm, at 7644e91)."""
+IDLE_SHARE = 0.15
+"""Share of `watts` that a device takes while it waits. Assumed: data sheets do not say it; makers' tools show 50 to
+100 W on boards of 400 to 700."""
 LINK_LATENCY_SECONDS = 10e-6
 """Of a message of a collective library between devices of a node: NCCL's by its own tests."""
 
@@ -33,6 +36,8 @@ class CatalogueEntry:
     family_name: str
     """The name of its entry in `EFFICIENCIES`."""
     source: str
+    watts: float
+    """Power at work: the board's or module's limit by the same data sheet (TDP), of a die its share."""
     operation_seconds: float = HOST_OPERATION_SECONDS
     """What its host needs to start an operation, where the host is a part of the module."""
 
@@ -76,135 +81,137 @@ GIB = 2.0**30
 ACCELERATORS: dict[str, CatalogueEntry] = {
     "A100-40": CatalogueEntry(
         "cuda", 39.4 * GIB, 1.555e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere",
-        "NVIDIA A100 data sheet, SXM4"),
+        "NVIDIA A100 data sheet, SXM4", 400),
     "A100-80": CatalogueEntry(
         "cuda", 79.2 * GIB, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere",
-        "NVIDIA A100 data sheet, SXM4"),
+        "NVIDIA A100 data sheet, SXM4", 400),
     "A800-80": CatalogueEntry(
         "cuda", 79.2 * GIB, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 200e9, "ampere",
-        "NVIDIA A800 data sheet, SXM4"),
+        "NVIDIA A800 data sheet, SXM4", 400),
     "H100": CatalogueEntry(
         "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
-        "NVIDIA H100 data sheet, SXM5"),
+        "NVIDIA H100 data sheet, SXM5", 700),
     "H100-96": CatalogueEntry(
         "cuda", 95.0 * GIB, 2.4e12, _fp(60e12, 886e12, 886e12, 443e12), 450e9, "hopper",
         "Meta's Grand Teton: SXM5 of 96 GB HBM2e and 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md);"
-        " FLOP/s by power between NVIDIA's data sheets of SXM, 989 at 700 W, and NVL, 835 at 400 W"),
+        " FLOP/s by power between NVIDIA's data sheets of SXM, 989 at 700 W, and NVL, 835 at 400 W", 500),
     "H200": CatalogueEntry(
         "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
-        "NVIDIA H200 data sheet, SXM5"),
+        "NVIDIA H200 data sheet, SXM5", 700),
     "GH200": CatalogueEntry(
         "cuda", 94.5 * GIB, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
-        "NVIDIA GH200 data sheet, 96 GB", GRACE_OPERATION_SECONDS),
+        "NVIDIA GH200 data sheet, 96 GB", 700, GRACE_OPERATION_SECONDS),
     "B200": CatalogueEntry(
         "cuda", 178.3 * GIB, 7.7e12, _fp(75e12, 2250e12, 2250e12, 1120e12), 900e9, "blackwell",
-        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved"),
+        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved", 1000),
     "H100-PCIe": CatalogueEntry(
         "cuda", 79.1 * GIB, 2.0e12, _fp(51e12, 756e12, 756e12, 378e12), 64e9, "hopper",
-        "NVIDIA H100 data sheet, PCIe 5"),
+        "NVIDIA H100 data sheet, PCIe 5", 350),
     "H100-NVL": CatalogueEntry(
         "cuda", 93.0 * GIB, 3.9e12, _fp(60e12, 835e12, 835e12, 417e12), 64e9, "hopper",
-        "NVIDIA H100 NVL data sheet, PCIe 5; a bridge joins pairs only"),
+        "NVIDIA H100 NVL data sheet, PCIe 5; a bridge joins pairs only", 400),
     "H800": CatalogueEntry(
         "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 200e9, "hopper",
-        "an H100 data sheet, SXM5, with NVLink of 400 GB/s both ways"),
+        "an H100 data sheet, SXM5, with NVLink of 400 GB/s both ways", 700),
     "H20": CatalogueEntry(
         "cuda", 95.0 * GIB, 4.0e12, _fp(44e12, 148e12, 148e12, 74e12), 450e9, "hopper",
-        "NVIDIA H20, 96 GB, SXM5, as resellers' sheets have it; NVIDIA publishes none"),
+        "NVIDIA H20, 96 GB, SXM5, as resellers' sheets have it; NVIDIA publishes none", 400),
     "B300": CatalogueEntry(
         "cuda", 268.0 * GIB, 8.0e12, _fp(75e12, 2250e12, 2250e12, 1125e12), 900e9, "blackwell",
-        "NVIDIA HGX B300 data sheet, an eighth of its figures with sparsity halved"),
+        "NVIDIA HGX B300 data sheet, an eighth of its figures with sparsity halved", 1100),
     "GB300": CatalogueEntry(
         "cuda", 277.0 * GIB, 8.0e12, _fp(80e12, 2500e12, 2500e12, 1250e12), 900e9, "blackwell",
-        "NVIDIA GB300 NVL72 data sheet, a 72nd of its figures with sparsity halved", GRACE_OPERATION_SECONDS),
+        "NVIDIA GB300 NVL72 data sheet, a 72nd of its figures with sparsity halved", 1400, GRACE_OPERATION_SECONDS),
     "A10": CatalogueEntry(
         "cuda", 22.2 * GIB, 0.6e12, _fp(31.2e12, 125e12, 125e12, 62.5e12), 32e9, "ga102",
-        "NVIDIA A10 data sheet, PCIe 4"),
+        "NVIDIA A10 data sheet, PCIe 4", 150),
     "A30": CatalogueEntry(
         "cuda", 23.5 * GIB, 0.933e12, _fp(10.3e12, 165e12, 165e12, 82e12), 32e9, "ampere",
-        "NVIDIA A30 data sheet, PCIe 4; a bridge joins pairs only"),
+        "NVIDIA A30 data sheet, PCIe 4; a bridge joins pairs only", 165),
     "A40": CatalogueEntry(
         "cuda", 44.4 * GIB, 0.696e12, _fp(37.4e12, 149.7e12, 149.7e12, 74.8e12), 32e9, "ga102",
-        "NVIDIA A40 data sheet, PCIe 4; a bridge joins pairs only"),
+        "NVIDIA A40 data sheet, PCIe 4; a bridge joins pairs only", 300),
     "A6000": CatalogueEntry(
         "cuda", 47.4 * GIB, 0.768e12, _fp(38.7e12, 154.8e12, 154.8e12, 77.4e12), 32e9, "ga102",
-        "NVIDIA RTX A6000 data sheet, PCIe 4; a bridge joins pairs only"),
+        "NVIDIA RTX A6000 data sheet, PCIe 4; a bridge joins pairs only", 300),
     "L4": CatalogueEntry(
         "cuda", 22.0 * GIB, 0.3e12, _fp(30.3e12, 121e12, 121e12, 60e12), 32e9, "ada",
-        "NVIDIA L4 data sheet, PCIe 4, its figures with sparsity halved"),
+        "NVIDIA L4 data sheet, PCIe 4, its figures with sparsity halved", 72),
     "L40S": CatalogueEntry(
         "cuda", 44.4 * GIB, 0.864e12, _fp(91.6e12, 362e12, 362e12, 183e12), 32e9, "ada",
-        "NVIDIA L40S data sheet, PCIe 4"),
+        "NVIDIA L40S data sheet, PCIe 4", 350),
     "RTX-6000-Ada": CatalogueEntry(
         "cuda", 47.4 * GIB, 0.96e12, _fp(91.1e12, 364.2e12, 364.2e12, 182.1e12), 32e9, "ada",
-        "NVIDIA RTX 6000 Ada data sheet, PCIe 4, its figures with sparsity halved"),
+        "NVIDIA RTX 6000 Ada data sheet, PCIe 4, its figures with sparsity halved", 300),
     "P100": CatalogueEntry(
         "cuda", 15.9 * GIB, 0.732e12, _fp(10.6e12, 21.2e12), 80e9, "pascal",
-        "NVIDIA P100 data sheet, SXM2"),
+        "NVIDIA P100 data sheet, SXM2", 300),
     "GB200": CatalogueEntry(
         "cuda", 184.0 * GIB, 8.0e12, _fp(80e12, 2450e12, 2450e12, 1225e12), 900e9, "blackwell",
-        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)", GRACE_OPERATION_SECONDS),
+        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)", 1200, GRACE_OPERATION_SECONDS),
     "V100": CatalogueEntry(
         "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta",
-        "NVIDIA V100 data sheet, SXM2, 16 GB"),
+        "NVIDIA V100 data sheet, SXM2, 16 GB", 300),
     "V100-32": CatalogueEntry(
         "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta",
-        "NVIDIA V100 data sheet, SXM2, 32 GB"),
+        "NVIDIA V100 data sheet, SXM2, 32 GB", 300),
     "V100S": CatalogueEntry(
         "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta",
-        "NVIDIA V100S data sheet, PCIe 3"),
-    "T4": CatalogueEntry("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
+        "NVIDIA V100S data sheet, PCIe 3", 250),
+    "T4": CatalogueEntry(
+        "cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3", 70),
     "RTX-2080": CatalogueEntry(
         "cuda", 7.8 * GIB, 0.448e12, _fp(10.1e12, 40.3e12), _HOST_PCIE3, "turing-gaming",
-        "NVIDIA Turing white paper, fp32 accumulation"),
+        "NVIDIA Turing white paper, fp32 accumulation", 215),
     "RTX-2080-Ti": CatalogueEntry(
         "cuda", 10.7 * GIB, 0.616e12, _fp(13.4e12, 53.8e12), _HOST_PCIE3, "turing-gaming",
-        "NVIDIA Turing white paper, fp32 accumulation"),
+        "NVIDIA Turing white paper, fp32 accumulation", 250),
     "Titan-RTX": CatalogueEntry(
         "cuda", 23.6 * GIB, 0.672e12, _fp(16.3e12, 130.5e12), _HOST_PCIE3, "turing",
-        "NVIDIA Turing white paper, fp32 accumulation"),
+        "NVIDIA Turing white paper, fp32 accumulation", 280),
     "RTX-3090": CatalogueEntry(
         "cuda", 23.7 * GIB, 0.936e12, _fp(35.6e12, 71e12, 71e12, 35.6e12), _HOST_PCIE4, "gaming",
-        "NVIDIA GA102 white paper"),
+        "NVIDIA GA102 white paper", 350),
     "RTX-4090": CatalogueEntry(
         "cuda", 23.6 * GIB, 1.008e12, _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12), _HOST_PCIE4, "gaming",
-        "NVIDIA Ada white paper"),
+        "NVIDIA Ada white paper", 450),
     "RTX-5090": CatalogueEntry(
         "cuda", 31.4 * GIB, 1.792e12, _fp(104.8e12, 209.5e12, 209.5e12, 104.8e12), _HOST_PCIE4, "blackwell-gaming",
-        "NVIDIA RTX Blackwell white paper, fp32 accumulation; its link is that of an RTX-3090"),
+        "NVIDIA RTX Blackwell white paper, fp32 accumulation; its link is that of an RTX-3090", 575),
     "MI100": CatalogueEntry(
         "rocm", 31.9 * GIB, 1.23e12, _fp(23.1e12, 184.6e12, 92.3e12), 46e9, "cdna1",
-        "AMD MI100 data sheet, one link of Infinity Fabric"),
+        "AMD MI100 data sheet, one link of Infinity Fabric", 300),
     "MI210": CatalogueEntry(
         "rocm", 63.9 * GIB, 1.6e12, _fp(22.6e12, 181e12, 181e12), 32e9, "cdna2",
-        "AMD MI210 data sheet, PCIe 4"),
+        "AMD MI210 data sheet, PCIe 4", 300),
     "MI250X-GCD": CatalogueEntry(
         "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2",
-        "AMD MI250X data sheet, half of it: each of its two dies is a device"),
+        "AMD MI250X data sheet, half of it: each of its two dies is a device", 280),
     "MI300A": CatalogueEntry(
         "rocm", 127.5 * GIB, 5.3e12, _fp(122.6e12, 980.6e12, 980.6e12, 490.3e12), 128e9, "cdna3",
-        "AMD MI300A data sheet; its memory is its host's too"),
+        "AMD MI300A data sheet; its memory is its host's too", 550),
     "MI325X": CatalogueEntry(
         "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
-        "AMD MI325X data sheet"),
+        "AMD MI325X data sheet", 1000),
     "MI355X": CatalogueEntry(
         "rocm", 287.9 * GIB, 8.0e12, _fp(157.3e12, 2516e12, 2516e12), 76.8e9, "cdna4",
-        "AMD MI355X data sheet"),
+        "AMD MI355X data sheet", 1400),
     "Max-1550": CatalogueEntry(
         "xpu", 64.0 * GIB, 1.638e12, _fp(26e12, 419.5e12, 419.5e12, 209.7e12), 26.5e9, "xe-hpc",
-        "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device"),
+        "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device", 300),
     "Gaudi-2": CatalogueEntry(
         "hpu", 94.6 * GIB, 2.46e12, _fp(0, 432e12, 432e12), 37.5e9, "gaudi",
-        "Intel at Hot Chips 2024: 24 links of 100 Gb/s, three to each other card; for plans alone"),
+        "Intel at Hot Chips 2024: 24 links of 100 Gb/s, three to each other card; for plans alone", 600),
     "Gaudi-3": CatalogueEntry(
         "hpu", 126.0 * GIB, 3.67e12, _fp(0, 1835e12, 1835e12), 75e9, "gaudi",
-        "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone"),
+        "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone", 900),
     "MI300X": CatalogueEntry(
         "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
-        "AMD MI300X data sheet"),
+        "AMD MI300X data sheet", 750),
     "910B": CatalogueEntry(
         "npu", 60.9 * GIB, 1.6e12, _fp(75e12, 313e12, 313e12), 28e9, "ascend",
-        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured"),
+        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured",
+        400),
 }
 # fmt: on
 

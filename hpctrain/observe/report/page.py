@@ -11,6 +11,7 @@ from hpctrain import __version__
 from hpctrain.observe.report import summary
 from hpctrain.observe.report.bars import memory_panel, step_panel
 from hpctrain.observe.report.differences import difference_rows
+from hpctrain.observe.report.machine_bars import machine_panels
 from hpctrain.observe.report.matrix import traffic_panel
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.step_curves import draw_curves, loss_panel, speed_panel
@@ -19,6 +20,7 @@ from hpctrain.observe.report.tiles import plan_panel
 from hpctrain.observe.report.timeline import timeline_panel
 from hpctrain.observe.report.waterfall import waterfall_panel
 from hpctrain.plan.tiling import Plan, counted
+from hpctrain.planner.what_if import Row
 
 WIDE, HALF, NARROW = 840, 470, 342
 """Pixels of pictures: of one run (readable on paper too), of two side by side, on a phone."""
@@ -67,6 +69,15 @@ def render_plan(plan: Plan, name: str) -> str:
     colours = family_colours([tile.family for tile in plan.tiles])
     section = {"anchor": "plan", "name": "Plan", "panels": [plan_panel(plan, plan.describe(), colours)]}
     return _render(name, [section], [])
+
+
+def render_machines(rows: Sequence[Row], name: str, currency: str) -> str:
+    """Return a page that compares machines for a job."""
+    panels = machine_panels(rows, currency)
+    sections = [
+        {"anchor": f"by-{unit.rpartition('/')[2]}", "name": unit, "panels": [own]} for unit, own in panels.items()
+    ]
+    return _render(name, sections, [])
 
 
 def _render(title: str, sections: list[dict[str, Any]], runs: Sequence[RunRecord]) -> str:

@@ -1,0 +1,90 @@
+"""`hpctrain what-if`: compares the machine that there is with others. Needs neither ranks nor torch."""
+
+from dataclasses import replace
+
+import click
+
+from hpctrain.config.clusters.changed_cluster import ClusterChanges
+from hpctrain.config.clusters.cluster_file import locate_cluster
+from hpctrain.config.prices import load_prices
+from hpctrain.jobs.arguments import (
+    LARGE_COUNT,
+    PATH,
+    FiniteRange,
+    complete_cluster,
+    complete_job,
+    json_option,
+    print_result,
+)
+from hpctrain.jobs.common import load_job_for, write_out
+from hpctrain.jobs.plan import search_and_summarise
+from hpctrain.jobs.predict import with_overlap
+from hpctrain.observe.machines import format_machines
+from hpctrain.planner.choose import with_dtypes
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.search import Limits
+from hpctrain.planner.what_if import PossibleMachine, what_if
+
+SCORED = 100
+"""Number of plans of each machine that are scored, unless a user says more."""
+HOURS = 1e9
+
+
+@click.command("what-if")
+@click.argument("job", shell_complete=complete_job)
+@click.option(
+    "--cluster", required=True, metavar="CLUSTER", shell_complete=complete_cluster, help="The machine that there is."
+)
+@click.option("--add", multiple=True, metavar="FAMILY=N", help="Add N devices, of a family of it or of the catalogue.")
+@click.option("--without", multiple=True, metavar="FAMILY", help="Leave out a family.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the file, as nics.ib.count=4.",
+)
+@click.option("--price", type=PATH, metavar="FILE", help="PriceFile: of device-hours or purchases, and of a kWh.")
+@click.option(
+    "--mtbf", type=FiniteRange(0, HOURS, min_open=True), metavar="HOURS", help="Mean time between failures of a device."
+)
+@click.option("--budget", type=LARGE_COUNT, default=SCORED, show_default=True, metavar="N", help="Score N plans each.")
+@click.option("--html", type=PATH, metavar="FILE", help="Draw it into a page for a browser.")
+@json_option
+def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as_json):
+    """Say what other devices, networks or memory would bring to JOB.
+
+    \b
+    hpctrain what-if mixed --cluster three-vendors
+    hpctrain what-if my.toml --cluster now.toml --add h100=8 --price prices.toml --mtbf 50000
+    hpctrain what-if my.toml --cluster now.toml --set nics.ib.count=4 --set fabrics.ib.bytes_per_second=50e9
+
+    Without a change it says what each family, NIC, GB and GB/s of the machine is worth. With several changes there is a
+    row for each alone, and one for all. A difference that a search may miss is printed as none.
+    """
+    loaded, described = load_job_for(job, (), cluster)
+    changes = ClusterChanges(locate_cluster(cluster))
+    machines = [PossibleMachine("now", described.cluster)]
+    for name, file in changes.machines(add, without, overrides).items():
+        new = [family for family in file.cluster.families if family not in described.cluster.families]
+        assumed = (f"new nodes of {family}: up to 8 devices each, with the NICs of the first ones" for family in new)
+        machines.append(PossibleMachine(name, file.cluster, tuple(assumed)))
+
+    def search(machine):
+        where = replace(described, cluster=machine)
+        return search_and_summarise(loaded, where, Limits(scored=budget))[0].best.predictor
+
+    def predict(machine, plan):
+        used = sorted({machine.devices[rank].family for tile in plan.tiles for rank in tile.ranks})
+        run = with_overlap(with_dtypes(loaded, machine, used, cluster)[0], replace(described, cluster=machine), plan)[0]
+        return Predictor(Setup.of_job(run), plan, machine)
+
+    prices = load_prices(price) if price else None
+    rows = what_if(machines, search, predict, prices, mtbf and mtbf * 3600, loaded.checkpoint.every)
+    currency = prices.currency if prices else ""
+    if html is not None:
+        from hpctrain.observe.report.page import render_machines
+
+        write_out(html, render_machines(rows, f"{loaded.name} on {described.name}", currency))
+    print_result([row.data() for row in rows], format_machines(rows, currency, mtbf is not None), as_json)
