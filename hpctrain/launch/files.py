@@ -45,9 +45,14 @@ def launch_files(
     job: Job, plan: Plan | None, cluster: Cluster | None, components: Sequence[Component]
 ) -> dict[str, str]:
     """Return the texts of the files, by their names in the run folder."""
+    version: dict[str, str | bool] = {"version": __version__, "package": str(PACKAGE), "digest": code_digest()}
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = {"cwd": PACKAGE, "capture_output": True, "text": True, "timeout": 10, "check": True}
+        version["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()
+        version["changed"] = bool(subprocess.run(["git", "status", "--porcelain", "."], **asked).stdout.strip())
     files = {
         f"{FOLDER}/job.toml": dump_job(job, {}, "plan.toml" if plan else None),
-        f"{FOLDER}/version.json": json.dumps(code_version(), indent=2) + "\n",
+        f"{FOLDER}/version.json": json.dumps(version, indent=2) + "\n",
     }
     if cluster:
         files[f"{FOLDER}/cluster.toml"] = dump_cluster(cluster)
@@ -96,13 +101,3 @@ def code_digest(package: Path = PACKAGE) -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def code_version() -> dict[str, str | bool]:
-    """Return what distinguishes this code from other versions."""
-    version: dict[str, str | bool] = {"version": __version__, "package": str(PACKAGE), "digest": code_digest()}
-    with suppress(OSError, subprocess.SubprocessError):
-        asked = {"cwd": PACKAGE, "capture_output": True, "text": True, "timeout": 10, "check": True}
-        version["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()
-        version["changed"] = bool(subprocess.run(["git", "status", "--porcelain", "."], **asked).stdout.strip())
-    return version

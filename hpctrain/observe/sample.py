@@ -42,10 +42,18 @@ class StepSample(Observer):
         """Write what was not written, of a start that had fewer steps."""
         if self._kept is None:
             return
-        world, accelerator, _, _, files = self._observed
+        world, accelerator, recorder, plan, files = self._observed
         kept, self._kept = self._kept, None
         step = self._first_step() + self._num_steps - 1
-        grids = world.gather_objects(self._grid(kept))
+        computed = [(span.name, span.begin, span.end) for span in kept if isinstance(span.name, Instruction)]
+        seconds = self._observed.clock(min((since for _, since, _ in computed), default=float("inf")))
+        own: SavedGrid | None = None
+        if recorder.knows_times and world.rank in [tile.ranks[0] for tile in shown_tiles(plan)]:
+            spans = [
+                (i.op.value, i.virtual_stage, i.microbatch, seconds(begin), seconds(end)) for i, begin, end in computed
+            ]
+            own = {"rank": world.rank, "spans": spans}
+        grids = world.gather_objects(own)
         traffic = world.gather_objects(_own_traffic(world.rank, kept))
         sums = world.gather_objects(sums_by_axis(kept, accelerator.time_scale))
         if grids:
@@ -53,16 +61,6 @@ class StepSample(Observer):
             files.write(TRAFFIC, {"step": step, "groups": groups, "axes": mean_by_axis(sums)})
             if shown := [grid for grid in grids if grid]:
                 files.write(TIMELINE, {"step": step, "grids": shown})
-
-    def _grid(self, spans: Sequence[Span]) -> SavedGrid | None:
-        """Return this rank's instructions in seconds from the beginning of the step, if they are to be kept."""
-        world, _, recorder, plan, _ = self._observed
-        computed = [(span.name, span.begin, span.end) for span in spans if isinstance(span.name, Instruction)]
-        seconds = self._observed.clock(min((since for _, since, _ in computed), default=float("inf")))
-        if not recorder.knows_times or world.rank not in [tile.ranks[0] for tile in shown_tiles(plan)]:
-            return None
-        kept = [(i.op.value, i.virtual_stage, i.microbatch, seconds(begin), seconds(end)) for i, begin, end in computed]
-        return {"rank": world.rank, "spans": kept}
 
 
 def shown_tiles(plan: Plan) -> Sequence[Tile]:
