@@ -11,6 +11,7 @@ from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_on
 from hpctrain.jobs.arguments import PATH, complete_cluster, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
+from hpctrain.jobs.predict_other import predict_other
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
@@ -23,7 +24,7 @@ from hpctrain.planner.prices.setup import Setup
 
 
 @click.command("predict")
-@click.argument("job", shell_complete=complete_job)
+@click.argument("job", required=False, shell_complete=complete_job)
 @override_option
 @click.option(
     "--cluster",
@@ -32,17 +33,32 @@ from hpctrain.planner.prices.setup import Setup
     shell_complete=complete_cluster,
     help="A cluster file, or the name of a ready one.",
 )
-@click.option("--plan", "plan_file", type=PATH, required=True, help="A plan file.")
+@click.option("--plan", "plan_file", type=PATH, help="A plan file.")
+@click.option(
+    "--from",
+    "launch_line",
+    type=(click.Choice(["megatron"]), str),
+    metavar="SOFTWARE LINE",
+    help="In place of JOB and --plan: megatron, and its flags, a script or a model_config.yaml.",
+)
 @json_option
-def command(job, overrides, cluster, plan_file, as_json):
+def command(job, overrides, cluster, plan_file, launch_line, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
     \b
     hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
+    hpctrain predict --from megatron 'FLAGS' --cluster cluster.toml
 
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
     was assumed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
+    if launch_line and (job or plan_file or overrides):
+        raise click.UsageError("--from is in place of JOB, --plan and --set: leave these out")
+    if launch_line:
+        predict_other(launch_line[1], cluster, as_json)
+        return
+    if not job or not plan_file:
+        raise click.UsageError("give JOB and --plan, or --from megatron 'FLAGS'")
     loaded, described = load_job_for(job, overrides, cluster)
     plan, machine = load_plan(plan_file), described.cluster
     check_runs(loaded, plan, str(plan_file))

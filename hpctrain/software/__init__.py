@@ -8,5 +8,7 @@ Read it in this order; a file imports only from its own line and those above it.
     deepspeed    Megatron-DeepSpeed, and layers of torch with DeepSpeed's pipelines
     torch_fsdp   torch's FSDP as torchtitan and Composer use it
     predictor    predicts a plan as such software runs it
-    run          a run of it, in the words of its launch line or its paper
+    run          a run of it, in the words of its paper
+    megatron_flags   a launch line of Megatron-LM, read as a run
+    advice       which flags would be better, and what our own engine would do
 """

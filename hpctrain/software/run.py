@@ -97,10 +97,16 @@ class DescribedRun:
     """Whether the host starts whole passes as graphs, so that no operation waits for it."""
     blocking_launches: bool = False
     """Whether the host waits for each operation before it starts the next (`CUDA_LAUNCH_BLOCKING`)."""
+    gradient_dtype: str | None = None
+    """The dtype of gradients that are `overlapped`; None: the run's."""
+    head_size: int | None = None
+    """Features of a head; None: hidden / heads."""
+    machine: Cluster | None = None
+    """A cluster that is given whole, in place of the words for accelerator, node and network."""
 
     def __post_init__(self):
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in known and (self.machine is None or name == "stack"):
                 raise PlanError(f"no {name} '{getattr(self, name)}'{did_you_mean(getattr(self, name), known)}")
         for name, most in (("hidden", MOST_WIDTH), ("layers", MOST_LAYERS), ("global_batch", MOST_SEQUENCES)):
             if getattr(self, name) > most:
@@ -134,6 +140,7 @@ class DescribedRun:
             hidden_size=self.hidden,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
+            head_size=self.head_size,
             ffn_size=self.ffn,
             vocab_size=self.vocabulary,
             max_positions=self.positions,
@@ -153,7 +160,7 @@ class DescribedRun:
         if self.cuda_graphs:
             stack = replace(stack, dispatch_seconds=0.0)
         if self.overlapped:
-            size = ITEM_BYTES[self.dtype]
+            size = ITEM_BYTES[self.gradient_dtype or self.dtype]
             stack = replace(stack, own_gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
@@ -193,6 +200,10 @@ class DescribedRun:
             recompute=self.recompute,
             zero=0 if self.zero == 3 else self.zero,
         )
+        if self.machine:
+            kinds = [device.family for device in self.machine.devices]
+            names = ("+".join(dict.fromkeys(kinds[rank] for rank in tile.ranks)) for tile in plan.tiles)
+            plan = replace(plan, tiles=tuple(map(lambda tile, name: replace(tile, family=name), plan.tiles, names)))
         if self.gpipe:
             warm_ups = ((tile, plan.microbatches - 1 - plan.depth_to_loss(tile)) for tile in plan.tiles)
             plan = replace(plan, tiles=tuple(replace(tile, extra_warmup=max(0, extra)) for tile, extra in warm_ups))
@@ -212,6 +223,9 @@ class DescribedRun:
     @cached_property
     def cluster(self) -> Cluster:
         """Return as many nodes as are needed. What their software reserves is known to the stack, not to the device."""
+        if self.machine:
+            families = {n: f.model_copy(update={"reserved_bytes": 0}) for n, f in self.machine.families.items()}
+            return self.machine.model_copy(update={"families": families, "profiles": ()})
         accelerator, network = ACCELERATORS[self.accelerator], NETWORKS[self.network]
         per_node = min(self.devices_per_node, self.num_devices)
         latency = self.latency_seconds or network.latency_seconds

@@ -1,0 +1,200 @@
+"""Reads a launch line of Megatron-LM: each flag is read, known to change neither speed nor memory, or refused."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from hpctrain.config.bounds import MOST_NUMBER
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.errors import JobError, did_you_mean
+from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
+from hpctrain.software.run import DescribedRun
+from hpctrain.software.software import SoftwareVersion
+
+FLAGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+"""What each flag means for a prediction; the file says how it is read."""
+READ = (*FLAGS["numbers"], *FLAGS["choices"], *FLAGS["switches"])
+NO_EFFECT = re.compile("|".join(FLAGS["no_effect"]))
+REFUSED = {why: re.compile("|".join(names)) for why, names in FLAGS["refused"].items()}
+LAUNCHER = re.compile(r"(nproc|nnodes|node.rank|master|rdzv|max.restarts|standalone|role|tee|redirects|local.ranks).*")
+"""Flags of torchrun, which stand before those of Megatron."""
+ASSIGNMENT, VARIABLE = re.compile(r"[A-Za-z_]\w*="), re.compile(r"\$\{?(\w+)(?:\[@\])?(?::?-([^}]*))?\}?")
+MOST_NESTED = 4
+"""How deeply variables of a script may be made of others."""
+PADDED_BY = 128
+"""Default of --make-vocab-size-divisible-by, for each rank of a tensor group."""
+ASSUMED_VOCABULARY = 51200
+
+
+@dataclass(frozen=True)
+class MegatronFlags:
+    """The flags of a launch line by their names, without dashes; a switch has an empty value."""
+
+    values: dict[str, str]
+    where: str
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return the number of a flag. Raises JobError where it is none, or is missing without a default."""
+        text = self.values.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or not re.fullmatch(r"\d{1,18}", text) or not 0 < int(text) <= MOST_NUMBER:
+            given = "is not given" if text is None else f"{text or '(nothing)'}"
+            raise JobError(f"{self.where}: --{name} {given}; set it to a whole number above 0")
+        return int(text)
+
+
+def read_flags(text: str) -> MegatronFlags:
+    """Return the flags of a launch line: the flags themselves, or the path of a script or of a model_config.yaml.
+
+    Raises JobError for a flag that is refused, with the reason, for an unknown one, and for a wrong value.
+    """
+    where, path = "the flags", None if "\n" in text or text.startswith("-") else Path(text)
+    if path is not None:
+        where = str(path)
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"{where}: cannot be read ({error}); give flags, a script or a model_config.yaml") from None
+    pairs = _yaml_flags(text, where) if re.search(r"^MODEL_ARGS:", text, re.M) else _shell_flags(text, where)
+    values = {name.replace("_", "-"): value for name, value in pairs}
+    if not values:
+        raise JobError(f"{where}: no flags of Megatron-LM, such as --num-layers 32")
+    for name, value in values.items():
+        _check(name, value, where)
+    return MegatronFlags(values, where)
+
+
+def _yaml_flags(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the flags of a functional test of Megatron-LM: lines `  --name: value` below `MODEL_ARGS:`."""
+    mode = re.search(r"^MODE: *(\w+)", text, re.M)
+    if mode and mode[1] != "pretraining":
+        raise JobError(f"{where}: MODE: {mode[1]} is no pre-training, and nothing else is predicted")
+    below = re.split(r"^MODEL_ARGS:.*\n", text, maxsplit=1, flags=re.M)[1]
+    own = re.split(r"^\w", below, maxsplit=1, flags=re.M)[0]
+    for name, value in re.findall(r"^ +--([\w-]+): *(.*?) *$", own, re.M):
+        value = re.sub(r"\s+#.*$", "", value).strip("\"'")
+        if value.lower() != "false":
+            yield name, "" if value.lower() == "true" else value
+
+
+def _shell_flags(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the flags of a command line or a script, with the variables that the script sets."""
+    try:
+        words = [word.rstrip(";") for word in shlex.split(text.replace("\\\n", " "), comments="\n" in text)]
+    except ValueError as error:
+        raise JobError(f"{where}: cannot be read as a shell does: {error}") from None
+    known = dict(word.split("=", 1) for word in words if ASSIGNMENT.match(word))
+    words = [word for word in words if not ASSIGNMENT.match(word) or word.endswith("=(")]
+    for _ in range(MOST_NESTED):
+        words = [VARIABLE.sub(lambda match: known.get(match[1], match[2] or ""), word) for word in words]
+    name, values = None, []
+    for word in (*" ".join(words).replace("(", " ").replace(")", " ").split(), "--"):
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if name and not LAUNCHER.fullmatch(name):
+            yield name, " ".join(values[:1] if name in READ else values)
+        name, _, first = word.removeprefix("--").partition("=")
+        values = [first] if first else []
+
+
+def _check(name: str, value: str, where: str) -> None:
+    """Raise JobError for a flag that is refused, is unknown, or has a value that cannot be predicted."""
+    for why, pattern in REFUSED.items():
+        if pattern.fullmatch(name) and FLAGS["harmless"].get(name) != value:
+            raise JobError(f"{where}: --{name} {value}".rstrip() + f": {why} cannot be predicted")
+    if name in FLAGS["choices"]:
+        known = FLAGS["choices"][name]
+        if known and value.strip("[]") not in known:
+            raise JobError(f"{where}: --{name} {value} cannot be predicted; of its values {', '.join(known)} can")
+    elif name not in READ and name not in FLAGS["harmless"] and not NO_EFFECT.fullmatch(name):
+        near = did_you_mean(name, get_close_matches(name, READ, 1))
+        raise JobError(f"{where}: --{name} is no flag of Megatron-LM at d98e8a64 (2026-08-22){near}")
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """A launch line on a cluster."""
+
+    run: DescribedRun
+    software: SoftwareVersion
+    num_ids: int
+    """Ids of the vocabulary, which are padded to a multiple of `padded_by` for each rank of a tensor group."""
+    padded_by: int
+    assumed: tuple[str, ...]
+    """What the flags do not say."""
+
+
+def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
+    """Return the run of a launch line on all devices of a cluster.
+
+    Raises JobError where flags are missing or contradict each other, and PlanError where the layout does not go with
+    the model.
+    """
+    number, has, word, where = flags.number, flags.has, flags.values.get, flags.where
+    hidden, heads, layers = (number(each) for each in ("hidden-size", "num-attention-heads", "num-layers"))
+    degrees = ("tensor-model", "pipeline-model", "context")
+    tensor, pipeline, context = (number(f"{each}-parallel-size", 1) for each in degrees)
+    devices, of_replica = cluster.num_devices, tensor * pipeline * context
+    if devices % of_replica:
+        raise JobError(
+            f"{where}: tensor {tensor} x pipeline {pipeline} x context {context} are {of_replica} devices a replica,"
+            f" which do not divide the {devices} of the cluster; set --tensor-model-parallel-size, or another of these"
+        )
+    data, microbatch = devices // of_replica, number("micro-batch-size")
+    batch = number("global-batch-size", int((word("step-batch-size-schedule") or "0").rpartition(":")[2]) or data)
+    batch = batch if has("global-batch-size") or has("step-batch-size-schedule") else microbatch * data
+    vocabulary, assumed = number("padded-vocab-size", number("vocab-size", ASSUMED_VOCABULARY)), []
+    if not has("vocab-size") and not has("padded-vocab-size"):
+        assumed.append(f"--vocab-size: {vocabulary:,} ids of the tokenizer")
+    padded_by = 1 if has("padded-vocab-size") else number("make-vocab-size-divisible-by", PADDED_BY)
+    interleave, gated = number("num-virtual-stages-per-pipeline-rank", 1), has("swiglu")
+    if has("num-layers-per-virtual-pipeline-stage"):
+        interleave = max(1, layers // pipeline // number("num-layers-per-virtual-pipeline-stage"))
+    if number("recompute-num-layers", 1) > 1:
+        assumed.append("--recompute-num-layers: 1")
+    shards_all = has("use-torch-fsdp2") or word("data-parallel-sharding-strategy") == "optim_grads_params"
+    zero = 3 if shards_all else int(has("use-distributed-optimizer"))
+    is_flash = has("use-flash-attn") or word("transformer-impl") != "local"
+    is_core = is_flash and word("attention-backend") not in ("unfused", "local")
+    run = DescribedRun(
+        hidden,
+        layers,
+        heads,
+        number("seq-length"),
+        tensor,
+        pipeline,
+        data,
+        microbatch,
+        batch,
+        next(iter(cluster.families)),
+        vocabulary=vocabulary + -vocabulary % (padded_by * tensor),
+        ffn=number("ffn-hidden-size", hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden),
+        dtype=next((dtype for dtype in ("fp16", "bf16") if has(dtype)), "fp32"),
+        linear_dtype="fp8" if has("fp8-format") else None,
+        recompute=word("recompute-granularity", "selective" if has("recompute-activations") else "none"),
+        sequence_parallel=has("sequence-parallel") and tensor > 1,
+        context=context,
+        zero=zero,
+        interleave=interleave,
+        stack="megatron-core" if is_core else "megatron-lm",
+        architecture="llama" if gated else "gpt2",
+        kv_heads=number("num-query-groups", 1) if has("group-query-attention") else None,
+        tie_head=not has("untie-embeddings-and-output-weights"),
+        overlapped=has("overlap-grad-reduce") and zero < 3,
+        gradient_dtype=None if has("grad-reduce-in-bf16") else "fp32",
+        overlaps_tensor=has("tp-comm-overlap") and tensor > 1,
+        cuda_graphs=has("enable-cuda-graph") or word("cuda-graph-impl", "none") != "none",
+        head_size=number("kv-channels") if has("kv-channels") else None,
+        machine=cluster,
+    )
+    software = replace(MEGATRON_CORE if is_core else MEGATRON, sequence_parallel=run.sequence_parallel)
+    return MegatronRun(run, software, vocabulary, padded_by, tuple(assumed))
