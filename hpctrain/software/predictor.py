@@ -69,10 +69,10 @@ class TiedByPairs(SoftwarePredictor):
         num_bytes = self._stored(tied, ends[0][0]) * self.setup.gradient_bytes
         pair = tuple(tiles[0].ranks[0] for tiles in ends)
         every = self.network.concurrent(tuple(rank for tiles in ends for tile in tiles for rank in tile.ranks))
-        between = self.network.group_seconds("all_reduce", num_bytes, pair, every)
+        between = self.network.holder_seconds("all_reduce", num_bytes, pair, every)
         operation = "reduce_scatter" if tied.zero else "all_reduce"
         replicas = (tuple(tile.ranks[0] for tile in tiles) for tiles in ends)
-        of_stage = max(self.network.group_seconds(operation, num_bytes, ranks, self._sharers) for ranks in replicas)
+        of_stage = max(self.network.holder_seconds(operation, num_bytes, ranks, self._sharers) for ranks in replicas)
         return replace(exchange, reduce_seconds=between + of_stage)
 
 

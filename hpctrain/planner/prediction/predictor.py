@@ -29,16 +29,14 @@ from hpctrain.planner.prices.prices import (
     Site,
     TileCost,
     exchange_of,
+    least_bucket_bytes,
 )
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
-from hpctrain.sharding.parameters import item_parameters
 
 AGREED_BYTES = 24
 """Bytes of the loss, the norm and the stop flag, on which all ranks agree."""
-MOST_BUCKETS = 32
-"""Approximate maximum number of buckets of a rank's gradients, where their sums are overlapped."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class Predictor:
         """
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
-        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
+        parts = max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
+        self._bucket_bytes = least_bucket_bytes(setup, parts)
         self.prices = prices or Prices(setup, cluster, efficiencies)
         self.network, self._devices = self.prices.network, self.prices.devices
         self.network.check_ranks(len(plan.ranks))
@@ -336,7 +335,7 @@ class Predictor:
         """Return the exchange of a group that stores so many weights."""
 
         def seconds(operation: str, num_bytes: float) -> float:
-            return self.network.group_seconds(operation, int(num_bytes), group.ranks, self._sharers)
+            return self.network.holder_seconds(operation, int(num_bytes), group.ranks, self._sharers)
 
         reduce, gather = exchange_of(self.setup, group.zero, stored, seconds)
         # The first tile of each rank with one of the items needs weights first, and has final gradients last.
@@ -376,13 +375,6 @@ class Predictor:
                 self._sums[key] = forward, backward
             self._until[tile] = self._sums[key]
         return self._until[tile]
-
-    @property
-    def _rank_bytes(self) -> int:
-        """Return about how many bytes of gradients the rank with the fewest weights has, by even stages."""
-        model, plan = self.setup.model, self.plan
-        whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
-        return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:

@@ -204,6 +204,15 @@ class ClusterNetwork:
         algorithm = self.algorithm(operation, num_bytes, ranks)
         return self._seconds_by(algorithm, operation, num_bytes, self._shape(ranks, concurrent))
 
+    def holder_seconds(
+        self, operation: str, num_bytes: float, ranks: Sequence[int], concurrent: ConcurrentRanks | None = None
+    ) -> float:
+        """Return the seconds of one sum of gradients, or one gather of weights, among ranks that hold the same weights.
+
+        Search and prediction ask it for each of these, and for nothing else. See `group_seconds`.
+        """
+        return self.group_seconds(operation, num_bytes, ranks, concurrent)
+
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.
 

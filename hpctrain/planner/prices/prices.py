@@ -1,5 +1,6 @@
 """Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import GROUPS, TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import item_parameters
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each kind of pass."""
@@ -25,6 +27,8 @@ PART_COUNTS = 2, 4, 8
 """Numbers of parts into which products next to collectives of a tensor grid may be cut, where a job leaves it open.
 Each part hides a collective behind a product. Each also adds a message and makes products smaller, so there is a best
 number."""
+MOST_BUCKETS = 32
+"""Approximate maximum number of buckets of a rank's gradients, where their sums are overlapped."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         part, who = "tensor", (axes.get(exchange.axis, ()), network.concurrent(tile.ranks))
         if exchange.axis == "data":
             part, who = "data", (site.data_ranks, site.sharers)
-        seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
+        price = network.holder_seconds if exchange.purpose in coming else network.group_seconds
+        seconds = price(exchange.operation, exchange.num_bytes, *who)
         if exchange.purpose in coming and overlapped[part]:
             moved[part] += seconds
             coming[exchange.purpose] += seconds
@@ -194,15 +199,30 @@ class Prices:
         return self._passes[key]
 
 
-def exchange_of(setup: Setup, zero: int, stored: float, seconds: Callable[[str, float], float]) -> tuple[float, float]:
+def least_bucket_bytes(setup: Setup, parts: int) -> int | None:
+    """Return the least bytes of gradients that are summed at once, where sums are overlapped; None where they are not.
+
+    Each rank has one of about so many `parts` of the model, in about `MOST_BUCKETS` buckets at the most.
+    """
+    if not setup.bucket_bytes:
+        return setup.bucket_bytes
+    model = setup.model
+    whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
+    return max(setup.bucket_bytes, whole // parts // MOST_BUCKETS)
+
+
+def exchange_of(
+    setup: Setup, zero: int, stored: float, seconds: Callable[[str, float], float], count: int = 1
+) -> tuple[float, float]:
     """Return the seconds at the end of a step to sum gradients and to gather weights, for holders that store so many
-    weights.
+    weights, in `count` exchanges one after the other.
 
     `seconds` returns the time of an operation on so many bytes. ZeRO 2 and 3 sum in every pass, and ZeRO 3 gathers
     there too.
     """
-    reduce = seconds("reduce_scatter" if zero else "all_reduce", stored * setup.gradient_bytes) if zero < 2 else 0.0
-    return reduce, seconds("all_gather", stored * setup.item_bytes) if zero in (1, 2) else 0.0
+    each = stored / count
+    reduce = seconds("reduce_scatter" if zero else "all_reduce", each * setup.gradient_bytes) if zero < 2 else 0.0
+    return count * reduce, count * seconds("all_gather", each * setup.item_bytes) if zero in (1, 2) else 0.0
 
 
 @dataclass(frozen=True)

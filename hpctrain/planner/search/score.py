@@ -10,7 +10,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
-from hpctrain.planner.prices.prices import exchange_of
+from hpctrain.planner.prices.prices import exchange_of, least_bucket_bytes
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after
@@ -50,6 +50,7 @@ class Scorer:
         self.messages_between = lru_cache(None)(self._messages_between)
         self.cut_rows = lru_cache(None)(self._cut_rows)
         self.layer_seconds = lru_cache(None)(self._layer_seconds)
+        self._bucket_bytes = lru_cache(None)(partial(least_bucket_bytes, costs.setup))
 
     def optimistic_seconds(self, shape: Shape) -> float:
         """Return about the least seconds that a simulation may give a shape, in any ZeRO stage and by any schedule.
@@ -264,10 +265,12 @@ class Scorer:
         """
         costs, setup = self.costs, self.costs.setup
         seconds = [[0.0] * len(stages) for stages in pipelines]
+        parts = max(len(stages) * each.choice.grid.size for stages in pipelines for each in stages)
+        bucket_bytes = self._bucket_bytes(parts)
         for shared in self._shared_blocks(pipelines):
             holders = sum(each.choice.replicas for each in shared.stages)
             before = min(idle[p][i] for p, i in shared.members)
-            exchange = self._exchange_seconds(shape.zero, shared, before) if holders > 1 else 0.0
+            exchange = self._exchange_seconds(shape.zero, shared, before, bucket_bytes) if holders > 1 else 0.0
             for (p, i), each, elements in zip(shared.members, shared.stages, shared.elements, strict=True):
                 own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
                 update = offloaded_update_seconds if each.variant.offload == "optimizer" else update_seconds
@@ -285,8 +288,10 @@ class Scorer:
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, shared: SharedBlocks, idle: float) -> float:
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks, idle: float, bucket_bytes: int | None) -> float:
         """Return the exposed seconds of summing the gradients of shared blocks, and of gathering their weights.
+
+        They are exchanged in buckets of whole blocks, in ZeRO 2 layer by layer.
 
         Sums follow the last backward pass. Gathers may overlap the next step's first forward pass and the `idle`
         seconds before it. Ranks of different grids exchange parts of what the finest grid has, one after the other.
@@ -298,6 +303,10 @@ class Scorer:
         sizes = [size for _, size, _ in groups]
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
+        count = items if zero == 2 else 1
+        if bucket_bytes and zero < 2:
+            blocks_at_once = math.ceil(bucket_bytes * shared.blocks / (part * setup.gradient_bytes))
+            count = math.ceil(shared.blocks / blocks_at_once)
 
         def seconds_of(operation: str, num_bytes: float) -> float:
             return times * costs.sharing_seconds(groups, int(num_bytes), operation)
@@ -308,7 +317,7 @@ class Scorer:
             of_block = (getattr(each.variant, meanwhile).per_block / each.variant.row_chunks for each in stages)
             return max(seconds / items, seconds - min(of_block) * (shared.blocks - 1 + shared.is_last))
 
-        reduce, gather = exchange_of(setup, zero, part, seconds_of)
+        reduce, gather = exchange_of(setup, zero, part, seconds_of, count)
         is_early = len({each.choice.grid for each in stages}) == 1 and stages[0].choice.grid.stored_parts == 1
         return exposed(reduce, "backward") + max(0.0, exposed(gather, "forward" if is_early else "") - idle * is_early)
 

@@ -375,7 +375,7 @@ class StageCosts:
     def _exact_sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
         concurrent = self.concurrent(tuple((number, size) for number, size, _ in groups))
-        return self.network.group_seconds(operation, num_bytes, ranks, concurrent)
+        return self.network.holder_seconds(operation, num_bytes, ranks, concurrent)
 
     def _concurrent(self, grids: tuple[tuple[int, int], ...]) -> ConcurrentRanks:
         """Return the ranks of all slots for tensor grids; these are (pool, ranks of one)."""

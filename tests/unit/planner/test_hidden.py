@@ -145,7 +145,8 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
     tile = plan_of((1, 2, 1), pipeline=2, data=1).tiles[0]
     device = [DeviceModel("fast", CLUSTER.families["fast"])]
     for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
-        network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_, one=seconds_of_one: one)
+        one = lambda *_, seconds=seconds_of_one: seconds  # noqa: E731
+        network = SimpleNamespace(concurrent=tuple, group_seconds=one, holder_seconds=one)
         cost = layer_cost(SETUP, TensorGrid(y=2), BLOCK, 4)
         exposed, hidden = (pass_cost(s, network, cost.backward, Site(tuple(device), tile)) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]

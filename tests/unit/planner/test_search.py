@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -20,10 +21,13 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import load_plan
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.prediction.forecast import BUSY, Forecast
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import pools_of
 from hpctrain.planner.search.search import Limits, Search, search
-from hpctrain.planner.search.space import Space
+from hpctrain.planner.search.space import PoolUse, Shape, Space
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import is_attention
 from tests.examples import costly
@@ -69,6 +73,29 @@ def test_memory_decides_how_many_are_in_flight_where_messages_are_slow(memory):
     assert any(
         "in flight" in reason and f"{delay / result.best.seconds - 1:.1%}" in reason for reason in reasons(result)
     )
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 200_000])
+def test_a_search_counts_each_sum_of_gradients_that_a_prediction_has(monkeypatch, bucket_bytes):
+    """A fixed cost of sums, far above all else, makes both longer by as much."""
+    setup, cluster = replace(setup_of(12), bucket_bytes=bucket_bytes), cluster_of([("a", 4, 1)])
+    shape = Shape(((0,),), ((PoolUse(TensorGrid(), 2, 2),),), 2, 1)
+
+    def seconds() -> tuple[float, float]:
+        scorer = Search(setup, 8, cluster, None, Space((2,), 1, (1,)), EVERYTHING, lambda: 0.0).scorer
+        layout = scorer.score(shape)
+        return layout.seconds, Predictor(setup, scorer.plan(layout), cluster).predict().step_seconds
+
+    before, inner = seconds(), ClusterNetwork.holder_seconds
+    monkeypatch.setattr(
+        ClusterNetwork,
+        "holder_seconds",
+        lambda self, operation, *rest: inner(self, operation, *rest) + 100.0 * (operation == "reduce_scatter"),
+    )
+    score, step = (now - then for now, then in zip(seconds(), before, strict=True))
+    num_sums = round(step / 100)
+    assert num_sums > 1 if bucket_bytes else num_sums == 1
+    assert score == pytest.approx(step, rel=1e-3)
 
 
 # ---- what a search is indifferent to ---------------------------------------------------------------------------------
