@@ -3,8 +3,8 @@
 Read it in this order; a file imports only from its own line and those above it.
 
     tiling        tiles and plans
-    file          a plan's file
     draw          a plan as text
+    file          a plan's file
     holdings      what a rank has of the weights, and with whom
     transfers     what goes from tile to tile
     schedule      the instructions of each rank

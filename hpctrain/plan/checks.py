@@ -6,7 +6,7 @@ from hpctrain.config.bounds import MOST_MICROBATCHES, MOST_PASSES
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.plan.holdings import check_zero
-from hpctrain.plan.tiling import Plan, joined
+from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, tiles_exactly
 from hpctrain.sharding.parameters import check_grid
@@ -117,7 +117,7 @@ def num_passes(plan: Plan) -> int:
     passes = plan.microbatches * sum(tile.row_chunks for tile in plan.tiles)
     if passes <= MOST_PASSES:
         return passes
-    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
+    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in plan.pipelines}
     return plan.microbatches * sum(row_chunks for tiles in pipelines for *_, row_chunks in tiles)
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from hpctrain.config.bounds import (
     MOST_LAYERS,
     MOST_MICROBATCHES,
+    MOST_RANKS,
     MOST_SEQUENCES,
     MicrobatchCount,
     Rank,
@@ -20,7 +21,8 @@ from hpctrain.config.bounds import (
 from hpctrain.config.errors import PlanError
 from hpctrain.config.parallelism import TensorSizes
 from hpctrain.config.saved import GONE_TILE_VALUES, KEY, RESOLVED, SCHEMA, ignore, replaced, say_on_stderr, schema_of
-from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, toml_value
+from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, shorten, toml_value
+from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -29,10 +31,31 @@ Item = Annotated[int, Field(ge=0, le=2 * MOST_LAYERS + 2)]
 Row = Annotated[int, Field(ge=0, le=MOST_SEQUENCES)]
 
 
+def _numbers(value: object) -> object:
+    """Return the numbers of ranges such as "0-7,16"; what is no text as it is. Raises ValueError with the numbers."""
+    if not isinstance(value, str):
+        return value
+    result: list[int] = []
+    for part in value.split(","):
+        first, dash, last = (end.strip() for end in part.partition("-"))
+        if not first.isdecimal() or not (last if dash else first).isdecimal():
+            raise ValueError(f'"{shorten(value)}" is no list of ranks; write "0-7", "0-3,8-11", or [0, 1, 2, 3]')
+        low, high = int(first[:10]), int((last or first)[:10])
+        if not low <= high < MOST_RANKS:
+            raise ValueError(f'"{shorten(part.strip())}" must go up, and no rank is above {MOST_RANKS - 1:,}')
+        result += range(low, high + 1)
+        if len(result) > MOST_RANKS:
+            raise ValueError(f'"{shorten(value)}" has more than {MOST_RANKS:,} ranks; list each once')
+    return result
+
+
+Ranks = Annotated[Several[Rank], BeforeValidator(_numbers)]
+
+
 class _TileTable(Table):
     items: Annotated[tuple[Item, Item], Field(strict=False)]
     rows: Annotated[tuple[Row, Row], Field(strict=False)]
-    ranks: Several[Rank]
+    ranks: Ranks
     tensor: TensorSizes = TensorSizes()
     sequence_parallel: bool = False
     family: str = "cpu"
@@ -48,7 +71,7 @@ class _PlanTable(Table):
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"
     microbatches: MicrobatchCount
     rows: SequenceCount
-    unused: Several[Rank] = ()
+    unused: Ranks = ()
     tile: Annotated[list[_TileTable], Field(min_length=1)]
 
 
@@ -112,14 +135,14 @@ def dump_plan(plan: Plan) -> str:
         "microbatches": plan.microbatches,
         "rows": plan.rows,
     }
-    lines = _pairs(head | ({"unused": plan.unused} if plan.unused else {}))
+    lines = _pairs(head | ({"unused": _brief(plan.unused)} if plan.unused else {}))
     for tile in plan.tiles:
         grid = tile.tensor
         values = {
             "items": tile.items,
             "rows": tile.rows,
             "family": tile.family,
-            "ranks": tile.ranks,
+            "ranks": _brief(tile.ranks),
             "tensor": grid.sizes,
             "recompute": tile.recompute,
             "zero": tile.zero,
@@ -130,6 +153,12 @@ def dump_plan(plan: Plan) -> str:
         values |= {"offload": tile.offload} if tile.offload != "none" else {}
         lines += ["", "[[tile]]", *_pairs(values)]
     return "\n".join(lines) + "\n"
+
+
+def _brief(ranks: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Return ranks as a text of ranges where that is shorter than their list."""
+    text = ranges(ranks)
+    return text if len(text) + 2 < len(str(list(ranks))) else ranks
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from hpctrain.plan.schedule import (
     schedule_of,
     schedules_of,
 )
-from hpctrain.plan.tiling import Plan, Tile, joined
+from hpctrain.plan.tiling import Plan, Tile
 
 ENDING = (Op.REDUCE_GRADIENTS, Op.UPDATE)
 """The instructions that all ranks execute together, after all others."""
@@ -60,9 +60,6 @@ class Runner:
     partners: tuple["Runner", ...] = ()
     """The runners that take each pass at the same time as this one."""
 
-    def copy_progress(self, other: "Runner") -> None:
-        self.place = other.place
-
 
 class ScheduleRun:
     """One step of all ranks, by the hardest rules and without prices.
@@ -79,9 +76,17 @@ class ScheduleRun:
 
     def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule]):
         self._plan = plan
-        self.runners = {tile: self.runner(plan.virtual_stages(tile), steps) for tile, steps in schedules.items()}
-        """The runners by their first tiles, as the schedules are."""
-        self.runner_of = {tile: runner for runner in self.runners.values() for tile in runner.virtual_stages}
+        originals = self.originals(schedules)
+        self.runners = {
+            tile: self.runner(plan.virtual_stages(tile), steps)
+            for tile, steps in schedules.items()
+            if originals[tile] is tile
+        }
+        """The runners by their first tiles, as the schedules are: of equivalent pipelines the first one's."""
+        self.runner_of = {
+            tile: self.runners[original] for first, original in originals.items() for tile in plan.virtual_stages(first)
+        }
+        """The runners by their tiles, and by those whose runners would do the same."""
         self.wires: list[Wire] = []
         self._runnable: deque[Runner] = deque()
 
@@ -117,13 +122,10 @@ class ScheduleRun:
 
     def run(self) -> None:
         """Run all schedules until every runner is at the end. Raises PlanError where they deadlock."""
-        copies = self.copies()
-        self._runnable.extend(runner for runner in self.runners.values() if runner not in copies)
+        self._runnable.extend(self.runners.values())
         self.connect(tuple(self._runnable))
         while self._runnable:
             self.advance(self._runnable.popleft())
-        for runner, original in copies.items():
-            runner.copy_progress(original)
         self._check_ends()
         for wire in self.wires:
             if wire.microbatches:
@@ -154,31 +156,25 @@ class ScheduleRun:
                     " which all ranks do together"
                 )
 
-    def copies(self) -> dict[Runner, Runner]:
-        """Return by runner the one in whose place it is in the first equivalent pipeline.
+    def originals(self, schedules: Mapping[Tile, Schedule]) -> dict[Tile, Tile]:
+        """Return by first tile the one in whose place it is in the first equivalent pipeline.
 
         Pipelines that share no messages, and have the same items, schedules and prices, take the same times, so only
         the first runs. Even plans then take the same time with any number of replicas. Passes that tiles take together
         keep this: a tile and its copy have the same partners and are always equally far.
         """
-        pipelines = joined(self._plan)
-        known: dict[tuple, list[list[Runner]]] = {}
-        copies: dict[Runner, Runner] = {}
-        for tiles in pipelines if len(pipelines) > 1 else ():
-            number = {tile: i for i, tile in enumerate(tiles)}
-            each = tuple(
-                (t.items, t.zero, self._plan.warm_up(t), number[self._plan.virtual_stages(t)[0]]) for t in tiles
-            )
-            pairs = tuple((number[a], number[b]) for a in tiles for b in self._plan.downstream(a))
-            runners = [self.runners[tile] for tile in tiles if tile in self.runners]
-            originals = known.setdefault((each, pairs, self.prices(tiles)), [])
-            for original in originals:
-                if all(mine.schedule == its.schedule for mine, its in zip(runners, original, strict=True)):
-                    copies |= zip(runners, original, strict=True)
+        known: dict[tuple, list[list[Tile]]] = {}
+        result = {tile: tile for tile in schedules}
+        for tiles, form in zip(self._plan.pipelines, self._plan.forms, strict=True):
+            firsts = [tile for tile in tiles if tile in schedules]
+            equivalent = known.setdefault((form, self.prices(tiles)), [])
+            for others in equivalent:
+                if all(schedules[mine] == schedules[its] for mine, its in zip(firsts, others, strict=True)):
+                    result |= zip(firsts, others, strict=True)
                     break
             else:
-                originals.append(runners)
-        return copies
+                equivalent.append(firsts)
+        return result
 
     def connect(self, runners: Sequence[Runner]) -> None:
         """Lay the wires between runners, and name those that take each pass together."""

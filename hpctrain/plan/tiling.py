@@ -214,6 +214,36 @@ class Plan:
         """Return the number of tiles on the longest path through this one."""
         return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
 
+    @cached_property
+    def pipelines(self) -> tuple[tuple[Tile, ...], ...]:
+        """Return the groups of tiles that share messages, directly or through others, in the order of the tiles."""
+        place = {tile: i for i, tile in enumerate(self.tiles)}
+        result: list[tuple[Tile, ...]] = []
+        seen: set[Tile] = set()
+        for start in self.tiles:
+            if start in seen:
+                continue
+            seen.add(start)
+            together = [start]
+            for tile in together:  # grows while it is gone through
+                near = [t for t in (*self.upstream(tile), *self.downstream(tile)) if t not in seen]
+                seen.update(near)
+                together += near
+            result.append(tuple(sorted(together, key=place.__getitem__)))
+        return tuple(result)
+
+    @cached_property
+    def forms(self) -> tuple[int, ...]:
+        """Return for each of `pipelines` a number that those share whose tiles wait for each other in the same way."""
+        numbers: dict[tuple, int] = {}
+        result = []
+        for tiles in self.pipelines:
+            place = {tile: i for i, tile in enumerate(tiles)}
+            each = tuple((t.items, t.zero, self.warm_up(t), place[self.virtual_stages(t)[0]]) for t in tiles)
+            pairs = tuple((place[a], place[b]) for a in tiles for b in self.downstream(a))
+            result.append(numbers.setdefault((each, pairs), len(numbers)))
+        return tuple(result)
+
     def describe(self) -> str:
         """Return the layout in a few words, such as `TP2 x PP2 x DP4, ZeRO 1, 4 microbatches of 8 rows`.
 
@@ -245,24 +275,6 @@ def _depths(tiles: Sequence[Tile], neighbours: Mapping[Tile, Sequence[Tile]]) ->
     for tile in tiles:
         depth[tile] = max((1 + depth[other] for other in neighbours[tile]), default=0)
     return depth
-
-
-def joined(plan: Plan) -> list[list[Tile]]:
-    """Return the groups of tiles that share messages, directly or through others, in the order of the plan's tiles."""
-    place = {tile: i for i, tile in enumerate(plan.tiles)}
-    result: list[list[Tile]] = []
-    seen: set[Tile] = set()
-    for start in plan.tiles:
-        if start in seen:
-            continue
-        seen.add(start)
-        together = [start]
-        for tile in together:  # grows while it is gone through
-            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
-            seen.update(near)
-            together += near
-        result.append(sorted(together, key=place.__getitem__))
-    return result
 
 
 def counted(number: float, what: str) -> str:

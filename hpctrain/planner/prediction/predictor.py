@@ -105,9 +105,8 @@ class Predictor:
         self._sites: dict[Tile, Site] = {}
         self._holdings: dict[tuple, tuple[Holding, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
-        self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
-        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
+        self._holders: dict[tuple[tuple[int, ...], int], tuple[Tile, ...]] = {}
         if like is not None and like.plan.tiles == plan.tiles:
             self._holdings, self._sharers = like._holdings, like._sharers
             self._exchanges, self._messages = like._exchanges, like._messages
@@ -338,52 +337,65 @@ class Predictor:
             return self.network.holder_seconds(operation, int(num_bytes), group.ranks, self._sharers)
 
         reduce, gather = exchange_of(self.setup, group.zero, stored, seconds)
-        # The first tile of each rank with one of the items needs weights first, and has final gradients last.
-        firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
-        return GradientExchange(tuple(dict.fromkeys(firsts)), reduce, gather)
+        return GradientExchange(self._first_holders(group), reduce, gather)
+
+    def _first_holders(self, group: ShardGroup) -> tuple[Tile, ...]:
+        """Return the first tile of each of a group's ranks with one of the items: it needs weights first, and has final
+        gradients last. Groups of the same ranks and tiles get one object."""
+        key = group.ranks, id(self.plan.users(group.items))
+        if key not in self._holders:
+            items = group.items
+            firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, items))) for r in group.ranks)
+            self._holders[key] = tuple(dict.fromkeys(firsts))
+        return self._holders[key]
 
     def _timed(self, group: ShardGroup, exchange: GradientExchange) -> GradientExchange:
         """Return an exchange with the times at which gradients are final and weights are needed, where it is
         overlapped."""
         if not self._overlapped_work:
             return exchange
-        ready, needed, before = {}, {}, {}
-        for tile in exchange.tiles:
-            if tile.items not in before:
-                first = min(filter(tile.contains, group.items))
-                before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
-            needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
-        is_early = all(len(each.ranks) == each.tensor.product_parts for each in exchange.tiles) and not group.regions
-        is_early = is_early and self.setup.gathers_early
-        return replace(exchange, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
-    def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
-        """Return for each layer of a tile the seconds of the layers before it, in the first forward and the last
+        until = self._until
+
+        def seconds(tile: Tile, which: int) -> float:
+            first = min(filter(tile.contains, group.items))
+            before = next(number for number, layer in enumerate(layers(tile.items)) if first < layer.stop)
+            return until[tile][which][before]
+
+        grids = {tile.tensor for tile in exchange.tiles} if not group.regions else set()
+        is_early = bool(grids) and all(grid.size == grid.product_parts for grid in grids) and self.setup.gathers_early
+        needed = partial(seconds, which=0) if is_early else None
+        return replace(exchange, ready_seconds=partial(seconds, which=1), needed_seconds=needed)
+
+    @cached_property
+    def _until(self) -> dict[Tile, tuple[list[float], list[float]]]:
+        """Return by tile, for each layer, the seconds of the layers before it, in the first forward and the last
         backward pass.
 
         The forward pass needs the layer's weights after its figure. The layer's gradients are final so long before the
         end of the backward pass, which computes layers from the last to the first.
         """
-        if tile not in self._until:
+        known, result = {}, {}
+        for tile in self.plan.tiles:
             last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
             rows = tile.rank_rows // tile.row_chunks
             key = self._site(tile), tile.items, rows, tile.recompute, last
-            if key not in self._sums:
+            if key not in known:
                 passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
                 seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
                 forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
-                self._sums[key] = forward, backward
-            self._until[tile] = self._sums[key]
-        return self._until[tile]
+                known[key] = forward, backward
+            result[tile] = known[key]
+        return result
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
         """Return the memory that the first rank of each tile needs, for all of its tiles. Equal needs are listed
         once."""
-        ranks: dict[StageMemory, tuple[int, ...]] = {}
+        ranks: dict[int, tuple[StageMemory, list[int]]] = {}
         for tile, stage in self._memory.items():
-            ranks[stage] = ranks.get(stage, ()) + tile.ranks
-        return tuple(replace(stage, ranks=own) for stage, own in ranks.items())
+            ranks.setdefault(id(stage), (stage, []))[1].extend(tile.ranks)
+        return tuple(replace(stage, ranks=tuple(own)) for stage, own in ranks.values())
 
     @property
     def headroom(self) -> dict[Tile, float]:

@@ -60,12 +60,6 @@ class _Clock(Runner):
         self.opening = next((step for step in self.schedule if step.op in PASSES), None)
         self.closing = next((step for step in reversed(self.schedule) if step.op in PASSES), None)
 
-    def copy_progress(self, other: "_Clock") -> None:
-        super().copy_progress(other)
-        self.sent_at = dict(other.sent_at)
-        self.now, self.parts, self.exposed, self.done = other.now, dict(other.parts), dict(other.exposed), other.done
-        self.spans = list(other.spans)
-
     def spend(self, part: str, seconds: float) -> None:
         self.now += seconds
         self.parts[part] += seconds
@@ -124,6 +118,7 @@ class Simulation(ScheduleRun):
         self._costs = costs
         super().__init__(plan, schedules)
         self._clocks: list[_Clock] = list(self.runners.values())
+        self._members: dict[int, list[tuple[_Clock, Tile, int]]] = {}
         self._start_gathers()
 
     def runner(self, virtual_stages: tuple[Tile, ...], schedule: Schedule) -> _Clock:
@@ -192,9 +187,20 @@ class Simulation(ScheduleRun):
         end = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(end)
-        of_tiles = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed", "spans"))
+        firsts = self._plan.first_tiles
+        of_tiles = ({t: getattr(self.runner_of[t], name) for t in firsts} for name in ("parts", "exposed", "spans"))
         parts, exposed, spans = of_tiles
         return Simulated(end, parts, exposed, spans)
+
+    def _clocks_of(self, exchange: GradientExchange) -> list[tuple[_Clock, Tile, int]]:
+        """Return the clocks of an exchange, with a tile of each and the number of that virtual stage."""
+        if id(exchange.tiles) not in self._members:
+            clocks: dict[_Clock, tuple[_Clock, Tile, int]] = {}
+            for tile in exchange.tiles:
+                number = self._plan.virtual_stages(tile).index(tile)
+                clocks.setdefault(self.runner_of[tile], (self.runner_of[tile], tile, number))
+            self._members[id(exchange.tiles)] = list(clocks.values())
+        return self._members[id(exchange.tiles)]
 
     def _finish(self) -> None:
         """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
@@ -207,7 +213,7 @@ class Simulation(ScheduleRun):
             clock.spend("optimizer", self._costs.agree_seconds + clock.costs[0].update_seconds)
         for exchange in self._costs.exchanges:
             if exchange.needed_seconds is None:
-                self._exchange(exchange.tiles, exchange.gather_seconds)
+                self._exchange([clock for clock, *_ in self._clocks_of(exchange)], exchange.gather_seconds)
         for clock in self._clocks:
             clock.spans.append(PredictedSpan(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
             clock.spans.append(PredictedSpan(Instruction(Op.UPDATE), reduced[clock], clock.now))
@@ -218,12 +224,12 @@ class Simulation(ScheduleRun):
         for exchange in self._costs.exchanges:
             if exchange.needed_seconds is None or not exchange.gather_seconds:
                 continue
-            clocks = [self.runner_of[tile] for tile in exchange.tiles]
-            end = max(ends[clock] for clock in clocks) + exchange.gather_seconds
-            for tile, clock in zip(exchange.tiles, clocks, strict=True):
+            clocks = self._clocks_of(exchange)
+            end = max(ends[clock] for clock, *_ in clocks) + exchange.gather_seconds
+            for clock, tile, number in clocks:
                 ends[clock] = end
-                gather = exchange.gather_seconds, end, exchange.needed_seconds[tile]
-                clock.gathers.setdefault(clock.virtual_stages.index(tile), []).append(gather)
+                gather = exchange.gather_seconds, end, exchange.needed_seconds(tile)
+                clock.gathers.setdefault(number, []).append(gather)
 
     def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
         """Wait for gathered weights in the first forward pass. It computes what it can before they arrive, `times` as
@@ -250,14 +256,13 @@ class Simulation(ScheduleRun):
         for exchange in sorted(self._costs.exchanges, key=self._order_of_sums):
             if not exchange.reduce_seconds:
                 continue
-            clocks = {tile: self.runner_of[tile] for tile in exchange.tiles}
-            ready = exchange.ready_seconds
+            clocks, ready = self._clocks_of(exchange), exchange.ready_seconds
             made = (
-                slowed[clock] + (clock.done[clock.virtual_stages.index(tile)] - ready[tile] if ready else clock.now)
-                for tile, clock in clocks.items()
+                slowed[clock] + (clock.done[number] - ready(tile) if ready else clock.now)
+                for clock, tile, number in clocks
             )
-            start = max(*made, *(lane[clock] for clock in clocks.values()))
-            for tile, clock in clocks.items():
+            start = max(*made, *(lane[clock] for clock, *_ in clocks))
+            for clock, tile, _ in clocks:
                 lane[clock] = start + exchange.reduce_seconds
                 taken[clock] += exchange.reduce_seconds
                 overlapped = min(exchange.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
@@ -268,8 +273,9 @@ class Simulation(ScheduleRun):
             self._wait_overlapped(clock, taken[clock], max(0.0, lane[clock] - clock.now))
 
     def _order_of_sums(self, exchange: GradientExchange) -> tuple[int, float]:
-        virtual_stage = max(self.runner_of[tile].virtual_stages.index(tile) for tile in exchange.tiles)
-        return -virtual_stage, -max(exchange.ready_seconds.values(), default=0.0)
+        clocks, ready = self._clocks_of(exchange), exchange.ready_seconds
+        virtual_stage = max(number for *_, number in clocks)
+        return -virtual_stage, -max(ready(tile) for _, tile, _ in clocks) if ready else 0.0
 
     @staticmethod
     def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:
@@ -281,10 +287,10 @@ class Simulation(ScheduleRun):
         clock.parts["hidden"] -= seconds - seen
         clock.parts["bubble"] += waited - seen
 
-    def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
+    @staticmethod
+    def _exchange(clocks: Sequence[_Clock], seconds: float) -> None:
         if not seconds:
             return
-        clocks = [self.runner_of[tile] for tile in tiles]
         start = max(clock.now for clock in clocks)
         for clock in clocks:
             clock.parts["bubble"] += clock.wait_until(start, "data")

@@ -93,9 +93,12 @@ class ClusterNetwork:
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._numbers: dict[PairLink, int] = {}
         self._numbered: list[PairLink] = []
-        self._number = lru_cache(KEPT)(self._number_of_link)
-        self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])  # pyright: ignore[reportOptionalSubscript]
-        self.ports = lru_cache(KEPT)(self._ports_between)
+        self._places = [(device.table, device.index) for device in cluster.devices]
+        """The table and the place on a node of each rank's device: they decide about its links and its NICs."""
+        self._number_of_places: dict[tuple, int] = {}
+        self._ports_of_places: dict[tuple, tuple[tuple[str, int, float], ...]] = {}
+        self._on_nodes: dict[tuple, GroupShape] = {}
+        """The shapes of groups inside of nodes, by the places of their ranks."""
         self._shape = lru_cache(KEPT)(self._shape_of)
         self._domains = lru_cache(KEPT)(self._domains_of)
         self.concurrent = lru_cache(KEPT)(self._concurrent_of)
@@ -111,12 +114,28 @@ class ClusterNetwork:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def _number_of_link(self, source: int, target: int) -> int:
-        link = link_between(self.cluster, source, target)
-        if link not in self._numbers:
-            self._numbers[link] = len(self._numbered)
-            self._numbered.append(link)
-        return self._numbers[link]
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the table and the place on a node of a rank's device, which decide about its links and its NICs."""
+        return self._places[rank]
+
+    def _number(self, source: int, target: int) -> int:
+        """Return the number of the link between two ranks. It is looked up once for all pairs in equal places."""
+        devices = self.cluster.devices
+        is_near = source != target and devices[source].node == devices[target].node
+        key = self._places[source], source != target and self._places[target], is_near
+        number = self._number_of_places.get(key)
+        if number is None:
+            link = link_between(self.cluster, source, target)
+            if link not in self._numbers:
+                self._numbers[link] = len(self._numbered)
+                self._numbered.append(link)
+            number = self._number_of_places[key] = self._numbers[link]
+        return number
+
+    def _nic(self, rank: int, fabric: str) -> int:
+        """Return the number of the NIC by which a rank enters a fabric."""
+        table, index = self._places[rank]
+        return index % len(self.cluster.nodes[table].nics_by_fabric[fabric])
 
     @cached_property
     def _is_even(self) -> bool:
@@ -131,21 +150,27 @@ class ClusterNetwork:
         """
         return self._is_even or self._topology.are_together(one, other)
 
-    def _ports_between(self, source: int, target: int) -> tuple[tuple[Port, float], ...]:
+    def ports(self, source: int, target: int) -> tuple[tuple[Port, float], ...]:
         """Return the ports by which a message leaves a node and enters another one. Inside a node there are none.
 
         Each port comes with its bandwidth, as a multiple of the narrower one's.
         """
-        fabric = self._numbered[self._number(source, target)].fabric
-        if fabric is None:
+        here, there = self.cluster.devices[source].node, self.cluster.devices[target].node
+        if here == there:
             return ()
-        result, most = [], self.cluster.fabrics[fabric].bytes_per_second or math.inf
-        for rank, leaves in ((source, True), (target, False)):
-            number, nic = nic_of(self.cluster, rank, fabric)  # pyright: ignore[reportGeneralTypeIssues] - both have one
-            bandwidth = nic.send_bytes_per_second if leaves else nic.receive_bytes_per_second
-            result.append((Port(self.cluster.devices[rank].node, fabric, number, leaves), min(bandwidth, most)))
-        narrowest = min(bandwidth for _, bandwidth in result)
-        return tuple((port, bandwidth / narrowest) for port, bandwidth in result)
+        key = self._places[source], self._places[target]
+        if key not in self._ports_of_places:
+            fabric = self._numbered[self._number(source, target)].fabric
+            assert fabric is not None, "nodes reach each other by a fabric"
+            most, bandwidths = self.cluster.fabrics[fabric].bytes_per_second or math.inf, []
+            for rank, leaves in ((source, True), (target, False)):
+                number, nic = nic_of(self.cluster, rank, fabric)  # pyright: ignore[reportGeneralTypeIssues] - both have one
+                bandwidth = nic.send_bytes_per_second if leaves else nic.receive_bytes_per_second
+                bandwidths.append((fabric, number, min(bandwidth, most)))
+            narrowest = min(bandwidth for *_, bandwidth in bandwidths)
+            self._ports_of_places[key] = tuple((*nic, bandwidth / narrowest) for *nic, bandwidth in bandwidths)
+        (fabric, number, times), (_, other, as_fast) = self._ports_of_places[key]
+        return (Port(here, fabric, number, True), times), (Port(there, fabric, other, False), as_fast)
 
     def seconds(self, source: int, target: int, num_bytes: float, flows: float = 1) -> float:
         """Return the seconds of a message while `flows` messages like it use the same NIC."""
@@ -317,8 +342,13 @@ class ClusterNetwork:
 
     def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> GroupShape:
         """Return the shape of a domain. One that needs no NIC has the same shape in any group."""
-        is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
-        return self._shape(ranks, None) if is_on_node else self._with_flows(ranks, flows)
+        devices = self.cluster.devices
+        if any(devices[rank].node != devices[ranks[0]].node for rank in ranks):
+            return self._with_flows(ranks, flows)
+        places = tuple(self._places[rank] for rank in ranks)
+        if places not in self._on_nodes:
+            self._on_nodes[places] = self._shape(ranks, None)
+        return self._on_nodes[places]
 
     def _compute_seconds(self, algorithm: str, operation: str, num_bytes: int, shape: GroupShape) -> float:
         """Return the seconds of a collective by an algorithm."""

@@ -232,12 +232,12 @@ class GradientExchange:
     tiles: tuple[Tile, ...]
     reduce_seconds: float
     gather_seconds: float
-    ready_seconds: Mapping[Tile, float] = field(default_factory=dict)
-    """Seconds before the end of a tile's last backward pass at which its gradients are final. Empty: nothing is
-    overlapped, and sums start after the passes."""
-    needed_seconds: Mapping[Tile, float] | None = None
-    """Seconds after the start of a tile's first forward pass at which it needs the weights. None: weights are gathered
-    at the end of a step, and nothing overlaps that."""
+    ready_seconds: Callable[[Tile], float] | None = None
+    """Returns the seconds before the end of a tile's last backward pass at which its gradients are final. None: nothing
+    is overlapped, and sums start after the passes."""
+    needed_seconds: Callable[[Tile], float] | None = None
+    """Returns the seconds after the start of a tile's first forward pass at which it needs the weights. None: weights
+    are gathered at the end of a step, and nothing overlaps that."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import partial
 from hpctrain.config.bounds import MOST_PASSES
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_passes, num_passes
-from hpctrain.plan.tiling import Plan, Tile, joined
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import predict_in_parts
 from hpctrain.planner.prediction.offload import format_shortage, unknown_hosts
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
@@ -96,7 +96,7 @@ def cuts_inside_blocks(predictor: Predictor) -> Iterator[Plan]:
 def _pipelines(plan: Plan) -> dict[Stages, list[Tile]]:
     """Return the tiles of each pipeline by its stages. Pipelines with the same stages count as one."""
     result: dict[Stages, list[Tile]] = {}
-    for tiles in joined(plan):
+    for tiles in plan.pipelines:
         result.setdefault(tuple(sorted({tile.items for tile in tiles})), []).extend(tiles)
     return result
 

@@ -1,5 +1,6 @@
 """Plans are tilings: what fits is accepted and round-trips, what does not is refused with the numbers."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.plan.checks import check_ranks, check_tiling
-from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.file import dump_plan, load_plan, parse_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import AXES, TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -192,3 +193,29 @@ def test_bad_files_name_the_key(text, message, tmp_path):
         load_plan(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30, unique=True))
+def test_ranks_are_written_as_ranges_and_read_from_lists_too(ranks):
+    plan = replace(uneven_plan(), unused=tuple(ranks))
+    text = dump_plan(plan)
+    assert parse_plan(text, "a test") == plan
+    listed = re.sub(r"^unused = .*$", f"unused = {ranks}", text, flags=re.MULTILINE)
+    assert parse_plan(listed, "a test") == plan
+    assert 'unused = "0-99"' in dump_plan(replace(plan, unused=tuple(range(100))))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("7-0", '"7-0" must go up, and no rank is above 99,999'),
+        ("0-1000000000", "no rank is above 99,999"),
+        ("0..3", 'is no list of ranks; write "0-7"'),
+        ("0-99999,0", "has more than 100,000 ranks; list each once"),
+    ],
+)
+def test_ranges_of_ranks_that_mean_nothing_are_refused(ranks, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        parse_plan(
+            f'microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = "{ranks}"\n', "a test"
+        )

@@ -41,8 +41,8 @@ def test_what_is_overlapped_adds_what_is_waited_for(ready, needed, exposed):
             plan.tiles,
             1.0,
             1.0,
-            dict.fromkeys(plan.tiles, ready[i]),
-            None if needed is None else dict.fromkeys(plan.tiles, needed[i]),
+            lambda _, i=i: ready[i],
+            None if needed is None else lambda _, i=i: needed[i],
         )
         for i in (0, 1)
     )
@@ -77,7 +77,7 @@ def test_overlapped_sums_slow_the_last_backward_pass(seconds, longer):
     plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
-    exchange = GradientExchange(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
+    exchange = GradientExchange(plan.tiles, seconds, 0.0, lambda _: 1.0)
     result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (exchange,)))
     assert result.step_seconds == pytest.approx(3.0 + longer)
     for parts in result.parts.values():
@@ -108,7 +108,7 @@ def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     exchanges = tuple(
-        GradientExchange(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - ready_at))
+        GradientExchange(plan.tiles, seconds, 0.0, lambda _, ready_at=ready_at: 2.0 - ready_at)
         for seconds, ready_at in zip((0.5, 1.0), ready, strict=True)
     )
     result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, exchanges))
@@ -121,8 +121,7 @@ def test_weights_that_come_slow_what_does_not_wait_for_them():
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_slowdown=2.0)
     exchanges = tuple(
-        GradientExchange(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed))
-        for needed in (0.0, 1.0)
+        GradientExchange(plan.tiles, 0.0, 1.0, needed_seconds=lambda _, needed=needed: needed) for needed in (0.0, 1.0)
     )
     result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, exchanges))
     assert result.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
@@ -168,7 +167,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
 
 def test_weights_and_their_gradients_alone_overlap_other_layers_whatever_else_crosses_the_same_axis():
     """Keys that are gathered over an axis which also stores weights are waited for; so is any other operation."""
-    network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: 1.0)
+    network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: 1.0, holder_seconds=lambda *_: 1.0)
     site = Site((DeviceModel("fast", CLUSTER.families["fast"]),), plan_of((1, 1, 2), 2, 1).tiles[0])
     for operation in ("all_gather", "all_to_all"):
         waited = pass_cost(HIDING, network, PassWork(exchanges=[Exchange(STORED, operation, 1)]), site)

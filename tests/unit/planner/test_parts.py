@@ -57,7 +57,7 @@ def test_a_pass_in_parts_takes_what_its_products_and_messages_take_in_order(name
     assert len(work.products) == len(work.exchanges) == parts
     computing = [DEVICE.work_seconds(PassWork([product]), "fp32", SETUP.engine) for product in work.products]
     message = share * computing[0]
-    network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: message)
+    network = SimpleNamespace(concurrent=tuple, group_seconds=lambda *_: message, holder_seconds=lambda *_: message)
     result = pass_cost(OVERLAPPED, network, work, Site((DEVICE,), plan_of(Y, 1, 1).tiles[0]))
     rest = DEVICE.work_seconds(work, "fp32", SETUP.engine) - sum(computing)
     assert result.seconds == pytest.approx(seconds_in_order(computing, message, name == "gather") + rest)

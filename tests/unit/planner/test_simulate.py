@@ -52,7 +52,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     exchanges = []
     for items in sorted({tile.items for tile in plan.tiles}):
         holders = tuple(tile for tile in plan.tiles if tile.items == items)
-        ready, needed = (dict.fromkeys(holders, data.draw(SECONDS)) for _ in range(2))
+        ready, needed = (dict.fromkeys(holders, data.draw(SECONDS)).__getitem__ for _ in range(2))
         exchanges.append(GradientExchange(holders, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
     if pairs and data.draw(st.booleans()):  # the copy is not quite one
         a, b = data.draw(st.sampled_from(pairs))
@@ -65,7 +65,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation.Simulation, "copies", lambda _: {})
+        patch.setattr(simulation.Simulation, "originals", lambda _, schedules: {tile: tile for tile in schedules})
         apart = simulate(plan, schedules, costs)
     assert merged == apart
 
