@@ -1,6 +1,7 @@
 """Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.comm.topology import Topology, places_of
@@ -8,12 +9,11 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
-from hpctrain.engine.start.facts import with_values
 from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
-from hpctrain.planner.prediction.predictor import Prediction, Predictor, predict
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import AXES, GROUPS
@@ -205,17 +205,21 @@ def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict
 
 def predict_best_parts(setup: Setup, plan: Plan, cluster: Cluster) -> tuple[Predictor, Prediction]:
     """Predict a step in the number of parts that is the best for a plan, where the setup leaves it open."""
-    return predict_in_parts(setup, plan, lambda setup, like: Predictor(setup, plan, cluster, like=like))
+
+    def make(setup: Setup, like: Predictor | None) -> Predictor:
+        return Predictor(setup, plan, cluster, prices=like and like.prices, like=like)
+
+    return predict_in_parts(setup, plan, make)
 
 
 def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
     """Return the number of parts with which a step is predicted to be the fastest, and why. Raises as `predict`."""
-    whole = predict(Setup.of_job(with_values(job, "overlap", **{PARTS: 1})), plan, cluster).step_seconds
     predictor, prediction = predict_best_parts(Setup.of_job(job), plan, cluster)
     count = predictor.setup.block_parts
     if count == 1:
         return 1, f"with no other number a step is predicted to take {PAYS} of the time or less"
-    share = prediction.step_seconds / whole
+    whole = Predictor(replace(predictor.setup, tensor_parts=1), plan, cluster, prices=predictor.prices, like=predictor)
+    share = prediction.step_seconds / whole.predict().step_seconds
     return count, f"a step is predicted to take {share:.3f} of the time with it, and {PAYS} pays"
 
 
