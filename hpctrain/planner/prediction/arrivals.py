@@ -57,7 +57,7 @@ class _Arrival(NamedTuple):
 
 
 class _Kind:
-    """What arrivals of one kind have in common. Their ranks are in equal places of nodes, and have equal parts."""
+    """Arrivals at equal tiles, whose ranks are in equal places of their nodes: they have the same messages."""
 
     def __init__(self, parts: list[_Part], gather_seconds: float):
         self.parts, self.gather_seconds = parts, gather_seconds
