@@ -115,14 +115,14 @@ class Recorder:
         self._append(["op", code, name])
         return code
 
-    def start(self, group: int, op: str, num_bytes: int) -> int:
+    def start(self, group: int, operation: str, num_bytes: int) -> int:
         """Record that an operation of a lane begins; return the handle for `finish`.
 
-        `op` is the name of a collective or, on a lane of two ranks, "send" or "receive". Where all slots of the ring
-        are in flight the operation gets none, and a negative handle: the oldest are those that others wait for.
+        `operation` is the name of a collective or, on a lane of two ranks, "send" or "receive". Where all slots of the
+        ring are in flight it gets none, and a negative handle: the oldest are those that others wait for.
         """
-        code = self._codes.get(op) or self._add_operation(op)
-        kind = OPERATION_KINDS.get(op, flight.COLLECTIVES)
+        code = self._codes.get(operation) or self._add_operation(operation)
+        kind = OPERATION_KINDS.get(operation, flight.COLLECTIVES)
         sequence, peer = next(self._counters[group][kind]), self._peers[group] if kind else -1
         ticket = next(self._tickets)
         if self._owners[ticket % RING_SLOTS] in self._in_flight:
@@ -145,9 +145,9 @@ class Recorder:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
     @contextmanager
-    def recorded(self, group: int, op: str):
+    def recorded(self, group: int, operation: str):
         """Record a block as an operation whose bytes do not matter."""
-        handle = self.start(group, op, 0)
+        handle = self.start(group, operation, 0)
         try:
             yield
         finally:
