@@ -35,6 +35,7 @@ from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.explain import MIB, reasons, runner_up
 from hpctrain.planner.prediction.forecast import Forecast, format_waterfall
+from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
@@ -53,6 +54,7 @@ def command():
     hpctrain plan uniform tiny --ranks 4 --out plan.toml
     hpctrain plan draw plan.toml
     hpctrain plan check plan.toml tiny
+    hpctrain plan export plan.toml tiny --cluster cluster.toml --to megatron
 
     A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
     other items or another tensor grid. Then set `plan.file` of the job to its path.
@@ -139,6 +141,33 @@ def uniform_command(job, overrides, ranks, cluster, out):
         return
     write_out(out, plan_text)
     print(f"{out}: {resolved.plan.describe()}")
+
+
+@command.command("export")
+@click.argument("plan", type=PATH)
+@click.argument("job", shell_complete=complete_job)
+@override_option
+@click.option("--cluster", required=True, metavar="CLUSTER", shell_complete=complete_cluster, help="Its cluster.")
+@click.option("--to", type=click.Choice(["megatron"]), required=True, help="The software whose launch line is written.")
+def export_command(plan, job, overrides, cluster, to):
+    """Write the launch line of other software for a plan, with what is lost of its speed.
+
+    \b
+    hpctrain plan export plan.toml llama.toml --cluster cluster.toml --to megatron
+    """
+    from hpctrain.software.megatron_export import launch_line
+
+    loaded, described = load_job_for(job, overrides, cluster)
+    own = load_plan(plan)
+    check_runs(loaded, own, str(plan))
+    setup, machine = _setup_on(loaded, described, own), described.cluster
+    line, other = launch_line(loaded, setup.dtype, own, machine)
+    seconds = predict(setup, own, machine).step_seconds, other.run.predict(other.software).step_seconds
+    print(
+        f"# {own.describe()}: {seconds[0]:.4g} s a step by hpctrain, {seconds[1]:.4g} s by {other.software.name}"
+        f" ({seconds[1] / seconds[0] - 1:+.0%}), as predicted; add data, tokenizer and torchrun's own flags"
+    )
+    print(" \\\n  --".join(["torchrun pretrain_gpt.py", *line.removeprefix("--").split(" --")]))
 
 
 def _setup_on(job: Job, described: Described, plan: Plan) -> Setup:

@@ -11,4 +11,5 @@ Read it in this order; a file imports only from its own line and those above it.
     run          a run of it, in the words of its paper
     megatron_flags   a launch line of Megatron-LM, read as a run
     advice       which flags would be better, and what our own engine would do
+    megatron_export  the launch line of a plan
 """

@@ -1,0 +1,116 @@
+"""Writes the launch line of Megatron-LM for a job and a plan, or refuses what such a line cannot say. Pure."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.errors import JobError, PlanError
+from hpctrain.config.job import Job, Model
+from hpctrain.plan.tiling import Plan
+from hpctrain.software.advice import flags_of
+from hpctrain.software.megatron_flags import MegatronRun, read_flags, run_of
+
+Value = TypeVar("Value")
+ARCHITECTURES = {
+    "gpt2": {},
+    "llama": {"swiglu": "", "normalization": "RMSNorm", "position-embedding-type": "rope", "disable-bias-linear": ""},
+}
+ARCHITECTURES["qwen2"] = ARCHITECTURES["llama"] | {"add-qkv-bias": ""}
+ARCHITECTURES["qwen3"] = ARCHITECTURES["llama"] | {"qk-layernorm": ""}
+"""The families of models that Megatron-LM has too, and the flags of each."""
+DTYPES = {"bf16": {"bf16": ""}, "fp16": {"fp16": ""}, "fp32": {}}
+
+
+def launch_line(job: Job, dtype: str, plan: Plan, cluster: Cluster) -> tuple[str, MegatronRun]:
+    """Return the flags of Megatron-LM by which it runs a plan of a job on all devices of a cluster, and their run.
+
+    The flags are read back by the reader of launch lines. Raises JobError for a model that Megatron-LM does not have,
+    and PlanError for a plan that it cannot run.
+    """
+    flags = _model_flags(job) | DTYPES[dtype] | _layout_flags(plan, job.model.num_layers)
+    flags |= {"lr": f"{job.train.learning_rate:g}", "train-iters": str(job.train.steps)}
+    line = " ".join(f"--{name} {value}".rstrip() for name, value in flags.items())
+    own = run_of(read_flags(line), cluster)
+    wrong = {name for name, value in flags_of(own.run).items() if flags.get(name) != value}
+    assert not wrong, f"read back otherwise: {sorted(wrong)}"
+    _check_places(plan, own.run.plan)
+    return line, own
+
+
+def _model_flags(job: Job) -> dict[str, str]:
+    model: Model = job.model
+    if model.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise JobError(f"model.architecture = '{model.architecture}' has no flags of Megatron-LM; {known} have")
+    if model.window or model.rope_scaling:
+        raise JobError("model.window and model.rope_scaling are not written as flags of Megatron-LM; leave them out")
+    flags = {
+        "num-layers": model.num_layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.num_heads,
+        "ffn-hidden-size": model.description.blocks[0].mlp.inner,
+        "kv-channels": model.description.blocks[0].attention.head_size,
+        "seq-length": job.data.sequence_length,
+        "max-position-embeddings": model.max_positions,
+        "vocab-size": model.num_ids,
+    }
+    result = {name: str(value) for name, value in flags.items()} | ARCHITECTURES[model.architecture]
+    if model.num_kv_heads and model.num_kv_heads != model.num_heads:
+        result |= {"group-query-attention": "", "num-query-groups": str(model.num_kv_heads)}
+    return result if model.tie_head else result | {"untie-embeddings-and-output-weights": ""}
+
+
+def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:
+    """Return the flags of a plan. Raises PlanError where it is not even, or has what Megatron-LM has not."""
+    grid = _one("tensor grids", (tile.tensor for tile in plan.tiles))
+    zero = _one("ZeRO stages", (tile.zero for tile in plan.tiles))
+    recompute = _one("recompute", (tile.recompute for tile in plan.tiles))
+    if grid.x > 1 or grid.z > 1:
+        raise PlanError(f"Megatron-LM has no tensor grid of {grid}, but y alone: set tensor.x and tensor.z to 1")
+    if zero > 1:
+        raise PlanError(f"Megatron-LM has no ZeRO {zero} with such plans, but 0 and 1: set zero to one of these")
+    if plan.unused or any(tile.offload != "none" or tile.row_chunks > 1 for tile in plan.tiles):
+        raise PlanError("Megatron-LM has no unused ranks, no row chunks and no optimizer in host memory of this kind")
+    rows = _one("numbers of rows", (tile.rows.size for tile in plan.tiles))
+    chunks = sorted({tile.items for tile in plan.tiles})
+    virtual = _one("numbers of virtual stages", (len(plan.virtual_stages(tile)) for tile in plan.tiles))
+    layers, rest = divmod(num_layers, len(chunks))
+    even = [1 + 2 * layers * number for number in range(1, len(chunks))]
+    if rest or [items.start for items in chunks[1:]] != even:
+        raise PlanError(
+            f"Megatron-LM cuts {num_layers} blocks evenly, and this plan's stages begin with items"
+            f" {[items.start for items in chunks]}: make stages of equal numbers of whole blocks"
+        )
+    flags = {
+        "tensor-model-parallel-size": grid.y,
+        "pipeline-model-parallel-size": len(chunks) // virtual,
+        "context-parallel-size": 1,
+        "micro-batch-size": rows,
+        "global-batch-size": plan.rows * plan.microbatches,
+    }
+    result = {name: str(value) for name, value in flags.items()}
+    result |= {"num-virtual-stages-per-pipeline-rank": str(virtual)} if virtual > 1 else {}
+    result |= {"recompute-granularity": recompute} if recompute != "none" else {}
+    result |= {"recompute-method": "uniform", "recompute-num-layers": "1"} if recompute == "full" else {}
+    result |= {"sequence-parallel": ""} if grid.y > 1 else {}
+    return result | ({"use-distributed-optimizer": ""} if zero else {}) | {"overlap-grad-reduce": ""}
+
+
+def _one(what: str, values: Iterable[Value]) -> Value:
+    """Return the value that all tiles share. Raises PlanError where there are several."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        several = ", ".join(map(str, distinct[:4]))
+        raise PlanError(f"Megatron-LM has one value for all ranks, and tiles of this plan have {what} {several}")
+    return distinct[0]
+
+
+def _check_places(plan: Plan, expected: Plan) -> None:
+    """Raise PlanError where Megatron-LM would place a stage on other ranks."""
+    places = [[t.ranks for t in sorted(p.first_tiles, key=lambda t: (t.items, t.rows))] for p in (plan, expected)]
+    for ours, theirs in zip(*places, strict=True):
+        if ours != theirs:
+            raise PlanError(
+                f"Megatron-LM places a replica of a stage on ranks {list(theirs)}, and this plan on {list(ours)}: order"
+                " ranks by stage, then replica, then tensor coordinate"
+            )
