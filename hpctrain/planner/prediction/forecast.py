@@ -69,7 +69,8 @@ def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
 def waterfall(predictor: Predictor) -> dict[str, float]:
     """Return the seconds of each part of a predicted step, in the order of the waterfall; they add up to the step.
 
-    - `whole items and rows`: tiles take unequally long, since items and rows are cut whole.
+    - `whole items and rows`: tiles take unequally long, since items and rows are cut whole. Work that moves from one to
+      another takes its collectives along.
     - `bubble`: what even the rank that waits the least waits for others.
     - `messages` between tiles, `gradients` and `weights` among their holders, `tensor` grids: what they delay, and by
       how much they slow computing. ZeRO 3 gathers weights in backward passes too, and that counts as gradients.
@@ -85,9 +86,9 @@ def waterfall(predictor: Predictor) -> dict[str, float]:
     work = {first: fsum(_flops(predictor, tile) for tile in tiles) for first, tiles in ranks.items()}
     speed = {first: work[first] / _busy_seconds(tiles, plain_costs) for first, tiles in ranks.items()}
     used, unused = fsum(speed.values()), _unused_speed(predictor, speed)
-    busy = {first: _busy_seconds(tiles, costs.tiles) for first, tiles in ranks.items()}
-    together = fsum(work.values()) / fsum(work[first] / busy[first] for first in ranks)
-    even = {tile: together / busy[first] for first, tiles in ranks.items() for tile in tiles}
+    own = {first: fsum(_seconds_apart(costs.tiles[tile]) for tile in tiles) for first, tiles in ranks.items()}
+    together = fsum(work.values()) / fsum(work[first] / own[first] for first in ranks)
+    even = {tile: together / own[first] for first, tiles in ranks.items() for tile in tiles}
 
     def saved(change: TileChange | None = None, **others) -> float:
         """Return by how much a step is shorter at changed prices."""
@@ -151,11 +152,17 @@ def _unused_speed(predictor: Predictor, speed: Mapping[Tile, float]) -> float:
     return fsum(by_family[device.family] for device in idle)
 
 
+def _seconds_apart(cost: TileCost) -> float:
+    """Return the seconds of a tile for a microbatch, without its waits for slower tiles that exchange with it."""
+    return fsum(one.seconds - one.waited for one in (*cost.forward, *cost.backward))
+
+
 def _scaled(cost: TileCost, times: float, waits: float) -> TileCost:
-    """Return the cost of a tile that computes so many times as long, and waits so many times as long for others."""
+    """Return the cost of a tile with so many times as much work, that waits so many times as long for others."""
 
     def scaled(one: PassCost) -> PassCost:
-        return replace(one, compute=one.compute * times, data=one.data + (waits - 1) * one.waited)
+        data = (one.data - one.waited) * times + one.waited * waits
+        return replace(one, compute=one.compute * times, tensor=one.tensor * times, data=data)
 
     return replace(cost, **{name: tuple(map(scaled, getattr(cost, name))) for name in PASSES.values()})
 

@@ -9,6 +9,7 @@ from hpctrain.config.tables import given_values
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.forecast import BUSY, CAUSES, INTERACTION, forecast, format_waterfall, waterfall
 from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.unit.planner.test_predict import LAYOUTS, NUM_ITEMS, SETUP, plan_of
@@ -125,3 +126,25 @@ def _without_slow() -> Cluster:
 
 def test_the_line_leaves_out_what_is_next_to_nothing():
     assert format_waterfall({BUSY: 9.0, "bubble": 1e-6, INTERACTION: 1.0}) == f"{BUSY} 90.0%, interaction 10.0%"
+
+
+def test_tiles_that_take_equally_long_are_even_whatever_they_do():
+    """Two ranks that wait for each other compute less in the same seconds."""
+    tiles = (
+        Tile(Interval(0, NUM_ITEMS), Interval(0, 4), (0, 1), TensorGrid(1, 2, 1), family="fast"),
+        Tile(Interval(0, NUM_ITEMS), Interval(4, 8), (2,), family="slow"),
+    )
+    predictor = Predictor(replace(SETUP, overlaps=frozenset()), Plan(tiles, 1, 8, unused=(3,)), CLUSTER)
+    costs = predictor.costs
+    times = costs.tiles[tiles[0]].seconds / costs.tiles[tiles[1]].seconds
+    slow = replace(
+        costs.tiles[tiles[1]],
+        **{
+            name: tuple(replace(one, compute=one.compute * times) for one in getattr(costs.tiles[tiles[1]], name))
+            for name in ("forward", "backward")
+        },
+    )
+    predictor.costs = replace(costs, tiles={tiles[0]: costs.tiles[tiles[0]], tiles[1]: slow})
+    parts = waterfall(predictor)
+    assert costs.tiles[tiles[0]].forward[0].tensor > 1e-3 * costs.tiles[tiles[0]].seconds
+    assert parts["whole items and rows"] == pytest.approx(0.0, abs=1e-6 * sum(parts.values()))
