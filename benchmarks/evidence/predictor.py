@@ -111,11 +111,12 @@ def fitted_without(left_out: PublishedSet | None, sets: Sequence[PublishedSet]) 
 
 def elsewhere(rows: Sequence[Measured], others: Sequence[Measured]) -> list[float]:
     """Return the trivial predictions of `rows`, with one efficiency for each accelerator, by `others` on it."""
-    result = []
-    for row in rows:
-        of_it = [other for other in others if other.run.accelerator == row.run.accelerator]
-        result += baseline([row], of_it or others)
-    return result
+    shares = {
+        accelerator: [other for other in others if other.run.accelerator == accelerator] or others
+        for accelerator in {row.run.accelerator for row in rows}
+    }
+    by_accelerator = {name: statistics.median(at_peak(row) / row.seconds for row in of) for name, of in shares.items()}
+    return [at_peak(row) / by_accelerator[row.run.accelerator] for row in rows]
 
 
 def mean_error(predicted: Sequence[float], rows: Sequence[Measured]) -> float:
@@ -146,6 +147,31 @@ def table(sets: Sequence[PublishedSet], every: Sequence[PublishedSet]) -> None:
     off = [predicted / published - 1 for _, published, predicted in golden_memory()]
     mean, bias = statistics.mean(map(abs, off)), statistics.mean(off)
     print(f"Megatron-LM's functional tests, memory of {len(off)} runs: mean error {mean:.1%}, bias {bias:+.1%}")
+
+
+def model_share(row: Measured, seconds: float) -> float:
+    """Return which share of the devices' peak in half precision the model's own operations come to."""
+    run = row.run
+    peaks = ACCELERATORS[run.accelerator].peak_flops_per_second
+    flops = model_flops(run.setup(), run.global_batch * run.positions)
+    return flops / seconds / run.num_devices / (peaks.get("bf16") or peaks["fp16"])
+
+
+def best_published(sets: Sequence[PublishedSet]) -> None:
+    """Print the best published run of each accelerator and dtype, with what is predicted of it."""
+    best: dict[tuple[str, str], Measured] = {}
+    for row in (row for each in sets for row in each.rows if not row.layers):
+        key = row.run.accelerator, row.run.linear_dtype or row.run.dtype
+        best[key] = max(row, best.get(key, row), key=lambda row: model_share(row, row.seconds))
+    print("| accelerator | dtype | best published run | MFU | predicted of it | error |")
+    print("|---|---|---|--:|--:|--:|")
+    off = []
+    for (accelerator, dtype), row in sorted(best.items()):
+        seconds = SHIPPED.predict(row).step_seconds
+        measured, predicted = model_share(row, row.seconds), model_share(row, seconds)
+        off.append(seconds / row.seconds - 1)
+        print(f"| {accelerator} | {dtype} | {row.name} | {measured:.1%} | {predicted:.1%} | {off[-1]:+.1%} |")
+    print(f"{len(off)} best runs: mean error {statistics.mean(map(abs, off)):.1%}, bias {statistics.mean(off):+.1%}")
 
 
 def report(each: PublishedSet, sets: Sequence[PublishedSet], fitted: Sequence[PublishedSet], show_rows: bool) -> None:
@@ -208,6 +234,7 @@ def main() -> None:
         "--fit", action="store_true", help="print what a fit to all sets would change, and nothing else"
     )
     parser.add_argument("--table", action="store_true", help="print one line for each set, and leave none out")
+    parser.add_argument("--best", action="store_true", help="print the best published run of each accelerator")
     parser.add_argument("--only", default="", metavar="NAME", help="sets whose name has this in it")
     arguments = parser.parse_args()
     sets = all_sets()
@@ -218,6 +245,9 @@ def main() -> None:
             print(f"{each.name:40} {scores([fitted.predict(row).step_seconds for row in each.rows], each.rows)}")
         return
     every = [*sets, *held_out_sets()]
+    if arguments.best:
+        best_published(every)
+        return
     if arguments.table:
         table([each for each in every if arguments.only.lower() in each.name.lower()], every)
         return
