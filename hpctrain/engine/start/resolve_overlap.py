@@ -40,10 +40,17 @@ def placements(topology: Topology, job: Job, plan: Plan) -> dict[str, GroupPlace
     """Return the placement of the plan's groups for each switch. Pure.
 
     Only the first and the last rank of each tile are examined. Where ranks of a host are consecutive, no group between
-    these two spans more hosts. Of tiles of one kind the first is examined.
+    these two spans more hosts. Of tiles of one kind, and of those in equal places, the first is examined.
     """
     groups: dict[str, set[tuple[int, ...]]] = {key: set() for key in EXCHANGED}
+    seen: set[tuple] = set()
     for tile, first in plan.first_like.items():
+        places = [topology.places[rank] for rank in tile.ranks]
+        hosts = [place.host for place in places]
+        where = tile.tensor, tuple(map(hosts.index, hosts)), tuple(place.family for place in places)
+        if tile is not first and where in seen:
+            continue
+        seen.add(where)
         for rank in dict.fromkeys((tile.ranks[0], tile.ranks[-1])):
             asked = hidden_groups(job, plan, rank) if tile is first else axis_groups(tile, rank)
             for key, of_rank in asked.items():

@@ -178,7 +178,7 @@ def _without(part: str, passes: Collection[str]) -> TileChange:
             return replace(one, compute=one.compute - is_slowing * one.slowed, **{part: one.waited * (part == "data")})
 
         changed = {name: tuple(map(quick, getattr(cost, name))) for name in passes}
-        if cost.alone_on == part:
+        if cost.exposed_part == part:
             ends = {"before_seconds": "forward", "after_seconds": "backward"}
             changed |= {end: 0.0 for end, name in ends.items() if name in passes}
         return replace(cost, **changed)

@@ -221,7 +221,7 @@ class Predictor:
         return TileCost(
             update_seconds=self._update_seconds(tile),
             overlap_slowdown=times,
-            alone_on="data" if tile.tensor.stored_parts == 1 else "tensor",
+            exposed_part="data" if tile.tensor.stored_parts == 1 else "tensor",
             before_seconds=before,
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},

@@ -139,7 +139,7 @@ class Simulation(ScheduleRun):
         cost, begin = clock.costs[step.virtual_stage], clock.now
         one: PassCost = getattr(cost, PASSES[step.op])[step.row_chunk]
         if step is clock.opening:
-            clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
+            clock.spend(cost.exposed_part, max(0.0, cost.before_seconds - clock.now))
         if step.virtual_stage in clock.gathers:
             self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
         clock.spend("compute", one.compute)
@@ -147,7 +147,7 @@ class Simulation(ScheduleRun):
             clock.spend("tensor", one.tensor)
             clock.spend("data", one.data)
         if step is clock.closing:
-            clock.spend(cost.alone_on, cost.after_seconds)
+            clock.spend(cost.exposed_part, cost.after_seconds)
         clock.done[step.virtual_stage] = clock.now
         clock.spans.append(PredictedSpan(step, begin, clock.now))
 

@@ -257,7 +257,7 @@ class TileCost:
     """Seconds of gathering weights before a step's first forward pass, while nothing computes."""
     after_seconds: float = 0.0
     """Seconds of scattering gradients after a step's last backward pass, while nothing computes."""
-    alone_on: str = "tensor"
+    exposed_part: str = "tensor"
     """The part of the breakdown to which `before_seconds` and `after_seconds` belong: "tensor" or "data"."""
 
     @property

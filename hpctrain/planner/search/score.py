@@ -39,9 +39,9 @@ ZB_H1_SAVES = 0.3
 class Scorer:
     """Scores shapes for one job on one cluster."""
 
-    def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
-        """Every shape fits with `is_short_of_nothing`, whatever memory the devices have."""
-        self._is_roomy = is_short_of_nothing
+    def __init__(self, costs: StageCosts, global_batch: int, space: Space, ignores_memory: bool = False):
+        """Every shape fits with `ignores_memory`, whatever memory the devices have."""
+        self._ignores_memory = ignores_memory
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
@@ -159,10 +159,11 @@ class Scorer:
         def variants(offload: str) -> Iterator[StageVariant]:
             for recompute in self.space.recompute:
                 fitting, row_chunks = 0, 1
-                for row_chunks in (
-                    stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks
-                ):  # the most keep the least
-                    most = num_blocks if self._is_roomy else costs.most_blocks(stage, recompute, row_chunks, offload)
+                # Where memory does not count, those that keep the least stand for all.
+                for row_chunks in stage.row_chunks[-1:] if self._ignores_memory else stage.row_chunks:
+                    most = num_blocks
+                    if not self._ignores_memory:
+                        most = costs.most_blocks(stage, recompute, row_chunks, offload)
                     if most > fitting:
                         yield costs.variant(stage, recompute, row_chunks, offload, most)
                         fitting = most

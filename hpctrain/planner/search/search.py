@@ -394,11 +394,11 @@ class Search:
         """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
         none."""
         space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
-        roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
+        scorer = Scorer(self.costs, self._global_batch, space, ignores_memory=True)
         groups = itertools.starmap(self._shapes, itertools.product(self._arrangements, self._counts))
         shapes = (shape for group in groups for shape in itertools.islice(group, self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
-        layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
+        layouts = (scorer.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
 
         def shortage(layout: CutShape) -> float:
             lacking = []

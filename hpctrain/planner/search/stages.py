@@ -121,7 +121,7 @@ class StageShape(NamedTuple):
     exchanging: Holders = ALONE
 
 
-class Needs(NamedTuple):
+class StageMemoryNeeds(NamedTuple):
     """Bytes of a stage's rank."""
 
     on_device: tuple[BlockLine, ...]
@@ -407,7 +407,7 @@ class StageCosts:
         of_blocks = sum(share * of(kind) for kind, share in self._kinds(BLOCK))
         return BlockLine(fixed / grid.stored_parts, of_blocks / grid.stored_parts)
 
-    def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
+    def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> StageMemoryNeeds:
         """Return what a rank of a stage needs; see `memory_of`."""
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
@@ -433,7 +433,7 @@ class StageCosts:
             always.plus(kept).more(computing + first),
             always.plus(last),
         )
-        return Needs(on_device, on_host)
+        return StageMemoryNeeds(on_device, on_host)
 
     def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
         """Return about the bytes that sums take, as three figures; see `buffers.py`.
