@@ -6,7 +6,7 @@ The functions of the planner that price our engine are asked for others too: tho
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from hpctrain.architectures.description import Attention, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
@@ -108,7 +108,9 @@ class SoftwareSetup(Setup):
     @classmethod
     def of(cls, setup: Setup, software: SoftwareVersion) -> Self:
         """Return a setup with another software in place of our engine."""
-        return cls(**{each.name: getattr(setup, each.name) for each in fields(setup)} | {"engine": software})
+        values: dict[str, Any] = {each.name: getattr(setup, each.name) for each in fields(setup)}
+        values["engine"] = software
+        return cls(**values)
 
     def state_bytes(self, parts: Iterable[tuple[Shape, float]] | None = None) -> float:
         own = self.engine.optimizer_bytes
