@@ -177,6 +177,8 @@ def _row(
     money = None
     if prices is not None and best is not None:
         money = prices.kwh * (watts or 0.0) / 1000
+        if watts is None and prices.kwh:
+            assumed.append("prices: no energy is counted, as the power of a family is not known")
         for family in machine.cluster.families:
             hourly = prices.hourly(family)
             money += (hourly or 0.0) * machine.cluster.num_of(family)

@@ -111,6 +111,7 @@ def test_what_is_not_known_is_said():
     assert row.watts is None and row.tokens_per_kwh is None
     assert any("families.c: no power is known" in text for text in row.assumed)
     assert any("families.c costs nothing" in text for text in row.assumed)
+    assert any("no energy is counted" in text for text in row.assumed)
 
 
 @pytest.mark.parametrize(("checkpoint_steps", "devices"), [(0, 1), (0, 2), (100, 1), (100, 2)])
