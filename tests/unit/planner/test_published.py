@@ -135,7 +135,7 @@ def test_a_tied_embedding_is_summed_in_its_stage_and_between_the_ends_of_each_re
     row = next(row for row in published.amp_t4().rows if row.name == "t1 p2 d8 b1")
     tied, apart = (replace(row.run, tie_head=tie).predict().breakdown_seconds["data"] for tie in (True, False))
     embedding_bytes = 2 * row.run.vocabulary * row.run.hidden
-    network = row.run._predictor(None, None, None).network
+    network = row.run.predictor().network
     pairs = network.group_seconds("all_reduce", embedding_bytes, (0, 8), network.concurrent(tuple(range(16))))
     assert tied - apart == pytest.approx(pairs, rel=0.25)
     assert row.run.predict().step_seconds == pytest.approx(row.seconds, rel=0.08)
