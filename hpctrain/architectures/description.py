@@ -27,7 +27,9 @@ class ModelShape(Protocol):
     score_cap: float | None
     logit_cap: float | None
     norm_epsilon: float
-    rope_scaling: "RotaryScaling | None"
+
+    @property
+    def rope_scaling(self) -> "RotaryScaling | None": ...
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def miniature(
             memory = _memory_scale(cluster, job, scaled, is_half)
         scale = Scale(width, 2 if is_half else 4, memory)
         families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
-        network = {name: _mapped(getattr(cluster, name), lambda table: _figures(table, scale)) for name in NETWORK}
+        network = {name: _mapped(getattr(cluster, name), partial(_figures, scale=scale)) for name in NETWORK}
         # Profiles are left out: they are of another job.
         result = _remade(cluster, {**network, "families": families, "profiles": ()})
         own = scale_truth(truth_of(cluster, truth, dtypes), dtypes, scale)

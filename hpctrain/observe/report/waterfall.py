@@ -1,5 +1,7 @@
 """The waterfall of a predicted step: from all devices busy, cause by cause, to the step, and to what was measured."""
 
+from collections.abc import Mapping
+
 from hpctrain.observe.folder.schema import DRIFT
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import LANE, Panel, Svg, show_percent, show_seconds
@@ -24,7 +26,7 @@ def waterfall_panel(run: RunRecord) -> Panel:
     return Panel(title, lambda width: _draw(run, parts, step, width), note)
 
 
-def _draw(run: RunRecord, parts: dict[str, float], step: float, width: int) -> Svg:
+def _draw(run: RunRecord, parts: Mapping[str, float], step: float, width: int) -> Svg:
     measured = run.drift["measured_seconds"] if run.drift else None
     svg = Svg(width, "a waterfall of the seconds of a step", [("p0", "seconds"), ("p2", "less than nothing")])
     bars, so_far = [], 0.0

@@ -130,7 +130,12 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     late = max(0.0, moving - compute - slowed - sum(waited.values()))
     of_data = min(late, moved["data"])
     return PassCost(
-        compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values(), slowed
+        compute=compute + slowed,
+        tensor=waited["tensor"] + late - of_data,
+        data=waited["data"] + of_data,
+        gathered=coming["weights"],
+        scattered=coming["gradients"],
+        slowed=slowed,
     )
 
 
