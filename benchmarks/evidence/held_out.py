@@ -1,5 +1,7 @@
-"""Published sets that came after all constants were fitted, and to which nothing is fitted; each function tells its
-source. They are half of what each source has, so that others can score the other half.
+"""Published sets that were predicted blind at first, after all constants were fitted; each function tells its source.
+
+They are half of what each source has, so that others can score the other half. docs/benchmarks.md says what was
+learnt from them since.
 """
 
 from dataclasses import replace

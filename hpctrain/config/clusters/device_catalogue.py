@@ -37,7 +37,7 @@ class CatalogueEntry:
     """The name of its entry in `EFFICIENCIES`."""
     source: str
     watts: float
-    """Power at work: the board's or module's limit by the same data sheet (TDP), of a die its share."""
+    """Power at work: the board's or module's limit (TDP), of a die its share. `source` was not read again for it."""
     operation_seconds: float = HOST_OPERATION_SECONDS
     """What its host needs to start an operation, where the host is a part of the module."""
 
