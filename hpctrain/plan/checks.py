@@ -148,11 +148,12 @@ def _check_extra_warmup(plan: Plan) -> None:
 def _check_virtual_stages(plan: Plan) -> None:
     """Refuse ranks with several tiles that are not virtual stages of an interleaved pipeline: equal but for `items`
     and `recompute`, and as many tiles apart as there are stages."""
+    number = {tile: i for i, tile in enumerate(plan.tiles)}
     for first in plan.first_tiles:
         tiles = plan.virtual_stages(first)
         if len(tiles) == 1:
             continue
-        numbers = [plan.tiles.index(tile) for tile in tiles]
+        numbers = [number[tile] for tile in tiles]
         where = f"tiles {', '.join(map(str, numbers))} have the same ranks {list(first.ranks)[:8]}"
         for key in ("tensor", "rows", "family", "zero", "state_share", "row_chunks", "offload"):
             values = [str(getattr(tile, key)) for tile in tiles]
