@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError, did_you_mean
+from hpctrain.config.job import Model
+from hpctrain.config.tables import explain
 from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
 from hpctrain.software.run import DescribedRun
 from hpctrain.software.software import SoftwareVersion
@@ -28,6 +32,7 @@ MOST_NESTED = 4
 PADDED_BY = 128
 """Default of --make-vocab-size-divisible-by, for each rank of a tensor group."""
 ASSUMED_VOCABULARY = 51200
+SCHEDULE = "step-batch-size-schedule"
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,11 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
             f" which do not divide the {devices} of the cluster; set --tensor-model-parallel-size, or another of these"
         )
     data, microbatch = devices // of_replica, number("micro-batch-size")
-    batch = number("global-batch-size", int((word("step-batch-size-schedule") or "0").rpartition(":")[2]) or data)
-    batch = batch if has("global-batch-size") or has("step-batch-size-schedule") else microbatch * data
+    last = MegatronFlags({SCHEDULE: flags.values.get(SCHEDULE, "").rpartition(":")[2]}, where)  # the full batch
+    batch = number("global-batch-size", last.number(SCHEDULE) if has(SCHEDULE) else microbatch * data)
+    for name, parts in (("num-attention-heads", tensor), ("seq-length", 2 * context if context > 1 else 1)):
+        if number(name) % parts:
+            raise JobError(f"{where}: --{name} {number(name)} is not divisible by {parts}, as this layout needs")
     vocabulary, assumed = number("padded-vocab-size", number("vocab-size", ASSUMED_VOCABULARY)), []
     if not has("vocab-size") and not has("padded-vocab-size"):
         assumed.append(f"--vocab-size: {vocabulary:,} ids of the tokenizer")
@@ -196,5 +204,9 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         head_size=number("kv-channels") if has("kv-channels") else None,
         machine=cluster,
     )
+    try:
+        _ = run.model
+    except ValidationError as error:
+        raise JobError(f"{where}: {explain(error, Model)[0][1]}") from None
     software = replace(MEGATRON_CORE if is_core else MEGATRON, sequence_parallel=run.sequence_parallel)
     return MegatronRun(run, software, vocabulary, padded_by, tuple(assumed))

@@ -118,6 +118,10 @@ def test_a_flag_says_a_field_of_the_run(flags, field, value):
         ("--tensor-model-parallel-size 3", "are 3 devices a replica, which do not divide the 8 of the cluster"),
         ("--optimizer sgd", "--optimizer sgd cannot be predicted; of its values adam can"),
         ("--lr '3", "cannot be read as a shell does: No closing quotation"),
+        ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule x; set it to a whole number above 0"),
+        ("--num-attention-heads 4 --tensor-model-parallel-size 8", "heads 4 is not divisible by 8, as this layout"),
+        ("--context-parallel-size 8 --seq-length 1032", "--seq-length 1032 is not divisible by 16, as this layout"),
+        ("--group-query-attention --num-query-groups 3", "num_heads 16 is not divisible by num_kv_heads 3"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_in_one_line(flags, message):
