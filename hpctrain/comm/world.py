@@ -388,6 +388,8 @@ class World:
         stay the tensors of operations in flight, into which MPI may still write.
         """
         self.free(0, alone=True)
+        if self._numbers is not None:
+            self._numbers.abandon()
         if self._engine is not None:
             self.communicators.kept += self._engine.kept
         self._end_threads()
