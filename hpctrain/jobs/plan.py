@@ -165,7 +165,7 @@ def export_command(plan, job, overrides, cluster, to):
     seconds = predict(setup, own, machine).step_seconds, other.run.predict(other.software).step_seconds
     print(
         f"# {own.describe()}: {seconds[0]:.4g} s a step by hpctrain, {seconds[1]:.4g} s by {other.software.name}"
-        f" ({seconds[1] / seconds[0] - 1:+.0%}), as predicted; add data, tokenizer and torchrun's own flags"
+        f" ({seconds[1] / seconds[0] - 1:+.0%}), as predicted; add data, tokenizer, schedule and torchrun's flags"
     )
     print(" \\\n  --".join(["torchrun pretrain_gpt.py", *line.removeprefix("--").split(" --")]))
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job, Model
+from hpctrain.config.training.train import Train
 from hpctrain.plan.tiling import Plan
 from hpctrain.software.advice import flags_of
 from hpctrain.software.megatron_flags import MegatronRun, read_flags, run_of
@@ -27,8 +28,12 @@ def launch_line(job: Job, dtype: str, plan: Plan, cluster: Cluster) -> tuple[str
     The flags are read back by the reader of launch lines. Raises JobError for a model that Megatron-LM does not have,
     and PlanError for a plan that it cannot run.
     """
-    flags = _model_flags(job) | DTYPES[dtype] | _layout_flags(plan, job.model.num_layers)
-    flags |= {"lr": f"{job.train.learning_rate:g}", "train-iters": str(job.train.steps)}
+    flags = _model_flags(job) | DTYPES[dtype] | _layout_flags(plan, job.model.num_layers) | _optimizer_flags(job.train)
+    if len(plan.ranks) != cluster.num_devices:
+        raise PlanError(
+            f"the plan is for {len(plan.ranks)} ranks, and a launch line for all {cluster.num_devices} devices of the"
+            " cluster; give a cluster of as many, or make a plan for this one"
+        )
     line = " ".join(f"--{name} {value}".rstrip() for name, value in flags.items())
     own = run_of(read_flags(line), cluster)
     wrong = {name for name, value in flags_of(own.run).items() if flags.get(name) != value}
@@ -53,11 +58,30 @@ def _model_flags(job: Job) -> dict[str, str]:
         "seq-length": job.data.sequence_length,
         "max-position-embeddings": model.max_positions,
         "vocab-size": model.num_ids,
+        "norm-epsilon": f"{model.norm_epsilon:g}",
+        "hidden-dropout": 0,  # 0.1 by default, as the other one
+        "attention-dropout": 0,
     }
+    if model.architecture != "gpt2":
+        flags["rotary-base"] = int(model.rope_base)
     result = {name: str(value) for name, value in flags.items()} | ARCHITECTURES[model.architecture]
     if model.num_kv_heads and model.num_kv_heads != model.num_heads:
         result |= {"group-query-attention": "", "num-query-groups": str(model.num_kv_heads)}
     return result if model.tie_head else result | {"untie-embeddings-and-output-weights": ""}
+
+
+def _optimizer_flags(train: Train) -> dict[str, str]:
+    if train.optimizer != "adamw":
+        raise JobError(f"train.optimizer = '{train.optimizer}' is not written as flags of Megatron-LM; adamw is")
+    values = {
+        "lr": train.learning_rate,
+        "weight-decay": train.weight_decay,
+        "adam-beta1": train.beta1,
+        "adam-beta2": train.beta2,
+        "adam-eps": train.epsilon,
+        "clip-grad": train.clip_norm,
+    }
+    return {name: f"{value:g}" for name, value in values.items()} | {"train-iters": str(train.steps)}
 
 
 def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:

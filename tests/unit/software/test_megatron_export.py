@@ -39,6 +39,8 @@ def test_an_even_plan_is_a_line_whose_flags_megatron_has(plan, expected):
     assert f"{expected} " in f"{line} " and "--swiglu --normalization RMSNorm" in line
     assert own.run.num_devices == 8 and own.run.global_batch == 16 and own.run.kv_heads == JOB.model.num_kv_heads
     assert ("use-distributed-optimizer" in line) == (plan.tiles[0].zero == 1)
+    assert "--rotary-base 10000 --swiglu" in line and "--hidden-dropout 0 --attention-dropout 0" in line
+    assert f"--adam-beta2 {JOB.train.beta2} " in line, "Megatron-LM's default is another one"
     for words in line.removeprefix("--").split(" --"):
         name, _, value = words.partition(" ")
         kind, choices = ARGUMENTS[name]
@@ -68,6 +70,7 @@ def _swapped(plan: Plan) -> Plan:
         (_uneven(plan_of()), r"cuts 8 blocks evenly, and this plan's stages begin with items \[0, 7\]"),
         (_swapped(plan_of()), r"replica of a stage on ranks \[0, 1\], and this plan on \[6, 7\]"),
         (_mixed(plan_of()), "tiles of this plan have ZeRO stages 0, 1"),
+        (plan_of(data=1), "the plan is for 4 ranks, and a launch line for all 8 devices of the cluster"),
     ],
 )
 def test_what_a_line_cannot_say_is_refused(plan, message):
