@@ -45,7 +45,7 @@ HOURS = 1e9
     metavar="KEY=VALUE",
     help="Change a key of the file, as nics.ib.count=4.",
 )
-@click.option("--price", type=PATH, metavar="FILE", help="PriceFile: of device-hours or purchases, and of a kWh.")
+@click.option("--price", type=PATH, metavar="FILE", help="A price file: device-hours or purchases, and a kWh.")
 @click.option(
     "--mtbf", type=FiniteRange(0, HOURS, min_open=True), metavar="HOURS", help="Mean time between failures of a device."
 )
@@ -68,7 +68,9 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
     machines = [PossibleMachine("now", described.cluster)]
     for name, file in changes.machines(add, without, overrides).items():
         new = [family for family in file.cluster.families if family not in described.cluster.families]
-        assumed = (f"new nodes of {family}: up to 8 devices each, with the NICs of the first ones" for family in new)
+        assumed = [f"new nodes of {family}: up to 8 devices each, with the NICs of the first ones" for family in new]
+        if file.cluster.links:
+            assumed.append("links of the cluster file count instead of figures of NICs, fabrics and nodes")
         machines.append(PossibleMachine(name, file.cluster, tuple(assumed)))
 
     def search(machine):
@@ -81,6 +83,9 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
         return Predictor(Setup.of_job(run), plan, machine)
 
     prices = load_prices(price) if price else None
+    known = {family for machine in machines for family in machine.cluster.families}
+    unread = sorted(prices.families.keys() - known) if prices else []
+    machines[0] = replace(machines[0], assumed=tuple(f"prices: no machine has families.{name}" for name in unread))
     rows = what_if(machines, search, predict, prices, mtbf and mtbf * 3600, loaded.checkpoint.every)
     currency = prices.currency if prices else ""
     if html is not None:

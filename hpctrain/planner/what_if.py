@@ -169,7 +169,7 @@ def _row(
         if mtbf_seconds:
             lost = checkpoint_steps * prediction.step_seconds / 2 if checkpoint_steps else CHECKPOINT_SECONDS / 2
             lost += RESTART_SECONDS
-            between = mtbf_seconds / machine.cluster.num_devices
+            between = mtbf_seconds / len(best.plan.ranks)
             share = between / (between + lost)
             text = "" if checkpoint_steps else f" and {CHECKPOINT_SECONDS:,.0f} s between checkpoints"
             assumed.append(f"a loss: {RESTART_SECONDS:,.0f} s until training goes on{text}")
@@ -182,7 +182,7 @@ def _row(
         for family in machine.cluster.families:
             hourly = prices.hourly(family)
             money += (hourly or 0.0) * machine.cluster.num_of(family)
-            if hourly is None:
+            if hourly is None and machine.cluster.num_of(family):
                 assumed.append(f"prices: families.{family} costs nothing but its energy")
     change = None
     row = Row(machine, best.plan if best else None, prediction, None, share, watts, money, tuple(assumed), refusal)
@@ -194,11 +194,12 @@ def _row(
 def _mean_watts(cluster: Cluster, best: Predictor, prices: PriceFile, assumed: list[str]) -> float | None:
     """Return the mean power of all devices of a cluster in a step: those that wait, and unused ones, take less."""
     powers: dict[str, tuple[float, float]] = {}
-    for name, family in cluster.families.items():
+    used = {name: family for name, family in cluster.families.items() if cluster.num_of(name)}
+    for name, family in used.items():
         power = power_of(name, family, prices.families.get(name, FamilyPrice()), assumed)
-        if power is None and cluster.num_of(name):
+        if power is None:
             return None
-        powers[name] = power or (0.0, 0.0)
+        powers[name] = power
     total, step = sum(powers[device.family][1] for device in cluster.devices), best.simulated.step_seconds
     for tile, parts in best.simulated.parts.items():
         for rank in tile.ranks:

@@ -6,11 +6,21 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import ClusterFile, build_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import TopologyError, did_you_mean
-from hpctrain.config.tables import as_list, as_table, parse_override, parse_toml, read_text, shorten, tables_of
+from hpctrain.config.tables import (
+    as_list,
+    as_table,
+    parse_override,
+    parse_toml,
+    read_text,
+    shorten,
+    tables_of,
+    toml_value,
+)
 
 DEVICES_OF_A_NODE = 8
 """Devices of a new node of a family that the cluster does not have."""
@@ -126,7 +136,7 @@ def _remove(tree: dict, family: str) -> None:
 def _add(tree: dict, text: str) -> None:
     """Add nodes with devices of a family, like those that it has, or else like the first node. Raises TopologyError."""
     family, _, number = text.partition("=")
-    if not number.isdecimal() or not int(number):
+    if not number.isdecimal() or not 0 < int(number[:10]) <= MOST_RANKS:
         raise TopologyError(f"--add {shorten(text)}: write it as family=devices, such as h100=8")
     families, nodes = as_table(tree.get("families")), [table for _, table in tables_of(tree, "nodes")]
     model, equal = lookup_accelerator(family), [each for each in nodes if family in as_table(each.get("devices"))]
@@ -152,8 +162,9 @@ def usual_changes(cluster: Cluster) -> dict[str, dict[str, list[str]]]:
     """Return the changes that say what the parts of a machine are worth, by name, as arguments of `changed`: each
     family left out, one more NIC on each fabric, twice the GB/s of networks and of links, twice the GB of devices."""
     changes: dict[str, dict[str, list[str]]] = {}
-    if len(cluster.families) > 1:
-        changes = {f"without {name}": {"without": [name]} for name in cluster.families if cluster.num_of(name)}
+    families = {name: family for name, family in cluster.families.items() if cluster.num_of(name)}
+    if len(families) > 1:
+        changes = {f"without {name}": {"without": [name]} for name in families}
     nics = [(f"nodes.{i}.nics.{j}", nic) for i, nodes in enumerate(cluster.nodes) for j, nic in enumerate(nodes.nics)]
     for name, fabric in cluster.fabrics.items():
         own = [(key, nic) for key, nic in nics if nic.fabric == name] if cluster.num_nodes > 1 else []
@@ -163,15 +174,28 @@ def usual_changes(cluster: Cluster) -> dict[str, dict[str, list[str]]]:
             twice = [f"{key}.{speed}={2 * getattr(nic, speed)}" for key, nic in own for speed in speeds]
             if fabric.bytes_per_second:
                 twice.append(f"fabrics.{name}.bytes_per_second={2 * fabric.bytes_per_second}")
-            changes[f"{name}: twice the GB/s"] = {"overrides": twice}
+            changes[f"{name}: twice the GB/s"] = {"overrides": twice + _faster_links(cluster, name)}
     links = [
         f"nodes.{number}.link_bytes_per_second={2 * nodes.link_bytes_per_second}"
         for number, nodes in enumerate(cluster.nodes)
         if nodes.link_bytes_per_second and nodes.num_devices > 1
     ]
     if links:
-        changes["in nodes: twice the GB/s"] = {"overrides": links}
-    for name, family in cluster.families.items():
+        changes["in nodes: twice the GB/s"] = {"overrides": links + _faster_links(cluster, None)}
+    for name, family in families.items():
         memory = [f"families.{name}.memory_bytes={2 * family.memory_bytes}"]
         changes[f"{name}: twice the GB"] = {"overrides": memory}
     return changes
+
+
+def _faster_links(cluster: Cluster, fabric: str | None) -> list[str]:
+    """Return the overrides by which described links of a fabric, or inside nodes, have twice the GB/s: their messages
+    take half of what they take beyond the latency."""
+    result = []
+    for number, link in enumerate(cluster.links):
+        if link.fabric == fabric:
+            result.append(f"links.{number}.bytes_per_second={2 * link.bytes_per_second}")
+            latency, times = link.latency_seconds, link.times
+            faster = [t.model_copy(update={"seconds": (t.seconds + min(t.seconds, latency)) / 2}) for t in times]
+            result += [f"links.{number}.times={toml_value(faster)}"] if times else []
+    return result

@@ -62,6 +62,7 @@ def test_a_key_of_all_nics_and_any_other_key_can_be_set(changes):
         ({"add": ["h1000=8"]}, "--add h1000=8: neither a family of the cluster nor a model; did you mean"),
         ({"add": ["h100"]}, "--add h100: write it as family=devices, such as h100=8"),
         ({"add": ["h100=0"]}, "write it as family=devices"),
+        ({"add": ["h100=" + "9" * 5000]}, "write it as family=devices"),
         ({"without": ["v10"]}, "--without v10: no such family; did you mean 'v100'?"),
         ({"without": ["a100", "v100"]}, "--without v100: nothing is left of the cluster"),
         ({"overrides": ["nics.ip.count=4"]}, "no node has a NIC on 'ip'; known are: ib"),
@@ -96,6 +97,33 @@ def test_the_usual_questions_can_be_asked_of_every_ready_cluster(name):
     assert list(machines) == list(usual_changes(cluster))
     assert {f"without {family}" for family in cluster.families} <= set(machines)
     assert all(file.cluster != cluster for file in machines.values())
+
+
+MEASURED = """
+[families.cpu]
+kind = "cpu"
+memory_bytes = 8_000_000_000
+memory_bytes_per_second = 8e9
+sustained_flops_per_second = {fp32 = 1e10}
+[[nodes]]
+count = 1
+devices = {cpu = 2}
+link_latency_seconds = 1e-4
+link_bytes_per_second = 1e8
+[[links]]
+origin = "measured"
+families = ["cpu", "cpu"]
+latency_seconds = 1e-4
+bytes_per_second = 1e8
+times = [{message_bytes = 1_000, seconds = 9e-5}, {message_bytes = 1_000_000, seconds = 0.0101}]
+"""
+
+
+def test_measured_links_get_faster_with_what_they_replace(tmp_path):
+    (tmp_path / "measured.toml").write_text(MEASURED)
+    changes = ClusterChanges(tmp_path / "measured.toml")
+    link = changes.machines([], [], [])["in nodes: twice the GB/s"].cluster.links[0]
+    assert link.bytes_per_second == 2e8 and [each.seconds for each in link.times] == pytest.approx([9e-5, 0.0051])
 
 
 def test_a_price_file_is_checked(tmp_path):
