@@ -52,8 +52,11 @@ def _text(own: MegatronRun, rows: dict[str, Advice], machine: str, why_not: str,
     stage = max(given.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     needed, available = stage.memory.total / 2**30, stage.available_bytes / 2**30
     low, high = given.interval_seconds
-    parts = sorted(given.breakdown_seconds.items(), key=lambda part: -part[1])
-    shares = [f"{name} {s / given.step_seconds:.0%}" for name, s in parts if s > LEAST_NAMED * given.step_seconds]
+    # Only what is exposed bounds a step; waits that are for no message are the bubble.
+    parts = {name: min(given.breakdown_seconds[name], s) for name, s in given.exposed_seconds.items()}
+    parts["bubble"] = given.step_seconds - sum(parts.values())
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    shares = [f"{name} {s / given.step_seconds:.0%}" for name, s in largest if s > LEAST_NAMED * given.step_seconds]
     lines = [
         f"tensor {run.tensor} x pipeline {run.pipeline} x context {run.context} x data {run.data}, on {machine}",
         f"memory    {'fits' if given.fits else 'DOES NOT FIT'}: {needed:.1f} of {available:.1f} GiB",

@@ -227,7 +227,7 @@ def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
         return 1, f"with no other number a step is predicted to take {PAYS} of the time or less"
     whole = Predictor(replace(predictor.setup, tensor_parts=1), plan, cluster, prices=predictor.prices, like=predictor)
     share = prediction.step_seconds / whole.predict().step_seconds
-    return count, f"a step is predicted to take {share:.3f} of the time with it, and {PAYS} pays"
+    return count, f"with it a step is predicted to take {share:.3f} of the time; it is used at {PAYS} or less"
 
 
 def format_value(value: bool | int) -> str:
