@@ -183,6 +183,8 @@ class Operation:
         Return its steps and tensors, which must be kept: MPI may still write into them.
         """
         self.error = CommError(f"{self.name} of {self._instruments.name} was abandoned while it was in flight")
+        if self._instruments.recorder:  # else the watchdog would take it for one that hangs
+            self._instruments.recorder.abandon(self._handle)
         self._is_taken = True
         left = self.condition, self._steps, self._kept
         self.condition, self._steps, self._paced, self._kept = None, iter(()), None, ()

@@ -144,6 +144,10 @@ class Recorder:
         if self._in_flight.pop(handle, None) is not None and handle > 0:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
+    def abandon(self, handle: int) -> None:
+        """Wait for the operation of this handle no more. The record keeps that it has not ended."""
+        self._in_flight.pop(handle, None)
+
     @contextmanager
     def recorded(self, group: int, operation: str):
         """Record a block as an operation whose bytes do not matter."""

@@ -9,6 +9,7 @@ from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine
 from hpctrain.comm.progress.operation import Operation
 from hpctrain.comm.waiting import Condition, Patience, Phase
+from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import CommError
 
 SOON = Patience(Phase("a test", 5, "a key"))
@@ -97,6 +98,17 @@ def test_who_waits_for_an_abandoned_operation_is_told_and_closing_waits_for_nobo
     assert progress._lanes == [], "a closed lane is polled no more"
     progress.finish()
     progress.close()
+
+
+def test_an_abandoned_operation_is_watched_no_more_and_has_not_ended_in_the_flight_record():
+    recorder = Recorder(None, 0, 2, "a", "cpu")
+    patience = Patience(Phase("a test", 1.0, ""))
+    left = Operation(
+        Instruments(recorder, "data", [0, 1]), "all_reduce", 1, iter([Condition(lambda: False, "a gate")]), patience
+    )
+    assert not left.advance() and recorder.max_in_flight() is not None
+    left.abandon()
+    assert recorder.max_in_flight() is None and len(recorder.snapshot().in_flight) == 1
 
 
 def test_a_blocking_call_begins_when_what_was_started_has_ended():
