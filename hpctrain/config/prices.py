@@ -30,14 +30,18 @@ class FamilyPrice(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        both = self.device_hour is not None and self.purchase is not None
-        return refused_for(self, ["device_hour and purchase: a device is rented or bought; keep one"] if both else [])
+        mistakes = []
+        if self.device_hour is not None and self.purchase is not None:
+            mistakes.append("device_hour and purchase: a device is rented or bought; keep one")
+        if self.watts is not None and self.idle_watts is not None and self.idle_watts > self.watts:
+            mistakes.append(f"idle_watts = {self.idle_watts:g} is more than watts = {self.watts:g}")
+        return refused_for(self, mistakes)
 
 
 class PriceFile(Table):
     """A price file."""
 
-    currency: str = "EUR"
+    currency: Name = "EUR"
     kwh: Money = 0.0
     """The price of a kWh at the device; multiply it by what cooling takes."""
     years: Annotated[float, Field(gt=0, le=100)] = 4.0
