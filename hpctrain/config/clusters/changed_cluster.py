@@ -87,6 +87,12 @@ def overrides_of(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
 def _set(tree: dict, key: list[str], value: Any) -> None:
     """Set a key of the file, or of all NICs on a fabric. Raises TopologyError where its table is not there."""
     text = f"--set {'.'.join(key)}"
+    names = *as_table(tree.get("families")), *as_table(tree.get("fabrics"))
+    for name in sorted(names, key=len, reverse=True):
+        parts = name.split(".")  # a name may have dots
+        if key[1 : 1 + len(parts)] == parts:
+            key = [key[0], name, *key[1 + len(parts) :]]
+            break
     if key[0] == "nics" and len(key) == 3:
         every = [as_table(nic) for _, nodes in tables_of(tree, "nodes") for nic in as_list(nodes.get("nics"))]
         tables = [nic for nic in every if nic.get("fabric") == key[1]]

@@ -99,6 +99,19 @@ def test_the_usual_questions_can_be_asked_of_every_ready_cluster(name):
     assert all(file.cluster != cluster for file in machines.values())
 
 
+def test_a_family_and_a_fabric_may_have_dots_in_their_names(tmp_path):
+    (tmp_path / "dots.toml").write_text(
+        TEXT.replace("a100 =", '"a.100" =')
+        .replace("s.a100", 's."a.100"')
+        .replace('"ib"', '"i.b"')
+        .replace("s.ib", 's."i.b"')
+    )
+    changes = ClusterChanges(tmp_path / "dots.toml")
+    assert {"without a.100", "i.b: twice the GB/s", "a.100: twice the GB"} <= set(changes.machines([], [], []))
+    changed = changes.changed(overrides=["nics.i.b.count=4"]).cluster
+    assert [nodes.nics[0].count for nodes in changed.nodes] == [4, 4]
+
+
 MEASURED = """
 [families.cpu]
 kind = "cpu"
