@@ -47,14 +47,14 @@ out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan fil
 
 @click.group("plan")
 def command():
-    """Search for a plan, write the even one, draw or check one.
+    """Search for a plan, write the even one, draw, check or export one.
 
     \b
     hpctrain plan search mixed --cluster v100-t4 --out plan.toml
-    hpctrain plan uniform tiny --ranks 4 --out plan.toml
     hpctrain plan draw plan.toml
-    hpctrain plan check plan.toml tiny
-    hpctrain plan export plan.toml tiny --cluster cluster.toml --to megatron
+    hpctrain plan check plan.toml mixed
+    hpctrain plan uniform mixed --cluster v100-t4 --set plan.data=8 --out even.toml
+    hpctrain plan export even.toml mixed --cluster v100-t4 --to megatron
 
     A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
     other items or another tensor grid. Then set `plan.file` of the job to its path.
@@ -122,7 +122,9 @@ def uniform_command(job, overrides, ranks, cluster, out):
     """Write the even plan that the [plan] section of JOB describes.
 
     \b
-    hpctrain plan uniform tiny --ranks 4 --set plan.pipeline=2 --out plan.toml
+    hpctrain plan uniform mixed --ranks 4 --set plan.pipeline=2 --set plan.data=2 --out even.toml
+
+    The product of plan.tensor.y, plan.pipeline and plan.data is the number of ranks.
     """
     if bool(ranks) == bool(cluster):
         raise click.UsageError("give --ranks N or --cluster CLUSTER")
@@ -147,13 +149,23 @@ def uniform_command(job, overrides, ranks, cluster, out):
 @click.argument("plan", type=PATH)
 @click.argument("job", shell_complete=complete_job)
 @override_option
-@click.option("--cluster", required=True, metavar="CLUSTER", shell_complete=complete_cluster, help="Its cluster.")
+@click.option(
+    "--cluster",
+    required=True,
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="The cluster that the plan is for: a file, or the name of a ready one.",
+)
 @click.option("--to", type=click.Choice(["megatron"]), required=True, help="The software whose launch line is written.")
 def export_command(plan, job, overrides, cluster, to):
-    """Write the launch line of other software for a plan, with what is lost of its speed.
+    """Write the launch line of other software for an even plan, with the step of both as predicted.
 
     \b
-    hpctrain plan export plan.toml llama.toml --cluster cluster.toml --to megatron
+    hpctrain plan uniform mixed --cluster a100-80-40 --set plan.pipeline=2 --set plan.data=4 --out even.toml
+    hpctrain plan export even.toml mixed --cluster a100-80-40 --to megatron
+
+    What the other software cannot do is refused, such as stages of unequal numbers of blocks. Add data, tokenizer and
+    the flags of torchrun to the line.
     """
     from hpctrain.software.megatron_export import launch_line
 

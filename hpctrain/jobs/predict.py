@@ -39,18 +39,21 @@ from hpctrain.planner.prices.setup import Setup
     "launch_line",
     type=(click.Choice(["megatron"]), str),
     metavar="SOFTWARE LINE",
-    help="In place of JOB and --plan: megatron, and its flags, a script or a model_config.yaml.",
+    help="In place of JOB and --plan: `megatron`, and its flags in quotes, a script or a model_config.yaml.",
 )
 @json_option
 def command(job, overrides, cluster, plan_file, launch_line, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
     \b
-    hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
-    hpctrain predict --from megatron 'FLAGS' --cluster cluster.toml
+    hpctrain plan search mixed --cluster v100-t4 --out plan.toml
+    hpctrain predict mixed --cluster v100-t4 --plan plan.toml
+    hpctrain predict --cluster a100-80-40 --from megatron '--num-layers 8 --hidden-size 1024 --bf16
+        --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8'
+    hpctrain predict --cluster cluster.toml --from megatron pretrain.sh
 
-    CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
-    was assumed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
+    Figures that were measured count more than those of data sheets; what was assumed is listed. Keys of `[overlap]`
+    that are `auto` have the values of a run there. With --from, better flags and the best plan of hpctrain follow.
     """
     if launch_line and (job or plan_file or overrides):
         raise click.UsageError("--from is in place of JOB, --plan and --set: leave these out")

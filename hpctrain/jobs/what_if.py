@@ -34,34 +34,51 @@ HOURS = 1e9
 @click.command("what-if")
 @click.argument("job", shell_complete=complete_job)
 @click.option(
-    "--cluster", required=True, metavar="CLUSTER", shell_complete=complete_cluster, help="The machine that there is."
+    "--cluster",
+    required=True,
+    metavar="CLUSTER",
+    shell_complete=complete_cluster,
+    help="The machine that there is: a cluster file, or the name of a ready one.",
 )
-@click.option("--add", multiple=True, metavar="FAMILY=N", help="Add N devices, of a family of it or of the catalogue.")
-@click.option("--without", multiple=True, metavar="FAMILY", help="Leave out a family.")
+@click.option(
+    "--add",
+    multiple=True,
+    metavar="FAMILY=N",
+    help="Add N devices of a family of the cluster, or of a model of the catalogue.",
+)
+@click.option("--without", multiple=True, metavar="FAMILY", help="Leave out a family of the cluster.")
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a key of the file, as nics.ib.count=4.",
+    help="Change a key of the cluster file, such as nics.ib.count=4.",
 )
-@click.option("--price", type=PATH, metavar="FILE", help="A price file: device-hours or purchases, and a kWh.")
 @click.option(
-    "--mtbf", type=FiniteRange(0, HOURS, min_open=True), metavar="HOURS", help="Mean time between failures of a device."
+    "--price", type=PATH, metavar="FILE", help="Prices of devices, by hour or purchase, and of a kWh (docs/planner.md)."
 )
-@click.option("--budget", type=LARGE_COUNT, default=SCORED, show_default=True, metavar="N", help="Score N plans each.")
-@click.option("--html", type=PATH, metavar="FILE", help="Draw it into a page for a browser.")
+@click.option(
+    "--mtbf",
+    type=FiniteRange(0, HOURS, min_open=True),
+    metavar="HOURS",
+    help="Mean time between failures of one device.",
+)
+@click.option(
+    "--budget", type=LARGE_COUNT, default=SCORED, show_default=True, metavar="N", help="Score N plans for each machine."
+)
+@click.option("--html", type=PATH, metavar="FILE", help="Draw the answer into a page for a browser.")
 @json_option
 def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as_json):
     """Say what other devices, networks or memory would bring to JOB.
 
     \b
     hpctrain what-if mixed --cluster three-vendors
-    hpctrain what-if my.toml --cluster now.toml --add h100=8 --price prices.toml --mtbf 50000
-    hpctrain what-if my.toml --cluster now.toml --set nics.ib.count=4 --set fabrics.ib.bytes_per_second=50e9
+    hpctrain what-if mixed --cluster three-vendors --add h100=8 --mtbf 50000
+    hpctrain what-if mixed --cluster three-vendors --without ascend-910 --set nics.roce.count=4
+    hpctrain what-if my.toml --cluster now.toml --price prices.toml --html what-if.html
 
     Without a change it says what each family, NIC, GB and GB/s of the machine is worth. With several changes there is a
-    row for each alone, and one for all. A difference that a search may miss is printed as none.
+    row for each alone, and one for all. A difference below 2 %, which a search may miss, is printed as none.
     """
     loaded, described = load_job_for(job, (), cluster)
     changes = ClusterChanges(locate_cluster(cluster))

@@ -41,8 +41,8 @@ def resolve_plan(
     request = job.plan
     if request is None:
         raise PlanError(
-            'plan = "auto" is searched for on a described machine: give --cluster CLUSTER, or set plan.tensor.y,'
-            f" plan.pipeline and plan.data, whose product is {num_ranks}"
+            'plan = "auto" is no even plan: set plan.tensor.y, plan.pipeline and plan.data, whose product is'
+            f" {num_ranks}, or search: hpctrain plan search JOB --cluster CLUSTER"
         )
     if request.file is not None:
         plan = load_plan(request.file)

@@ -24,7 +24,7 @@ llama-8b on 64 devices of three families."""
 CHECKPOINT_SECONDS = 3600.0
 """Assumed time between checkpoints, where a job saves none before its end."""
 RESTART_SECONDS = 300.0
-"""Assumed time from a loss until training goes on: it is noticed, ranks start, the checkpoint is read."""
+"""Assumed time from a failure until training continues: it is noticed, ranks start, the checkpoint is read."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _row(
             between = mtbf_seconds / len(best.plan.ranks)
             share = between / (between + lost)
             text = "" if checkpoint_steps else f" and {CHECKPOINT_SECONDS:,.0f} s between checkpoints"
-            assumed.append(f"a loss: {RESTART_SECONDS:,.0f} s until training goes on{text}")
+            assumed.append(f"a failure: {RESTART_SECONDS:,.0f} s until training continues{text}")
     watts = _mean_watts(machine.cluster, best, prices or PriceFile(), assumed) if best else None
     money = None
     if prices is not None and best is not None:

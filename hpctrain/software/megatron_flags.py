@@ -67,7 +67,8 @@ def read_flags(text: str) -> MegatronFlags:
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"{where}: cannot be read ({error}); give flags, a script or a model_config.yaml") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise JobError(f"{where}: cannot be read ({why}); give flags, a script or a model_config.yaml") from None
     pairs = _yaml_flags(text, where) if re.search(r"^MODEL_ARGS:", text, re.M) else _shell_flags(text, where)
     values = {name.replace("_", "-"): value for name, value in pairs}
     if not values:

@@ -120,7 +120,7 @@ class DescribedRun:
         if self.global_batch % (self.data * self.microbatch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is not divisible by data {self.data} x microbatch"
-                f" {self.microbatch}"
+                f" {self.microbatch}; make it a multiple of {self.data * self.microbatch}"
             )
 
     @property

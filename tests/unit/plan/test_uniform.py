@@ -26,7 +26,7 @@ def test_a_described_plan_has_no_more_microbatches_than_one_of_a_file():
 
 
 def test_a_plan_that_is_open_needs_a_machine():
-    with pytest.raises(PlanError, match=r'plan = "auto" is searched for on a described machine: give --cluster'):
+    with pytest.raises(PlanError, match=r'plan = "auto" is no even plan: set .* whose product is 4, or search'):
         resolve_plan(job(), 4)
 
 
