@@ -40,7 +40,7 @@ def _numbers(value: object) -> object:
         first, dash, last = (end.strip() for end in part.partition("-"))
         if not first.isdecimal() or not (last if dash else first).isdecimal():
             raise ValueError(f'"{shorten(value)}" is no list of ranks; write "0-7", "0-3,8-11", or [0, 1, 2, 3]')
-        low, high = int(first[:10]), int((last or first)[:10])
+        low, high = (int(end.lstrip("0")[:10] or 0) for end in (first, last or first))
         if not low <= high < MOST_RANKS:
             raise ValueError(f'"{shorten(part.strip())}" must go up, and no rank is above {MOST_RANKS - 1:,}')
         result += range(low, high + 1)

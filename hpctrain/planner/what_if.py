@@ -37,7 +37,7 @@ class PossibleMachine:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedMachine:
     """The worth of a machine to a job."""
 
     machine: PossibleMachine
@@ -115,7 +115,7 @@ def what_if(
     prices: PriceFile | None = None,
     mtbf_seconds: float | None = None,
     checkpoint_steps: int = 0,
-) -> list[Row]:
+) -> list[ComparedMachine]:
     """Return what each machine is worth, compared with the first one.
 
     `search` returns the best plan of a cluster, and `predict` that of a given plan; both raise HpctrainError where none
@@ -147,7 +147,7 @@ def what_if(
 
     results[0] = best_of(0, range(1, len(machines)))
     results[1:] = [best_of(number, [0]) for number in range(1, len(machines))]
-    rows: list[Row] = []
+    rows: list[ComparedMachine] = []
     for machine, best in zip(machines, results, strict=True):
         rows.append(_row(machine, best, rows[:1], prices, mtbf_seconds, checkpoint_steps))
     return rows
@@ -156,11 +156,11 @@ def what_if(
 def _row(
     machine: PossibleMachine,
     result: Predictor | HpctrainError,
-    first: Sequence[Row],
+    first: Sequence[ComparedMachine],
     prices: PriceFile | None,
     mtbf_seconds: float | None,
     checkpoint_steps: int,
-) -> Row:
+) -> ComparedMachine:
     best, refusal = (result, "") if isinstance(result, Predictor) else (None, str(result))
     assumed, prediction, share = [*machine.assumed], None, 1.0
     if best is not None:
@@ -185,7 +185,9 @@ def _row(
             if hourly is None and machine.cluster.num_of(family):
                 assumed.append(f"prices: families.{family} costs nothing but its energy")
     change = None
-    row = Row(machine, best.plan if best else None, prediction, None, share, watts, money, tuple(assumed), refusal)
+    row = ComparedMachine(
+        machine, best.plan if best else None, prediction, None, share, watts, money, tuple(assumed), refusal
+    )
     if first and first[0].tokens_per_second:
         change = row.tokens_per_second / first[0].tokens_per_second - 1
     return replace(row, change=None if change is None or abs(change) < TOLERANCE else change)

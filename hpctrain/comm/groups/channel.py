@@ -142,8 +142,9 @@ class MessageChannel(Channel):
         self._outgoing.abandon()
 
     def close(self) -> None:
-        self._incoming.close()
+        # Sends may be in flight; receives were waited for. Both groups share what the first one frees.
         self._outgoing.close()
+        self._incoming.close()
 
 
 def make_channel(

@@ -182,10 +182,8 @@ class Group:
         if isinstance(self._collectives, StreamedCollectives) and OPERATIONS[name].is_launched:
             launches = self._collectives.launches_of(tensor)
             device = launches.accelerator if launches is not None and self._collectives.is_launched else None
-        is_overlapped, kept = lane is not None, (tensor, out)
-        operation = Operation(
-            self._instruments, name, tensor.nbytes, steps, self._patience, is_overlapped, device, kept
-        )
+        what = self._instruments, name, tensor.nbytes, steps, self._patience
+        operation = Operation(*what, lane is not None, device, kept=(tensor, out))
         if launches is not None:
             launches.begin(operation, lane)
         elif lane is not None:

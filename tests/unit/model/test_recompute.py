@@ -90,9 +90,11 @@ def test_selective_keeps_what_products_return_and_takes_less_than_all_again(arch
     attention, mlp = setup.branches(ONE_BLOCK)
     assert attention and mlp
     h, q, k = model.hidden_size, attention.query_size, attention.key_size
-    dropped = 2 * h + mlp.inner + (q + k if attention.rotary else 0)
-    if attention.score_cap is not None:  # tanh and exponentials of scores, and a byte of a mask for all heads
-        dropped += 2 * attention.heads * LENGTH + LENGTH / 4
+    dropped = 2 * h + mlp.inner
+    if attention.score_cap is not None:  # keys and values of every query head; tanh and exponentials of scores; a mask
+        dropped += 2 * q - 2 * k + 2 * attention.heads * LENGTH + LENGTH / 4
+    elif attention.rotary:
+        dropped += q + k
     assert none - selective == 4 * LENGTH * dropped
     assert full < selective < none
     kept, some, every = (

@@ -31,7 +31,7 @@ class Timed:
 
 def result_of(*plans: tuple[int, float]) -> SearchResult:
     timed = tuple(Timed(*plan) for plan in sorted(plans, key=lambda plan: plan[1]))
-    return SearchResult(timed, (), 0.5, {}, True, math.nan, math.nan, {}, {})  # pyright: ignore[reportArgumentType]
+    return SearchResult(timed, (), {}, True, math.nan, math.nan, {}, {})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("noise", [-0.4 * EQUAL_SHARE, 0.0, 0.4 * EQUAL_SHARE])

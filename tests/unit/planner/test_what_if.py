@@ -9,7 +9,7 @@ from hpctrain.config.prices import FamilyPrice, PriceFile
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space
-from hpctrain.planner.what_if import RESTART_SECONDS, PossibleMachine, Row, moved_plan, what_if
+from hpctrain.planner.what_if import RESTART_SECONDS, ComparedMachine, PossibleMachine, moved_plan, what_if
 from tests.examples import costly
 from tests.unit.small_searches import cluster_of, setup_of
 
@@ -18,7 +18,7 @@ FEW = Limits(scored=6, simulated=1)
 """So few plans that a search misses the best one."""
 
 
-def rows_of(*clusters: Cluster, limits: Limits = FEW, **options) -> list[Row]:
+def rows_of(*clusters: Cluster, limits: Limits = FEW, **options) -> list[ComparedMachine]:
     def best(cluster: Cluster) -> Predictor:
         return search(SETUP, BATCH, cluster, space=Space(zero=(1,)), limits=limits).best.predictor
 
