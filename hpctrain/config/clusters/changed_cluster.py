@@ -10,6 +10,7 @@ from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import ClusterFile, build_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
+from hpctrain.config.clusters.figures import Figures
 from hpctrain.config.errors import TopologyError, did_you_mean
 from hpctrain.config.tables import (
     as_list,
@@ -115,8 +116,8 @@ def _set(tree: dict, key: list[str], value: Any) -> None:
             raise TopologyError(f"{text}: '{'.'.join(key[:-1])}' is a list; say which table, such as {key[0]}.0")
     for table in tables:
         table[key[-1]] = value
-        for origins in filter(None, [as_table(table.get("origins"))]):
-            origins.pop(key[-1], None)
+        if key[-1].endswith(Figures.UNITS) and ("origin" in table or "origins" in table):  # typed, so not measured
+            table["origins"] = {**as_table(table.get("origins")), key[-1]: "datasheet"}
 
 
 def _remove(tree: dict, family: str) -> None:

@@ -56,6 +56,15 @@ def test_a_key_of_all_nics_and_any_other_key_can_be_set(changes):
     assert changes.changed().cluster.nodes[0].nics[0].count == 2, "each change begins with the file"
 
 
+def test_a_figure_that_is_set_is_measured_no_longer(tmp_path):
+    (tmp_path / "c.toml").write_text(TEXT.replace('network = "HDR"', 'network = "HDR"\norigin = "measured"'))
+    fabric = (
+        ClusterChanges(tmp_path / "c.toml").changed(overrides=["fabrics.ib.latency_seconds=9e-6"]).cluster.fabrics["ib"]
+    )
+    assert fabric.latency_seconds == 9e-6 and fabric.origin_of("latency_seconds") == "datasheet"
+    assert fabric.origin == "measured"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
