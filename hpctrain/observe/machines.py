@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.planner.prediction.forecast import format_waterfall
-from hpctrain.planner.what_if import TOLERANCE, Row
+from hpctrain.planner.what_if import TOLERANCE, ComparedMachine
 
 
-def format_machines(rows: Sequence[Row], currency: str, shows_share: bool) -> str:
+def format_machines(rows: Sequence[ComparedMachine], currency: str, shows_share: bool) -> str:
     """Return a table of machines, the first of which the others are compared with, and what is assumed.
 
     Without a `currency` there are no prices; `shows_share` says whether losses count.
