@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from hpctrain.observe.report.svg import LANE, Panel, Svg, show_count
-from hpctrain.planner.what_if import Row
+from hpctrain.planner.what_if import ComparedMachine
 
 LEFT, RIGHT, LANE_GAP = 240, 76, 5
 """Pixels for the names of machines, for the last number, and between bars."""
 
 
-def machine_panels(rows: Sequence[Row], currency: str) -> dict[str, Panel]:
+def machine_panels(rows: Sequence[ComparedMachine], currency: str) -> dict[str, Panel]:
     """Return a panel for each figure that is known of any machine, by its unit."""
-    figures: list[tuple[str, Callable[[Row], float | None]]] = [
+    figures: list[tuple[str, Callable[[ComparedMachine], float | None]]] = [
         ("tokens/s", lambda row: row.tokens_per_second),
         (f"tokens/{currency}", lambda row: row.tokens_per_money),
         ("tokens/kWh", lambda row: row.tokens_per_kwh),
@@ -19,7 +19,7 @@ def machine_panels(rows: Sequence[Row], currency: str) -> dict[str, Panel]:
     return {name: _panel(rows, name, value) for name, value in figures if any(map(value, rows))}
 
 
-def _panel(rows: Sequence[Row], name: str, value: Callable[[Row], float | None]) -> Panel:
+def _panel(rows: Sequence[ComparedMachine], name: str, value: Callable[[ComparedMachine], float | None]) -> Panel:
     known = [row for row in rows if value(row)]
     best = max(known, key=lambda row: value(row) or 0.0)
     left_out = [row.machine.name for row in rows if row not in known]
@@ -28,7 +28,7 @@ def _panel(rows: Sequence[Row], name: str, value: Callable[[Row], float | None])
     return Panel(title, lambda width: _draw(known, name, [value(row) or 0.0 for row in known], width), note)
 
 
-def _draw(rows: Sequence[Row], name: str, values: Sequence[float], width: int) -> Svg:
+def _draw(rows: Sequence[ComparedMachine], name: str, values: Sequence[float], width: int) -> Svg:
     svg = Svg(width, name, [("p0", name)])
     times = [[end / row.tokens_per_second for end in row.interval] for row in rows]
     most = max(value * high for value, (_, high) in zip(values, times, strict=True))

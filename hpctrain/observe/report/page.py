@@ -20,7 +20,7 @@ from hpctrain.observe.report.tiles import plan_panel
 from hpctrain.observe.report.timeline import timeline_panel
 from hpctrain.observe.report.waterfall import waterfall_panel
 from hpctrain.plan.tiling import Plan, counted
-from hpctrain.planner.what_if import Row
+from hpctrain.planner.what_if import ComparedMachine
 
 WIDE, HALF, NARROW = 840, 470, 342
 """Pixels of pictures: of one run (readable on paper too), of two side by side, on a phone."""
@@ -71,7 +71,7 @@ def render_plan(plan: Plan, name: str) -> str:
     return _render(name, [section], [])
 
 
-def render_machines(rows: Sequence[Row], name: str, currency: str) -> str:
+def render_machines(rows: Sequence[ComparedMachine], name: str, currency: str) -> str:
     """Return a page that compares machines for a job."""
     panels = machine_panels(rows, currency)
     sections = [
