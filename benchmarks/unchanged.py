@@ -404,10 +404,10 @@ def main():
 def record(out, cases, seed, count, only):
     """Write what the code of this folder does to the folder OUT."""
     out.mkdir(parents=True, exist_ok=True)
-    chosen = json.loads(cases.read_text()) if cases else drawn_cases(seed, count)
-    (out / "cases.json").write_text(json.dumps(chosen, indent=1) + "\n")
     with tempfile.TemporaryDirectory(prefix="hpctrain-unchanged-") as folder, serving(Path(folder) / "server"):
         os.environ[SERVER_VARIABLE] = f"{folder}/server"
+        chosen = json.loads(cases.read_text()) if cases else drawn_cases(seed, count)
+        (out / "cases.json").write_text(json.dumps(chosen, indent=1) + "\n")
         for name in only or SECTIONS:
             found = SECTIONS[name](chosen, lambda line: click.echo(line, err=True))
             (out / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -9,11 +9,12 @@ One queue, the most promising candidate first. A candidate has one of four level
    must fit by `prediction/memory.py`. That alone decides;
 4. a *changed* plan (`changes.py`): extra warm-up, other schedules.
 
-A candidate is `optimistic` about its seconds by the error of its level. Of shapes that were not scored nothing is
-known: groups come first, in the order of their seconds. Refining a candidate makes candidates of the next level. The
-search ends where no candidate may be faster than the best plan, or the budget is spent. The answer depends on the
-budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and `planner/explain.py` say why a
-plan was chosen.
+Each has about the least seconds that may come of it, by the error of its level. Of shapes that were not scored nothing
+is known: groups come first, in the order of their seconds. Of the layouts half are simulated in the order of the
+estimate, the others in the order of what other schedules may make of them. Refining a candidate makes candidates of the
+next level. The search ends where no candidate may be faster than the best plan, or the budget is spent. The answer
+depends on the budget, not on the machine; a limit in seconds ends it earlier. `planner/choose.py` and
+`planner/explain.py` say why a plan was chosen.
 """
 
 import gc
@@ -60,6 +61,8 @@ TRIED = 5
 """Number of layouts that are simulated, whatever the limits, while none fits. The first are simulated at once, so that
 there is a plan."""
 
+ESTIMATED_SHARE = 0.5
+"""Share of the simulated layouts that the estimate by 1F1B chooses. What other schedules save chooses the rest."""
 ESTIMATE_ERROR = 0.03
 """Relative error of the estimate that is rarely exceeded."""
 
@@ -178,7 +181,7 @@ class Search:
         self._best_score = self._best_seconds = math.inf
         """The least of all layouts by the estimate, and of all plans."""
         self._first_after: float | None = None
-        self.num_simulated = 0
+        self.num_simulated, self._by_estimate = 0, limits.simulated is not None
         self._num_pushed = self._num_scored = self._num_groups = 0
         self._is_complete = True
 
@@ -221,8 +224,12 @@ class Search:
     def _refine_most_promising(self) -> None:
         """Refine candidates until none left may be faster than the best plan, or the budget is spent."""
         while self._queue:
-            (optimistic, _), _, candidate = heapq.heappop(self._queue)
-            if optimistic >= self._best_seconds or not self._is_affordable(candidate):
+            if self._by_estimate and self.num_simulated >= ESTIMATED_SHARE * (self._limits.simulated or math.inf):
+                self._by_estimate = False
+                self._queue = [(self._priority(candidate), number, candidate) for _, number, candidate in self._queue]
+                heapq.heapify(self._queue)
+            _, _, candidate = heapq.heappop(self._queue)
+            if self._least_seconds(candidate) >= self._best_seconds or not self._is_affordable(candidate):
                 self._is_complete = False
             else:
                 self._push(self._refined(candidate))
@@ -234,7 +241,7 @@ class Search:
                 if not candidate.left:
                     continue
             self._num_pushed += 1  # of equals the first comes first
-            heapq.heappush(self._queue, (self._optimistic(candidate), self._num_pushed, candidate))
+            heapq.heappush(self._queue, (self._priority(candidate), self._num_pushed, candidate))
 
     def _note(self, plan: SimulatedPlan) -> None:
         self._plans[plan.layout] = min(self._plans.get(plan.layout, plan), plan, key=_by_seconds)
@@ -242,9 +249,13 @@ class Search:
         if self._first_after is None:
             self._first_after = self._clock() - self._started
 
-    def _optimistic(self, candidate: Candidate) -> tuple[float, float]:
+    def _priority(self, candidate: Candidate) -> tuple[float, float]:
         """Return two sort keys: about the least seconds that may come of a candidate, and seconds to order equal
-        ones."""
+        ones.
+
+        Of the layouts that are simulated, a share is chosen by the estimate alone; then what other schedules may save
+        of their bubbles counts. Either order misses plans that the other one finds.
+        """
         if isinstance(candidate, ShapeGroup):
             return 0.0, candidate.seconds
         is_first = not self._plans and len(self.layouts) <= TRIED  # so that there is a plan
@@ -253,8 +264,17 @@ class Search:
         if self._limits.simulated is None:
             return 0.0, candidate.seconds
         if isinstance(candidate, CutShape):
-            return candidate.seconds * (1 - ESTIMATE_ERROR) - candidate.saved_seconds, candidate.seconds
-        return min(map(candidate.optimistic_seconds, candidate.left)), candidate.seconds
+            least = candidate.seconds * (1 - ESTIMATE_ERROR) if self._by_estimate else self._least_seconds(candidate)
+            return least, candidate.seconds
+        return self._least_seconds(candidate), candidate.seconds
+
+    def _least_seconds(self, candidate: Candidate) -> float:
+        """Return about the least seconds that may come of a candidate; 0 where nothing is known."""
+        if isinstance(candidate, CutShape):
+            return candidate.seconds * (1 - ESTIMATE_ERROR) - candidate.saved_seconds
+        if isinstance(candidate, SimulatedPlan):
+            return min(map(candidate.optimistic_seconds, candidate.left))
+        return 0.0
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         """Say whether the budget suffices to refine a candidate; it always does for a first plan."""
