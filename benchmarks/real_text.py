@@ -1,7 +1,7 @@
 """GPT-2 of 124 M parameters on real text: the loss of each step beside plain PyTorch on the same batches.
 
     hpctrain prepare --stdlib --tokenizer bpe --vocab-size 50257 --out tokens/gpt2.h5
-    python -m benchmarks.gpt2 tokens/gpt2.h5
+    python -m benchmarks.real_text tokens/gpt2.h5
 
 The plain model is GPT2LMHeadModel of transformers with torch.optim.AdamW, started from the weights that hpctrain drew
 and exported. A step of both takes some 20 seconds of one core.
@@ -75,7 +75,7 @@ def exported_start(trainer: Trainer, job: Job) -> Plain:
         return Plain(exported, job.train)
 
 
-@click.command("benchmarks.gpt2")
+@click.command("benchmarks.real_text")
 @click.argument("tokens", type=click.Path(exists=True, path_type=Path))
 @click.option("--steps", default=200, show_default=True)
 @click.option("--every", default=10, show_default=True, help="Steps between two printed lines.")
