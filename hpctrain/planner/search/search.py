@@ -269,7 +269,9 @@ class Search:
         return self._least_seconds(candidate), candidate.seconds
 
     def _least_seconds(self, candidate: Candidate) -> float:
-        """Return about the least seconds that may come of a candidate; 0 where nothing is known."""
+        """Return about the least seconds that may come of a candidate; 0 where nothing is known, or all are tried."""
+        if self._limits.simulated is None:
+            return 0.0
         if isinstance(candidate, CutShape):
             return candidate.seconds * (1 - ESTIMATE_ERROR) - candidate.saved_seconds
         if isinstance(candidate, SimulatedPlan):
