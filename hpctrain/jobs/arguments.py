@@ -79,6 +79,11 @@ def _named(names: Iterable[str], incomplete: str, about: str) -> list[Completion
     return [*items, CompletionItem(incomplete, type="file")]
 
 
+def cluster_option(help: str = "A cluster file, or the name of a ready one.", required: bool = True):
+    """Return the option `--cluster`, which is a file or the name of a ready cluster."""
+    return click.option("--cluster", required=required, metavar="CLUSTER", shell_complete=complete_cluster, help=help)
+
+
 override_option = click.option(
     "--set",
     "overrides",

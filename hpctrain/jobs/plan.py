@@ -18,7 +18,7 @@ from hpctrain.jobs.arguments import (
     PATH,
     RANKS,
     SECONDS,
-    complete_cluster,
+    cluster_option,
     complete_job,
     json_option,
     override_option,
@@ -64,13 +64,7 @@ def command():
 @command.command("search")
 @click.argument("job", shell_complete=complete_job)
 @override_option
-@click.option(
-    "--cluster",
-    required=True,
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="A cluster file, or the name of a ready cluster.",
-)
+@cluster_option()
 @click.option(
     "--space",
     type=click.Choice(["all", "by-speed", "even"]),
@@ -111,12 +105,7 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
 @click.argument("job", shell_complete=complete_job)
 @override_option
 @click.option("--ranks", type=RANKS, metavar="N", help="How many ranks the plan is for.")
-@click.option(
-    "--cluster",
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="Or: the cluster that it is for, a file or a ready one's name.",
-)
+@cluster_option("Or: the cluster that it is for, a file or a ready one's name.", required=False)
 @out_option
 def uniform_command(job, overrides, ranks, cluster, out):
     """Write the even plan that the [plan] section of JOB describes.
@@ -149,13 +138,7 @@ def uniform_command(job, overrides, ranks, cluster, out):
 @click.argument("plan", type=PATH)
 @click.argument("job", shell_complete=complete_job)
 @override_option
-@click.option(
-    "--cluster",
-    required=True,
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="The cluster that the plan is for: a file, or the name of a ready one.",
-)
+@cluster_option("The cluster that the plan is for: a file, or the name of a ready one.")
 @click.option("--to", type=click.Choice(["megatron"]), required=True, help="The software whose launch line is written.")
 def export_command(plan, job, overrides, cluster, to):
     """Write the launch line of other software for an even plan, with the step of both as predicted.

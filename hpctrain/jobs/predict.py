@@ -9,7 +9,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import resolve_on
-from hpctrain.jobs.arguments import PATH, complete_cluster, complete_job, json_option, override_option, print_result
+from hpctrain.jobs.arguments import PATH, cluster_option, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
 from hpctrain.jobs.predict_other import predict_other
 from hpctrain.observe.text_tables import table, text_of
@@ -26,13 +26,7 @@ from hpctrain.planner.prices.setup import Setup
 @click.command("predict")
 @click.argument("job", required=False, shell_complete=complete_job)
 @override_option
-@click.option(
-    "--cluster",
-    required=True,
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="A cluster file, or the name of a ready one.",
-)
+@cluster_option()
 @click.option("--plan", "plan_file", type=PATH, help="A plan file.")
 @click.option(
     "--from",

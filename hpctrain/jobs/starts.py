@@ -11,7 +11,7 @@ from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.clusters.launch import Launch
 from hpctrain.config.job import Job, load_job
-from hpctrain.jobs.arguments import PATH, RANKS, complete_cluster, complete_job, override_option
+from hpctrain.jobs.arguments import PATH, RANKS, cluster_option, complete_job, override_option
 from hpctrain.jobs.common import check_runs, with_vocabulary
 from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.files import launch_files, write_files
@@ -32,12 +32,7 @@ def start_options(command: Callable) -> Callable:
         (
             click.argument("job", shell_complete=complete_job),
             override_option,
-            click.option(
-                "--cluster",
-                metavar="CLUSTER",
-                shell_complete=complete_cluster,
-                help="A cluster file, or the name of a ready one.",
-            ),
+            cluster_option(required=False),
             click.option("--nodes", type=RANKS, metavar="N", help="Or: N equal nodes, described later."),
             click.option("--ranks-per-node", type=RANKS, metavar="N", help="Of such nodes."),
             click.option("--plan", type=PATH, metavar="FILE", help="A plan file. Default: searched for."),

@@ -14,7 +14,7 @@ from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     NONE_OR_MORE,
     PATH,
-    complete_cluster,
+    cluster_option,
     complete_job,
     override_option,
     rehearse_option,
@@ -30,12 +30,7 @@ from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, s
 @click.option("--stop-after", type=LARGE_COUNT, metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
 @time_scale_option
-@click.option(
-    "--cluster",
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="A cluster file of what the ranks run on. Default: measured here.",
-)
+@cluster_option("A cluster file of what the ranks run on. Default: measured here.", required=False)
 @click.option(
     "--fresh-probe",
     is_flag=True,

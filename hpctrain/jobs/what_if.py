@@ -11,7 +11,7 @@ from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     PATH,
     FiniteRange,
-    complete_cluster,
+    cluster_option,
     complete_job,
     json_option,
     print_result,
@@ -33,13 +33,7 @@ HOURS = 1e9
 
 @click.command("what-if")
 @click.argument("job", shell_complete=complete_job)
-@click.option(
-    "--cluster",
-    required=True,
-    metavar="CLUSTER",
-    shell_complete=complete_cluster,
-    help="The machine that there is: a cluster file, or the name of a ready one.",
-)
+@cluster_option("The machine that there is: a cluster file, or the name of a ready one.")
 @click.option(
     "--add",
     multiple=True,
