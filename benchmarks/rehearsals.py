@@ -1,6 +1,12 @@
 """Scores the predictor against rehearsals of clusters that nothing was fitted to.
 
-    python -m benchmarks.rehearsals [--steps 3] [--only KIND] [--layout TEXT]
+    python -m benchmarks.rehearsals [--suite SUITE] [--steps 3] [--only KIND] [--layout TEXT] [--tokens FILE]
+
+| suite | clusters and layouts |
+|---|---|
+| probed | five kinds of clusters, the first layouts that one would try |
+| sites | two sites far from each other, with a pipeline, or replicas, over both |
+| shared | five networks on whose NICs messages of a pipeline, gradients and weights meet |
 
 Each kind of cluster has four pretended devices. The predictor is told what a probe would have found: the speed of
 products by shape, memory, links; never what pretended devices really do with a shape that was not measured. For each
@@ -14,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.commands import call
 from benchmarks.probed import probed
@@ -33,19 +40,60 @@ LAYOUTS = (
 )
 PLAIN = PretendDevice(memory_bytes=300_000_000, memory_bytes_per_second=4e9, flops_per_second={"fp32": 4e9})
 SLOW = PLAIN.model_copy(update={"memory_bytes_per_second": 2e9, "flops_per_second": {"fp32": 2e9}})
-KINDS: Mapping[str, tuple[dict[str, PretendDevice], tuple[dict[str, int], ...], float]] = {
-    # families, devices of each node, bytes/s of a NIC
-    "alike": ({"a": PLAIN}, ({"a": 4},), 1e9),
-    "two speeds": ({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 2}), 2e8),
-    "tiles": ({"a": PLAIN.model_copy(update={"tile": (64, 64), "half_speed_rows": 24.0})}, ({"a": 2}, {"a": 2}), 2e8),
-    "slow network": ({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 1}, {"b": 1}), 5e7),
-    "narrow memory": ({"a": PLAIN.model_copy(update={"memory_bytes_per_second": 1e9})}, ({"a": 2}, {"a": 2}), 5e8),
+TILES = PLAIN.model_copy(update={"tile": (64, 64), "half_speed_rows": 24.0})
+NARROW = PLAIN.model_copy(update={"memory_bytes_per_second": 1e9})
+
+
+class ClusterKind(NamedTuple):
+    """A cluster of four devices."""
+
+    devices: dict[str, PretendDevice]
+    nodes: tuple[dict[str, int], ...]
+    nic_bytes_per_second: float
+    latency_seconds: float = 50e-6
+    """Of the fabric between nodes."""
+
+
+TWO_NODES, FOUR_NODES = ({"a": 2}, {"a": 2}), ({"a": 1},) * 4
+KINDS = {
+    "alike": ClusterKind({"a": PLAIN}, ({"a": 4},), 1e9),
+    "two speeds": ClusterKind({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 2}), 2e8),
+    "tiles": ClusterKind({"a": TILES}, TWO_NODES, 2e8),
+    "slow network": ClusterKind({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 1}, {"b": 1}), 5e7),
+    "narrow memory": ClusterKind({"a": NARROW}, TWO_NODES, 5e8),
+}
+SITES = {
+    f"{milliseconds} ms, {bandwidth:g} GB/s": ClusterKind({"a": PLAIN}, TWO_NODES, bandwidth * 1e9, milliseconds * 1e-3)
+    for milliseconds in (10, 50)
+    for bandwidth in (1, 0.1)
+}
+OVER_SITES = (
+    ("pipeline 2 x data 2", ("plan.pipeline=2", "plan.data=2")),
+    ("data 4", ("plan.data=4", "plan.microbatch=2")),
+)
+SHARED = {
+    "fast": ClusterKind({"a": PLAIN}, FOUR_NODES, 1e9),
+    "slow": ClusterKind({"a": PLAIN}, FOUR_NODES, 1e7),
+    "slower": ClusterKind({"a": PLAIN}, FOUR_NODES, 4e6),
+    "far": ClusterKind({"a": PLAIN}, FOUR_NODES, 2e7, 20e-3),
+    "two a node": ClusterKind({"a": PLAIN}, TWO_NODES, 6e6),
+}
+# All ranks of a stage have a NIC that their messages leave by, and their gradients too.
+MEETING = (
+    ("pipeline 2 x data 2", ("plan.pipeline=2", "plan.data=2", "overlap.data=true")),
+    ("the same, ZeRO 0", ("plan.pipeline=2", "plan.data=2", "plan.zero=0", "overlap.data=true")),
+    ("virtual stages", ("plan.pipeline=2", "plan.virtual_stages=2", "plan.data=2", "overlap.data=true")),
+)
+SUITES: Mapping[str, tuple[Mapping[str, ClusterKind], tuple[tuple[str, tuple[str, ...]], ...]]] = {
+    "probed": (KINDS, LAYOUTS),
+    "sites": (SITES, OVER_SITES),
+    "shared": (SHARED, MEETING),
 }
 
 
-def cluster_text(kind: str) -> str:
+def cluster_text(kind: ClusterKind) -> str:
     """Return a cluster file, as a probe without noise would write it, and its truth."""
-    devices, nodes, nic_bytes_per_second = KINDS[kind]
+    devices, nodes, nic_bytes_per_second, latency_seconds = kind
     families = {name: probed("cuda", device, SHAPES) for name, device in devices.items()}
     nic = Nic(
         origin="measured",
@@ -57,12 +105,12 @@ def cluster_text(kind: str) -> str:
         Nodes(origin="measured", devices=each, link_latency_seconds=20e-6, link_bytes_per_second=1e9, nics=(nic,))
         for each in nodes
     )
-    fabrics = {"ib": Fabric(origin="measured", latency_seconds=50e-6)}
+    fabrics = {"ib": Fabric(origin="measured", latency_seconds=latency_seconds)}
     cluster = Cluster(families=families, fabrics=fabrics, nodes=tables)
     return dump_cluster(cluster, truth=Truth(devices=devices))
 
 
-def rehearse(kind: str, layout: tuple[str, ...], steps: int, folder: Path) -> dict:
+def rehearse(kind: ClusterKind, layout: tuple[str, ...], steps: int, folder: Path) -> dict:
     """Return what a run says of its prediction, and its overrun."""
     cluster, run = folder / "cluster.toml", folder / "run"
     cluster.write_text(cluster_text(kind))
@@ -76,14 +124,18 @@ def main() -> None:
     """Print each rehearsal beside its prediction, and the errors of all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="steps that are timed, after one that is not")
-    parser.add_argument("--only", choices=list(KINDS), help="one kind of cluster")
+    parser.add_argument("--suite", choices=list(SUITES), default="probed", help="which clusters and layouts")
+    parser.add_argument("--only", default="", help="only kinds of clusters whose names have this text")
     parser.add_argument("--layout", default="", help="only layouts whose names have this text")
+    parser.add_argument("--tokens", default="tokens/stdlib.h5", help="the corpus; default: that of `make train`")
     arguments = parser.parse_args()
+    kinds, layouts = SUITES[arguments.suite]
     times, memories = [], []
-    for kind in [arguments.only] if arguments.only else KINDS:
-        for name, layout in (each for each in LAYOUTS if arguments.layout in each[0]):
+    for kind in (each for each in kinds if arguments.only in each):
+        for name, layout in (each for each in layouts if arguments.layout in each[0]):
+            settings = (*layout, f"data.tokens={arguments.tokens}")
             with tempfile.TemporaryDirectory() as folder:
-                result = rehearse(kind, layout, arguments.steps, Path(folder))
+                result = rehearse(kinds[kind], settings, arguments.steps, Path(folder))
             off = [each["predicted_bytes"] / each["measured_bytes"] - 1 for each in result["memory"]]
             step = result["predicted_seconds"] / result["measured_seconds"] - 1
             times.append(abs(step))

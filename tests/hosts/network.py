@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from tests.started import BIN, Finished
 
-LAUNCHER = Path(__file__).with_name("launch.sh")
+LAUNCHER, RELAY = Path(__file__).with_name("launch.sh"), Path(__file__).with_name("relay.py")
 SWITCH, SWITCH_ADDRESS = "switch", "10.77.0.1"
 # Linux takes 15 characters for an interface; ours are CLUSTER-NN-m and CLUSTER-down.
 LONGEST_CLUSTER_NAME = 10
@@ -60,6 +61,8 @@ class Site:
     clusters: tuple[Cluster, ...]
     bits_per_second: float
     """Of each cluster's link to the backbone, in each direction: the slow one."""
+    under_way_seconds: float = 0.0
+    """How long a packet takes between the first cluster and the others, beside its bytes."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -104,6 +107,7 @@ class Network:
     def __init__(self, site: Site):
         self.site = site
         self._prefix = f"hpctrain-{os.getpid()}-{secrets.token_hex(2)}-"
+        self._relay: subprocess.Popen | None = None
 
     @property
     def namespaces(self) -> list[str]:
@@ -166,13 +170,14 @@ class Network:
         """Make the namespaces, the bridges and the links with their rates."""
         for namespace in self.namespaces:
             _call("ip", "netns", "add", namespace)
-        for bridge in ("manage", "backbone", *(cluster.name for cluster in self.site.clusters)):
+        for bridge in ("manage", "backbone", "beyond", *(cluster.name for cluster in self.site.clusters)):
             self._ip(SWITCH, f"link add {bridge} type bridge")
-        for cluster in self.site.clusters:
+        is_far = self.site.under_way_seconds > 0
+        for number, cluster in enumerate(self.site.clusters):
             up, down = f"{cluster.name}-up", f"{cluster.name}-down"
             self._ip(SWITCH, f"link add {up} type veth peer name {down}")
             self._plug(up, cluster.name, self.site.bits_per_second)
-            self._plug(down, "backbone", self.site.bits_per_second)
+            self._plug(down, "beyond" if is_far and number else "backbone", self.site.bits_per_second)
             for host in cluster.hosts:
                 self._ip(SWITCH, f"link add {host} type veth peer name fabric netns {self.namespace(host)}")
                 self._ip(SWITCH, f"link add {host}-m type veth peer name manage netns {self.namespace(host)}")
@@ -184,6 +189,30 @@ class Network:
             for j, host in enumerate(cluster.hosts, start=1):
                 addresses = {"manage": f"10.77.{i}.{j}/16", "fabric": f"10.78.{i}.{j}/16"}
                 self._bring_up(host, addresses)
+                if is_far:
+                    self._widen(host)
+        if is_far:
+            words = ["ip", "netns", "exec", self.namespace(SWITCH), sys.executable, RELAY, "backbone", "beyond"]
+            words.append(self.site.under_way_seconds)
+            self._relay = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+            assert self._relay.stdout is not None and self._relay.stdout.readline(), "the relay did not start"
+
+    def close(self) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+
+    def _widen(self, host: str) -> None:
+        """Let TCP have as many bytes under way as a far link holds, also after a pause."""
+        most = int(4 * self.site.bits_per_second / 8 * self.site.under_way_seconds) + 2**22
+        settings = {
+            "tcp_rmem": f"4096 131072 {most}",
+            "tcp_wmem": f"4096 131072 {most}",
+            "tcp_slow_start_after_idle": 0,
+        }
+        for name, value in settings.items():
+            command = "ip", "netns", "exec", self.namespace(host), "sh", "-c"
+            _call(*command, f"echo '{value}' > /proc/sys/net/ipv4/{name}")
 
     def _plug(self, port: str, bridge: str, bits_per_second: float | None = None) -> None:
         self._ip(SWITCH, f"link set {port} master {bridge}")
@@ -219,6 +248,7 @@ def open_network(site: Site) -> Iterator[Network]:
         network.build()
         yield network
     finally:
+        network.close()
         _remove([namespace for namespace in network.namespaces if namespace in _existing()])
 
 

@@ -38,7 +38,7 @@ def doubling(operation: str, num_bytes: int, ranks, by_domains: bool) -> str:
     return first if first == "domains" else "doubling"
 
 
-NETWORKS = {"exchange": None, "doubling": SimpleNamespace(algorithm=doubling)}
+NETWORKS = {"exchange": None, "doubling": SimpleNamespace(algorithm=doubling, bytes_under_way=lambda ranks: 1 << 24)}
 """By the algorithm of all-reduces over messages."""
 
 

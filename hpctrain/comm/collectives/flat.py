@@ -5,6 +5,7 @@ is recursive doubling of whole tensors, for small ones. Every element is reduced
 alone, by one rank or by each of them: the result is the same bits on every rank.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,11 +76,12 @@ class Collectives:
 class FlatCollectives(Collectives):
     """Collectives as steps. Tensors are contiguous and flat, in memory that the transport accepts."""
 
-    def __init__(self, transport: Transport, algorithm: Callable[[int], str]):
+    def __init__(self, transport: Transport, algorithm: Callable[[int], str], bytes_under_way: int = 0):
         """`algorithm` names the algorithm of an all-reduce by its bytes: every name but `doubling` means an
-        exchange."""
+        exchange. `bytes_under_way` are those that must be posted to a peer for a full link."""
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.transport, self.algorithm = transport, algorithm
+        self._segments_in_flight = 1 + bytes_under_way // SEGMENT_BYTES
 
     def _others(self) -> list[int]:
         """Return the other ranks, from the next one on, so that ranks do not all send to the same one first."""
@@ -89,11 +91,11 @@ class FlatCollectives(Collectives):
         return f"rank {peer} of {self.size}"
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        """Send each other rank its tensor of `sent`, and receive that of `received` from it. Empty tensors are
-        skipped."""
+        """Send each other rank its tensor of `sent`, and receive that of `received` from it, in this call. Return the
+        steps until all have arrived. Empty tensors are skipped."""
         ready = [self.transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
         ready += [self.transport.send(i, sent[i]) for i in self._others() if sent[i].numel()]
-        yield from until_all(ready, f"the other {self.size - 1} ranks")
+        return until_all(ready, f"the other {self.size - 1} ranks")
 
     def barrier(self, flat: torch.Tensor) -> Steps:
         """Dissemination (Hensgen, Finkel, Manber 1988): after round k each rank has heard of 2^k others."""
@@ -142,16 +144,26 @@ class FlatCollectives(Collectives):
         reduce_in_order([total, theirs] if self.rank < partner else [theirs, total], total, op)
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        """Reduce by segments. As many are in flight as a far link has under way, where one could not fill it."""
         step = max(1, SEGMENT_BYTES // flat.element_size())
-        parts = flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
-        for start in range(0, max(cut.size for cut in cuts), step):
+        starts = range(0, max(cut.size for cut in cuts), step)
+        scratch = deque(
+            flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
+            for _ in range(min(self._segments_in_flight, len(starts)))
+        )
+        in_flight: deque[tuple[Steps, torch.Tensor, list[torch.Tensor], torch.Tensor]] = deque()
+        for start in starts:
             sent = [flat[slice(*section_of(cut, start, step))] for cut in cuts]
-            size = sent[self.rank].numel()
+            size, parts = sent[self.rank].numel(), scratch.popleft()
             of_ranks = [part[:size] for part in parts]
             of_ranks.insert(self.rank, sent[self.rank])
-            yield from self._exchange(sent, of_ranks)
-            if size:
-                reduce_in_order(of_ranks, out[start : start + size], op)
+            in_flight.append((self._exchange(sent, of_ranks), parts, of_ranks, out[start : start + size]))
+            while in_flight and (not scratch or start == starts[-1]):
+                arrival, parts, of_ranks, reduced = in_flight.popleft()
+                yield from arrival
+                scratch.append(parts)
+                if reduced.numel():
+                    reduce_in_order(of_ranks, reduced, op)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         parts = [flat[slice(*cut)] for cut in cuts]

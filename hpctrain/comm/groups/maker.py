@@ -108,7 +108,8 @@ class RouteMaker:
                 for position, rank in enumerate(ranks)
                 if rank != self.rank and message_route(own, self._family(rank), self._bridge)[0] == "direct"
             ]
-            return DeviceTransport(messages, self._devices.accelerator, direct, peers=peers)
+            under_way = self._settings.bytes_under_way(ranks)
+            return DeviceTransport(messages, self._devices.accelerator, direct, peers, under_way)
         if self._rehearsal is None:
             return HostTransport(messages)
         return self._rehearsal.transport(messages, pace)
@@ -144,7 +145,11 @@ class RouteMaker:
         return HierarchicalCollectives(inner, self._flat(ranks, transport, by_domains=True), domains)
 
     def _flat(self, ranks: Sequence[int], transport: Transport, by_domains: bool = False) -> FlatCollectives:
-        return FlatCollectives(transport, self._settings.algorithm_by_bytes(ranks, by_domains))
+        algorithm, under_way = (
+            self._settings.algorithm_by_bytes(ranks, by_domains),
+            self._settings.bytes_under_way(ranks),
+        )
+        return FlatCollectives(transport, algorithm, under_way)
 
     def _has_devices(self, ranks: Sequence[int]) -> bool:
         return self._known_devices is not None and any(self._topology.places[rank].kind != "cpu" for rank in ranks)

@@ -28,6 +28,10 @@ class Network(Protocol):
         """Say whether a message between two ranks uses fast links only."""
         ...
 
+    def bytes_under_way(self, ranks: Sequence[int]) -> int:
+        """Return the bytes that a rank of a group must have posted to its neighbour, for a full link between them."""
+        ...
+
 
 class Rehearsal(Protocol):
     """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
@@ -59,6 +63,9 @@ class Settings:
     """The devices of all ranks. None: groups are for tensors of the host."""
     tracer: Tracer = UNTRACED
     rehearsal: Rehearsal | None = None
+
+    def bytes_under_way(self, ranks: Sequence[int]) -> int:
+        return self.network.bytes_under_way(ranks) if self.network and len(ranks) > 1 else 0
 
     def algorithm_by_bytes(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[int], str]:
         """Return a function that names a group's all-reduce algorithm by its bytes; `by_domains` as in `candidates`.

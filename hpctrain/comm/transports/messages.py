@@ -20,8 +20,8 @@ CHUNK_OVERHEAD_SECONDS = 20e-6
 BANDWIDTH_BYTES_PER_SECOND = 10e9
 SMALLEST_CHUNK_BYTES = 256 * 1024
 LARGEST_CHUNK_BYTES = 4 << 20
-# Chunks of a message in flight at once: while one is on the network, the other is copied.
-BUFFERS_PER_MESSAGE = 2
+# Chunks of a message in flight at once on a near link: while one is on the network, the other is copied.
+FEWEST_IN_FLIGHT = 2
 
 
 def chunk_bytes(num_bytes: int) -> int:
@@ -29,7 +29,8 @@ def chunk_bytes(num_bytes: int) -> int:
 
     A message of n bytes in chunks of c takes n / B, the first copy c / B, and n / c overheads. The sum is least at c =
     sqrt(n * overhead * B), here 0.45 MB for 1 MB and 3.6 MB for 64 MB. The chunk is a power of two, so that buffers are
-    reused. It is at most 4 MiB, to bound the pinned memory (two chunks for each message in flight).
+    reused. It is at most 4 MiB, to bound the pinned memory (two chunks for each message in flight, and those that a far
+    link has under way).
     """
     best = math.sqrt(max(1, num_bytes) * CHUNK_OVERHEAD_SECONDS * BANDWIDTH_BYTES_PER_SECOND)
     return min(max(1 << math.ceil(math.log2(best)), SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
@@ -125,9 +126,17 @@ def plain_message(post: Post, parts: Sequence[torch.Tensor], queued: Event) -> M
 
 
 def staged_message(
-    post: Post, parts: Sequence[torch.Tensor], queued: Event, accelerator: Accelerator, is_sent: bool
+    post: Post,
+    parts: Sequence[torch.Tensor],
+    queued: Event,
+    accelerator: Accelerator,
+    is_sent: bool,
+    bytes_under_way: int = 0,
 ) -> Message:
     """Return a message of a device through host buffers: copied and then sent, or received and then copied.
+
+    In flight are two chunks, and as many more as `bytes_under_way` fill: with two alone a link would rest while they
+    travel.
 
     The host checks whether the event `queued` has passed, and no stream waits for it. A stream that waits for other
     ranks could delay a message that they wait for.
@@ -152,4 +161,5 @@ def staged_message(
         stages = [MessageStage(copy_in, queued.query), MessageStage(lambda part: post(through(part)).Test)]
     else:
         stages = [MessageStage(post_taken), MessageStage(copy_out, queued.query)]
-    return Message(parts, stages, 1 + is_sent, lambda part: pool.release(part.buffer), BUFFERS_PER_MESSAGE)
+    in_flight = FEWEST_IN_FLIGHT + math.ceil(bytes_under_way / max(1, parts[0].numel()))
+    return Message(parts, stages, 1 + is_sent, lambda part: pool.release(part.buffer), in_flight)

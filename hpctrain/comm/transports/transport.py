@@ -90,13 +90,17 @@ class DeviceTransport:
         accelerator: Accelerator,
         direct: Collection[int] = (),
         peers: PeerMemory | None = None,
+        bytes_under_way: int = 0,
     ):
-        """`direct` peers (positions) must be the same at both ends. `peers` is for groups of two."""
+        """`direct` peers (positions) must be the same at both ends. `peers` is for groups of two.
+
+        `bytes_under_way` are those that must be posted to a peer for a full link.
+        """
         self._messages, self._mpi = messages, messages.space.mpi
         self.rank, self.size = messages.rank, messages.size
         self.bytes_sent = [0] * self.size
         self._accelerator = accelerator
-        self._direct, self._peers = frozenset(direct), peers
+        self._direct, self._peers, self._bytes_under_way = frozenset(direct), peers, bytes_under_way
         self.is_direct = bool(self._direct)
         """Whether any message is in device memory."""
         self._moving: dict[tuple[int, bool], deque[Message]] = {}
@@ -133,7 +137,7 @@ class DeviceTransport:
             return plain_message(post, [data], queued)
         parts = data.split(chunk_bytes(data.numel()))
         if self._accelerator.is_on_device(data):
-            return staged_message(post, parts, queued, self._accelerator, is_sent)
+            return staged_message(post, parts, queued, self._accelerator, is_sent, self._bytes_under_way)
         return plain_message(post, parts, queued)
 
     def _enter(self, peer: int, is_sent: bool, data: torch.Tensor, after: Event | None) -> Ready:

@@ -24,13 +24,16 @@ from hpctrain.config.clusters.links import PairLink, link_between, message_secon
 from hpctrain.config.errors import LaunchError
 
 KEPT = 1 << 16
+LATENCIES_IN_FLIGHT = 4
+"""The latencies between the time a long message is posted and the time its memory is free again: MPI asks, the receiver
+answers, bytes move, their arrival is confirmed."""
 LEAST_SECONDS = 1e-12
 """Least latency of a link in seconds: those without one, as of ranks that share a device, count as having this."""
 
 
-def _scratch_of_exchange(num_bytes: int, num_ranks: int) -> int:
+def _scratch_of_exchange(num_bytes: int, num_ranks: int, segments: int = 1) -> int:
     """Return the bytes that a rank receives at once from the others, when a tensor is reduced by exchange."""
-    return min(num_bytes // num_ranks, SEGMENT_BYTES) * (num_ranks - 1)
+    return min(num_bytes // num_ranks, segments * SEGMENT_BYTES) * (num_ranks - 1)
 
 
 class GroupShape(NamedTuple):
@@ -180,6 +183,11 @@ class ClusterNetwork:
         """Return the part of a message's seconds in which others may follow it: the time that a byte is under way."""
         return self._numbered[self._number(source, target)].latency_seconds
 
+    def bytes_under_way(self, ranks: Sequence[int]) -> int:
+        """Return the bytes that a rank of a group must have posted to its neighbour, for a full link between them."""
+        links = (self._numbered[number] for number in self._shape(tuple(ranks), None).links)
+        return max(int(LATENCIES_IN_FLIGHT * link.latency_seconds * link.message_bytes_per_second) for link in links)
+
     def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
         link = self._numbered[number]
         if link.between == "device":
@@ -264,7 +272,8 @@ class ClusterNetwork:
         if algorithm == "doubling":
             return 2 * num_bytes
         if algorithm != "domains":
-            return _scratch_of_exchange(num_bytes, num_ranks)
+            segments = 1 + self.bytes_under_way(ranks) // SEGMENT_BYTES
+            return _scratch_of_exchange(num_bytes, num_ranks, segments)
         domains, is_packed = self._domains(tuple(ranks))
         family = self.cluster.devices[rank].family
         own = min(size for size, families in domains if family in families)
