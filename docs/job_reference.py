@@ -53,9 +53,10 @@ TYPES = {
     "TensorSizes": "`{x, y, z}`, or a number",
     "Trained": "`fp32` `bf16` `fp16`",
     "AttentionKernel": " ".join(f"`{name}`" for name in get_args(AttentionKernel)),
-    "OptimizerName": " ".join(f"`{name}`" for name in RULES),
-    "DecayName": " ".join(f"`{name}`" for name in DECAYS),
 }
+ENTRIES = {"OptimizerName": RULES, "DecayName": DECAYS}
+"""By type, the tables whose entries are named; each entry says what it means."""
+TYPES |= {name: " ".join(f"`{entry}`" for entry in table) for name, table in ENTRIES.items()}
 INTRODUCTION = """# Job files
 
 This page lists every key of a job file. `python docs/job_reference.py` generates it from `hpctrain/config`.
@@ -132,6 +133,8 @@ def _rows(node: ast.ClassDef) -> list[str]:
         is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         meaning = _one_line(str(after.value.value)) if is_documented else ""
         values, can_be_auto = _values(ast.unparse(field.annotation))
+        for entry, described in ENTRIES.get(ast.unparse(field.annotation), {}).items():
+            meaning += f" `{entry}`: {described.meaning}"
         default = _default(field.value, can_be_auto)
         rows.append(f"| `{field.target.id}` | {values} | {default} | {meaning} |\n")
     return rows

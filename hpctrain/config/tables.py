@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hpctrain.config.errors import HpctrainError, did_you_mean
 from hpctrain.config.paths import open_file, refused_as
@@ -57,6 +57,17 @@ AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 """`auto` in files, None in objects."""
 FilePath = Annotated[Path, Field(strict=False)]
 """A path, which is text in a file."""
+
+
+def named_in(table: Mapping[str, object], noun: str) -> AfterValidator:
+    """Return the check that a value is a name in a table, whose entries are called `noun`."""
+
+    def check(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"'{name}' is no {noun}{did_you_mean(name, table)}")
+        return name
+
+    return AfterValidator(check)
 
 
 class Table(BaseModel):

@@ -2,25 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator
+from hpctrain.config.tables import named_in
 
-from hpctrain.config.errors import did_you_mean
 
-DECAYS: Mapping[str, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1 - progress,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-    "constant": lambda progress: 1.0,
+class Decay(NamedTuple):
+    """One way of a learning rate to fall."""
+
+    left: Callable[[float], float]
+    """How much of the way from the highest to the least rate is left, when a share of the decay is over."""
+    meaning: str
+    """Its description in `docs/job.md`."""
+
+
+DECAYS: Mapping[str, Decay] = {
+    "cosine": Decay(lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), "slowly at first and at the end."),
+    "linear": Decay(lambda progress: 1 - progress, "by as much in each step."),
+    "sqrt": Decay(lambda progress: 1 - math.sqrt(progress), "by the root of the share that is over."),
+    "constant": Decay(lambda progress: 1.0, "not at all."),
 }
-"""By name: how much of the way from the highest to the least rate is left, when a share of the decay is over."""
-
-
-def _is_there(name: str) -> str:
-    if name not in DECAYS:
-        raise ValueError(f"'{name}' is no decay{did_you_mean(name, DECAYS)}")
-    return name
-
-
-DecayName = Annotated[str, AfterValidator(_is_there)]
+"""By the name that `train.decay` has."""
+DecayName = Annotated[str, named_in(DECAYS, "decay")]

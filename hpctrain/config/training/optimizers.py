@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator
-
-from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import named_in
 
 Shape = tuple[int, ...]
 MOMENT_BYTES = 4
@@ -29,6 +27,8 @@ class OptimizerRule:
     update_bytes: Callable[[Shape], float]
     """Read and written for each weight by the update alone: master, gradient and moments, as often as its kernels do.
     The gradient's norm, its clipping and its zeroing are not in it."""
+    meaning: str
+    """Its description in `docs/job.md`."""
     keys: tuple[str, ...]
     """The keys of `[train]` that are of optimizers and that this one reads."""
     positive: tuple[str, ...] = ()
@@ -43,11 +43,13 @@ RULES = {
     "adamw": OptimizerRule(
         moments=lambda shape: ("exp_avg", "exp_avg_sq"),
         update_bytes=lambda shape: 32,  # one kernel: reads gradient, master and moments; writes all but the gradient
+        meaning="keeps two moments of each weight (Loshchilov and Hutter 2019).",
         keys=("beta1", "beta2", "epsilon"),
     ),
     "lion": OptimizerRule(
         moments=lambda shape: ("exp_avg",),
         update_bytes=lambda shape: 52,  # five kernels, of two operands 12 and of one 8
+        meaning="keeps one (Chen et al. 2023); with 0.1 to 0.3 of AdamW's rate, more decay, and beta2 = 0.99.",
         keys=("beta1", "beta2"),
         positive=("beta2",),  # else nothing of the moment is left to compute the update from
     ),
@@ -55,10 +57,4 @@ RULES = {
 """By the name that `train.optimizer` and profiles have."""
 
 
-def _is_there(name: str) -> str:
-    if name not in RULES:
-        raise ValueError(f"'{name}' is no optimizer{did_you_mean(name, RULES)}")
-    return name
-
-
-OptimizerName = Annotated[str, AfterValidator(_is_there)]
+OptimizerName = Annotated[str, named_in(RULES, "optimizer")]

@@ -25,8 +25,7 @@ class Train(Table):
     global_batch: SequenceCount = 16
     """Sequences in a step, over all ranks."""
     optimizer: OptimizerName = "adamw"
-    """What updates the weights. `adamw` (Loshchilov and Hutter 2019) keeps two moments of each weight. `lion` (Chen et
-    al. 2023) keeps one; it wants a third to a tenth of AdamW's rate, more decay, and beta2 = 0.99."""
+    """What updates the weights."""
     learning_rate: Annotated[float, Field(gt=0, le=MOST_RATE)] = 3e-4
     """The highest, after warm-up."""
     min_learning_rate: NonNegative | None = None
@@ -34,7 +33,7 @@ class Train(Table):
     warmup_steps: WholeNumber = 0
     """Steps in which the learning rate rises from 0."""
     decay: DecayName = "cosine"
-    """How the learning rate falls: `sqrt` by the root of the share that is over; `constant`: not at all."""
+    """How the learning rate falls."""
     decay_steps: Count | None = None
     """The last steps, in which it falls; it stays at its highest before them, and the checkpoint with which they begin
     is kept (warm-up, stay, decay). None: it falls from the end of the warm-up on."""
@@ -85,7 +84,7 @@ class Train(Table):
             return self.learning_rate
         floor = self.learning_rate / FLOOR_SHARE if self.min_learning_rate is None else self.min_learning_rate
         progress = (step - start) / max(1, self.steps - start)
-        return floor + (self.learning_rate - floor) * DECAYS[self.decay](min(1.0, progress))
+        return floor + (self.learning_rate - floor) * DECAYS[self.decay].left(min(1.0, progress))
 
     @property
     def kept_step(self) -> int | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from hpctrain.config.training.decays import DECAYS
 from hpctrain.config.training.train import Train
 from hpctrain.data.order import Batch, open_datasets
 from hpctrain.sharding.intervals import Interval
@@ -120,12 +121,16 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("decay", "left"), [("cosine", 0.5), ("linear", 0.5), ("sqrt", 1 - 0.5**0.5)])
-def test_a_rate_stays_until_the_last_steps_in_which_it_falls(decay, left):
+LEFT = {"cosine": 0.5, "linear": 0.5, "sqrt": 1 - 0.5**0.5}
+"""Of the way to the least rate, half-way through a decay."""
+
+
+@pytest.mark.parametrize("decay", [name for name in DECAYS if name != "constant"])
+def test_a_rate_stays_until_the_last_steps_in_which_it_falls(decay):
     train = Train(steps=30, warmup_steps=5, learning_rate=1e-2, min_learning_rate=1e-3, decay=decay, decay_steps=10)
     rates = [train.rate(step) for step in range(31)]
     assert rates[:5] == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 1e-2]) and rates[5:20] == [1e-2] * 15
-    assert rates[25] == pytest.approx(1e-3 + 9e-3 * left) and rates[30] == pytest.approx(1e-3)
+    assert rates[25] == pytest.approx(1e-3 + 9e-3 * LEFT[decay]) and rates[30] == pytest.approx(1e-3)
     assert rates[20] == pytest.approx(1e-2) and rates[20:] == sorted(rates[20:], reverse=True) and train.kept_step == 20
     longer = train.model_copy(update={"steps": 50})
     assert rates[:20] == [longer.rate(step) for step in range(20)]

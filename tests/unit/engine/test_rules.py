@@ -29,6 +29,7 @@ from tests.ranks.small_runs import Alone, make_job, make_trainer, whole, write_t
 BY_SHAPE = OptimizerRule(
     moments=lambda shape: ("momentum",) if len(shape) > 1 else ("exp_avg", "exp_avg_sq"),
     update_bytes=lambda shape: 20 if len(shape) > 1 else 32,
+    meaning="by shape.",
     keys=("beta1", "beta2", "epsilon"),
 )
 
@@ -144,7 +145,7 @@ def test_lion_needs_no_memory_but_its_own():
     assert parts.masters[0].tolist() == [0.25] * 8
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", RULES)
 def test_an_update_moves_the_bytes_that_are_priced(tmp_path, optimizer):
     """By what a pretended device sees of its operations, the norm and the clipping with it."""
     model = device_models(CLUSTER)["fast"]
