@@ -139,30 +139,35 @@ def uniform_command(job, overrides, ranks, cluster, out):
 @click.argument("job", shell_complete=complete_job)
 @override_option
 @cluster_option("The cluster that the plan is for: a file, or the name of a ready one.")
-@click.option("--to", type=click.Choice(["megatron"]), required=True, help="The software whose launch line is written.")
+@click.option("--to", type=click.Choice(["megatron", "torchtitan"]), required=True, help="The software to write for.")
 def export_command(plan, job, overrides, cluster, to):
-    """Write the launch line of other software for an even plan, with the step of both as predicted.
+    """Write the launch line or the configuration of other software for a plan, with the step of both as predicted.
 
     \b
     hpctrain plan uniform mixed --cluster a100-80-40 --set plan.pipeline=2 --set plan.data=4 --out even.toml
     hpctrain plan export even.toml mixed --cluster a100-80-40 --to megatron
 
-    What the other software cannot do is refused, such as stages of unequal numbers of blocks. Add data, tokenizer and
-    the flags of torchrun to the line.
+    What the other software cannot do is refused, such as tiles with different tensor grids. Add data and tokenizer, and
+    the flags of torchrun.
     """
     from hpctrain.software.megatron_export import launch_line
+    from hpctrain.software.torchtitan_export import titan_config
 
     loaded, described = load_job_for(job, overrides, cluster)
     own = load_plan(plan)
     check_runs(loaded, own, str(plan))
     setup, machine = _setup_on(loaded, described, own), described.cluster
-    line, other = launch_line(loaded, setup.dtype, own, machine)
+    if to == "megatron":
+        text, other = launch_line(loaded, setup.dtype, own, machine)
+        text = " \\\n  --".join(["torchrun pretrain_gpt.py", *text.removeprefix("--").split(" --")])
+    else:
+        text, other = titan_config(loaded, setup.dtype, own, machine)
     seconds = predict(setup, own, machine).step_seconds, other.run.predict(other.software).step_seconds
     print(
         f"# {own.describe()}: {seconds[0]:.4g} s a step by hpctrain, {seconds[1]:.4g} s by {other.software.name}"
         f" ({seconds[1] / seconds[0] - 1:+.0%}), as predicted; add data, tokenizer, schedule and torchrun's flags"
     )
-    print(" \\\n  --".join(["torchrun pretrain_gpt.py", *line.removeprefix("--").split(" --")]))
+    print(text)
 
 
 def _setup_on(job: Job, described: Described, plan: Plan) -> Setup:

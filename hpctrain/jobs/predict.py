@@ -31,9 +31,10 @@ from hpctrain.planner.prices.setup import Setup
 @click.option(
     "--from",
     "launch_line",
-    type=(click.Choice(["megatron"]), str),
+    type=(click.Choice(["megatron", "torchtitan"]), str),
     metavar="SOFTWARE LINE",
-    help="In place of JOB and --plan: `megatron`, and its flags in quotes, a script or a model_config.yaml.",
+    help="In place of JOB and --plan: `megatron` and its flags in quotes, a script or a model_config.yaml; or"
+    " `torchtitan` and its configuration.",
 )
 @json_option
 def command(job, overrides, cluster, plan_file, launch_line, as_json):
@@ -45,6 +46,7 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     hpctrain predict --cluster a100-80-40 --from megatron '--num-layers 8 --hidden-size 1024 --bf16
         --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8'
     hpctrain predict --cluster cluster.toml --from megatron pretrain.sh
+    hpctrain predict --cluster cluster.toml --from torchtitan llama3_8b.toml
 
     Figures that were measured count more than those of data sheets; what was assumed is listed. Keys of `[overlap]`
     that are `auto` have the values of a run there. With --from, better flags and the best plan of hpctrain follow.
@@ -52,10 +54,10 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     if launch_line and (job or plan_file or overrides):
         raise click.UsageError("--from is in place of JOB, --plan and --set: leave these out")
     if launch_line:
-        predict_other(launch_line[1], cluster, as_json)
+        predict_other(*launch_line, cluster, as_json)
         return
     if not job or not plan_file:
-        raise click.UsageError("give JOB and --plan, or --from megatron 'FLAGS'")
+        raise click.UsageError("give JOB and --plan, or --from SOFTWARE LINE")
     loaded, described = load_job_for(job, overrides, cluster)
     plan, machine = load_plan(plan_file), described.cluster
     check_runs(loaded, plan, str(plan_file))

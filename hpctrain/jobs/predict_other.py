@@ -6,7 +6,9 @@ from hpctrain.jobs.common import load_described
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.software.advice import Advice, better_flags, own_engine
-from hpctrain.software.megatron_flags import MegatronRun, read_flags, run_of
+from hpctrain.software.launched import LaunchedRun
+from hpctrain.software.megatron_flags import read_flags, run_of
+from hpctrain.software.torchtitan import read_config, titan_run
 
 SEARCH_SECONDS = 20.0
 """Limit of the search for a plan of our own engine."""
@@ -14,13 +16,14 @@ LEAST_NAMED = 0.02
 """The least share of a step of a part that is named."""
 
 
-def predict_other(text: str, cluster: str, as_json: bool) -> None:
-    """Print whether a launch line of Megatron-LM fits, how fast it is, what bounds it, and what would be faster.
+def predict_other(software: str, text: str, cluster: str, as_json: bool) -> None:
+    """Print whether a launch line of other software fits, how fast it is, what bounds it, and what would be faster.
 
-    Raises JobError for flags that cannot be predicted, and PlanError where the layout does not go with the model.
+    Raises JobError for what cannot be predicted, and PlanError where the layout does not go with the model.
     """
     machine = load_described(cluster).cluster
-    own = run_of(read_flags(text), machine)
+    own: LaunchedRun
+    own = run_of(read_flags(text), machine) if software == "megatron" else titan_run(read_config(text), machine)
     prediction = own.run.predict(own.software)
     other = better_flags(own, prediction)
     try:
@@ -47,7 +50,7 @@ def _figures(prediction: Prediction) -> dict:
     }
 
 
-def _text(own: MegatronRun, rows: dict[str, Advice], machine: str, why_not: str, assumed: list[str]) -> str:
+def _text(own: LaunchedRun, rows: dict[str, Advice], machine: str, why_not: str, assumed: list[str]) -> str:
     run, given = own.run, rows[own.software.name].prediction
     stage = max(given.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     needed, available = stage.memory.total / 2**30, stage.available_bytes / 2**30

@@ -1,4 +1,4 @@
-"""Compares a launch line of Megatron-LM with other flags of it, and with what our own engine would do. Pure."""
+"""Compares a launch line of other software with other layouts of it, and with what our own engine would do. Pure."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.prediction.predictor import Prediction
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search.search import Limits, search
-from hpctrain.software.megatron_flags import MegatronRun
+from hpctrain.software.launched import LaunchedRun
 from hpctrain.software.run import BUCKET_BYTES, DescribedRun
 
-MICROBATCHES, VIRTUAL_STAGES = (1, 2, 4, 8), (1, 2, 4)
+MICROBATCHES = (1, 2, 4, 8)
 MOST_PREDICTED = 16
 """The most layouts of which a step is simulated: those with the fewest operations and the shortest bubble that fit."""
 LEAST_GAIN = 0.02
@@ -26,34 +26,13 @@ class Advice:
     prediction: Prediction
 
 
-def flags_of(run: DescribedRun) -> dict[str, str]:
-    """Return the flags of Megatron-LM that a run's layout takes; a switch has an empty value."""
-    flags = {
-        "tensor-model-parallel-size": str(run.tensor),
-        "pipeline-model-parallel-size": str(run.pipeline),
-        "context-parallel-size": str(run.context),
-        "micro-batch-size": str(run.microbatch),
-        "global-batch-size": str(run.global_batch),
-        "num-virtual-stages-per-pipeline-rank": str(run.interleave) if run.interleave > 1 else None,
-        "recompute-granularity": run.recompute if run.recompute != "none" else None,
-        "recompute-method": "uniform" if run.recompute == "full" else None,
-        "recompute-num-layers": "1" if run.recompute == "full" else None,
-        "sequence-parallel": "" if run.sequence_parallel else None,
-        "use-distributed-optimizer": "" if run.zero == 1 else None,
-        "use-torch-fsdp2": "" if run.zero == 3 else None,
-        "overlap-grad-reduce": "" if run.overlapped else None,
-        "tp-comm-overlap": "" if run.overlaps_tensor else None,
-    }
-    return {name: value for name, value in flags.items() if value is not None}
-
-
-def _changed_flags(old: DescribedRun, new: DescribedRun) -> str:
-    before, after = flags_of(old), flags_of(new)
+def _changed_flags(old: LaunchedRun, new: LaunchedRun) -> str:
+    before, after = old.words(), new.words()
     changed = [f"--{name} {value}".rstrip() for name, value in after.items() if before.get(name) != value]
     return " ".join(changed + [f"(without --{name})" for name in before if name not in after])
 
 
-def _layouts(own: MegatronRun) -> Iterator[DescribedRun]:
+def _layouts(own: LaunchedRun) -> Iterator[LaunchedRun]:
     """Yield the even layouts of the same model and batch on the same devices, with gradients overlapped."""
     run = own.run
     assert run.machine is not None
@@ -62,7 +41,7 @@ def _layouts(own: MegatronRun) -> Iterator[DescribedRun]:
     heads = run.kv_heads or run.heads
     tensors = [n for n in range(1, in_node + 1) if not (in_node % n or heads % n)]
     pipelines = [n for n in range(1, run.layers + 1) if run.layers % n == 0]
-    options = itertools.product(tensors, pipelines, MICROBATCHES, VIRTUAL_STAGES, ("none", "full"))
+    options = itertools.product(tensors, pipelines, MICROBATCHES, own.virtual_stages, own.recomputing)
     for tensor, pipeline, microbatch, virtual, recompute in options:
         data, rest = divmod(devices, tensor * pipeline * run.context)
         if rest or run.global_batch % (data * microbatch):
@@ -70,20 +49,17 @@ def _layouts(own: MegatronRun) -> Iterator[DescribedRun]:
         microbatches = run.global_batch // data // microbatch
         if virtual > 1 and (pipeline == 1 or run.layers % (pipeline * virtual) or microbatches % pipeline):
             continue
-        yield replace(
+        layout = replace(
             run,
-            vocabulary=own.num_ids + -own.num_ids % (own.padded_by * tensor),
             tensor=tensor,
             pipeline=pipeline,
             data=data,
             microbatch=microbatch,
             interleave=virtual,
             recompute=recompute,
-            sequence_parallel=tensor > 1,
-            zero=1,
-            overlapped=True,
-            overlaps_tensor=run.overlaps_tensor and tensor > 1,
+            stages=(),
         )
+        yield own.with_layout(layout)
 
 
 def _promise(run: DescribedRun) -> tuple[float, int, int]:
@@ -93,19 +69,18 @@ def _promise(run: DescribedRun) -> tuple[float, int, int]:
     return bubble * (4 / 3 if run.recompute == "full" else 1), run.tensor, -run.microbatch
 
 
-def better_flags(own: MegatronRun, prediction: Prediction) -> Advice | None:
+def better_flags(own: LaunchedRun, prediction: Prediction) -> Advice | None:
     """Return the flags by which a step is predicted to be the shortest, where they gain something or fit at last."""
     best, predicted = None, 0
-    for run in sorted(_layouts(own), key=_promise):
-        software = replace(own.software, sequence_parallel=run.sequence_parallel)
+    for layout in sorted(_layouts(own), key=lambda layout: _promise(layout.run)):
         try:
-            if not all(stage.fits for stage in run.memory(software)):
+            if not all(stage.fits for stage in layout.run.memory(layout.software)):
                 continue
-            other = run.predict(software)
+            other = layout.run.predict(layout.software)
         except PlanError:  # a layout that the model cannot have
             continue
         if best is None or other.step_seconds < best.prediction.step_seconds:
-            best = Advice(_changed_flags(own.run, run), other)
+            best = Advice(_changed_flags(own, layout), other)
         predicted += 1
         if predicted == MOST_PREDICTED:
             break

@@ -1,17 +1,14 @@
 """Writes the launch line of Megatron-LM for a job and a plan, or refuses what such a line cannot say. Pure."""
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError, PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.config.training.train import Train
 from hpctrain.plan.tiling import Plan
-from hpctrain.software.advice import flags_of
+from hpctrain.software.launched import check_exportable, check_places, shared_value
 from hpctrain.software.megatron_flags import MegatronRun, read_flags, run_of
 
-Value = TypeVar("Value")
+NAME = "Megatron-LM"
 ARCHITECTURES = {
     "gpt2": {},
     "llama": {"swiglu": "", "normalization": "RMSNorm", "position-embedding-type": "rope", "disable-bias-linear": ""},
@@ -29,16 +26,12 @@ def launch_line(job: Job, dtype: str, plan: Plan, cluster: Cluster) -> tuple[str
     and PlanError for a plan that it cannot run.
     """
     flags = _model_flags(job) | DTYPES[dtype] | _layout_flags(plan, job.model.num_layers) | _optimizer_flags(job.train)
-    if len(plan.ranks) != cluster.num_devices:
-        raise PlanError(
-            f"the plan is for {len(plan.ranks)} ranks, and a launch line for all {cluster.num_devices} devices of the"
-            " cluster; give a cluster of as many, or make a plan for this one"
-        )
+    check_exportable(NAME, plan, cluster)
     line = " ".join(f"--{name} {value}".rstrip() for name, value in flags.items())
     own = run_of(read_flags(line), cluster)
-    wrong = {name for name, value in flags_of(own.run).items() if flags.get(name) != value}
+    wrong = {name for name, value in own.words().items() if flags.get(name) != value}
     assert not wrong, f"read back otherwise: {sorted(wrong)}"
-    _check_places(plan, own.run.plan)
+    check_places(NAME, plan, own.run.plan)
     return line, own
 
 
@@ -86,18 +79,16 @@ def _optimizer_flags(train: Train) -> dict[str, str]:
 
 def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:
     """Return the flags of a plan. Raises PlanError where it is not even, or has what Megatron-LM has not."""
-    grid = _one("tensor grids", (tile.tensor for tile in plan.tiles))
-    zero = _one("ZeRO stages", (tile.zero for tile in plan.tiles))
-    recompute = _one("recompute", (tile.recompute for tile in plan.tiles))
+    grid = shared_value(NAME, "tensor grids", (tile.tensor for tile in plan.tiles))
+    zero = shared_value(NAME, "ZeRO stages", (tile.zero for tile in plan.tiles))
+    recompute = shared_value(NAME, "recompute", (tile.recompute for tile in plan.tiles))
     if grid.x > 1 or grid.z > 1:
         raise PlanError(f"Megatron-LM has no tensor grid of {grid}, but y alone: set tensor.x and tensor.z to 1")
     if zero > 1:
         raise PlanError(f"Megatron-LM has no ZeRO {zero} with such plans, but 0 and 1: set zero to one of these")
-    if plan.unused or any(tile.offload != "none" or tile.row_chunks > 1 for tile in plan.tiles):
-        raise PlanError("Megatron-LM has no unused ranks, no row chunks and no optimizer in host memory of this kind")
-    rows = _one("numbers of rows", (tile.rows.size for tile in plan.tiles))
+    rows = shared_value(NAME, "numbers of rows", (tile.rows.size for tile in plan.tiles))
     chunks = sorted({tile.items for tile in plan.tiles})
-    virtual = _one("numbers of virtual stages", (len(plan.virtual_stages(tile)) for tile in plan.tiles))
+    virtual = shared_value(NAME, "numbers of virtual stages", (len(plan.virtual_stages(tile)) for tile in plan.tiles))
     layers, rest = divmod(num_layers, len(chunks))
     even = [1 + 2 * layers * number for number in range(1, len(chunks))]
     if rest or [items.start for items in chunks[1:]] != even:
@@ -118,23 +109,3 @@ def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:
     result |= {"recompute-method": "uniform", "recompute-num-layers": "1"} if recompute == "full" else {}
     result |= {"sequence-parallel": ""} if grid.y > 1 else {}
     return result | ({"use-distributed-optimizer": ""} if zero else {}) | {"overlap-grad-reduce": ""}
-
-
-def _one(what: str, values: Iterable[Value]) -> Value:
-    """Return the value that all tiles share. Raises PlanError where there are several."""
-    distinct = list(dict.fromkeys(values))
-    if len(distinct) > 1:
-        several = ", ".join(map(str, distinct[:4]))
-        raise PlanError(f"Megatron-LM has one value for all ranks, and tiles of this plan have {what} {several}")
-    return distinct[0]
-
-
-def _check_places(plan: Plan, expected: Plan) -> None:
-    """Raise PlanError where Megatron-LM would place a stage on other ranks."""
-    places = [[t.ranks for t in sorted(p.first_tiles, key=lambda t: (t.items, t.rows))] for p in (plan, expected)]
-    for ours, theirs in zip(*places, strict=True):
-        if ours != theirs:
-            raise PlanError(
-                f"Megatron-LM places a replica of a stage on ranks {list(theirs)}, and this plan on {list(ours)}: order"
-                " ranks by stage, then replica, then tensor coordinate"
-            )

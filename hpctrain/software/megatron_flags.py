@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -15,9 +16,9 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError, did_you_mean
 from hpctrain.config.job import Model
 from hpctrain.config.tables import explain
+from hpctrain.software.launched import LaunchedRun
 from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
 from hpctrain.software.run import DescribedRun
-from hpctrain.software.software import SoftwareVersion
 
 FLAGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """What each flag means for a prediction; the file says how it is read."""
@@ -122,21 +123,49 @@ def _check(name: str, value: str, where: str) -> None:
         if known and value.strip("[]") not in known:
             raise JobError(f"{where}: --{name} {value} cannot be predicted; of its values {', '.join(known)} can")
     elif name not in READ and name not in FLAGS["harmless"] and not NO_EFFECT.fullmatch(name):
-        near = did_you_mean(name, get_close_matches(name, READ, 1))
-        raise JobError(f"{where}: --{name} is no flag of Megatron-LM at d98e8a64 (2026-08-22){near}")
+        near = get_close_matches(name, READ, 1)
+        why = did_you_mean(name, near) if near else ""
+        raise JobError(f"{where}: --{name} is no flag of Megatron-LM at d98e8a64 (2026-08-22){why}")
 
 
 @dataclass(frozen=True)
-class MegatronRun:
-    """A launch line on a cluster."""
+class MegatronRun(LaunchedRun):
+    """A launch line of Megatron-LM on a cluster."""
 
-    run: DescribedRun
-    software: SoftwareVersion
     num_ids: int
     """Ids of the vocabulary, which are padded to a multiple of `padded_by` for each rank of a tensor group."""
     padded_by: int
-    assumed: tuple[str, ...]
-    """What the flags do not say."""
+
+    def with_layout(self, run: DescribedRun) -> Self:
+        run = replace(
+            run,
+            vocabulary=self.num_ids + -self.num_ids % (self.padded_by * run.tensor),
+            sequence_parallel=run.tensor > 1,
+            zero=1,
+            overlapped=True,
+            overlaps_tensor=run.overlaps_tensor and run.tensor > 1,
+        )
+        return replace(self, run=run, software=replace(self.software, sequence_parallel=run.sequence_parallel))
+
+    def words(self) -> dict[str, str]:
+        run = self.run
+        flags = {
+            "tensor-model-parallel-size": str(run.tensor),
+            "pipeline-model-parallel-size": str(run.pipeline),
+            "context-parallel-size": str(run.context),
+            "micro-batch-size": str(run.microbatch),
+            "global-batch-size": str(run.global_batch),
+            "num-virtual-stages-per-pipeline-rank": str(run.interleave) if run.interleave > 1 else None,
+            "recompute-granularity": run.recompute if run.recompute != "none" else None,
+            "recompute-method": "uniform" if run.recompute == "full" else None,
+            "recompute-num-layers": "1" if run.recompute == "full" else None,
+            "sequence-parallel": "" if run.sequence_parallel else None,
+            "use-distributed-optimizer": "" if run.zero == 1 else None,
+            "use-torch-fsdp2": "" if run.zero == 3 else None,
+            "overlap-grad-reduce": "" if run.overlapped else None,
+            "tp-comm-overlap": "" if run.overlaps_tensor else None,
+        }
+        return {name: value for name, value in flags.items() if value is not None}
 
 
 def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
@@ -210,4 +239,4 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
     except ValidationError as error:
         raise JobError(f"{where}: {explain(error, Model)[0][1]}") from None
     software = replace(MEGATRON_CORE if is_core else MEGATRON, sequence_parallel=run.sequence_parallel)
-    return MegatronRun(run, software, vocabulary, padded_by, tuple(assumed))
+    return MegatronRun(run, software, tuple(assumed), vocabulary, padded_by)

@@ -72,6 +72,8 @@ class DescribedRun:
     """How many ranks cut the positions of a row; what they exchange of keys and values is hidden by attention."""
     zero: int = 0
     """1: a distributed optimizer; 3: weights come, and their gradients go, beside what is computed (FSDP)."""
+    replicas: int = 1
+    """With zero = 3 how many groups of ranks have all shards of the weights each (FSDP's hybrid shards)."""
     interleave: int = 1
     stack: str = "megatron-lm"
     architecture: str = "gpt2"
@@ -186,7 +188,8 @@ class DescribedRun:
 
         Replicas that share all of their weights (ZeRO 3) are the z of the tensor grids.
         """
-        z, data = (self.weight_holders, 1) if self.zero == 3 else (1, self.weight_holders)
+        z = self.weight_holders // self.replicas if self.zero == 3 else 1
+        data = self.weight_holders // z
         plan = even_plan(
             self.model.num_items,
             TensorGrid(

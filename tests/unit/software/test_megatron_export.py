@@ -68,7 +68,7 @@ def _swapped(plan: Plan) -> Plan:
         (plan_of(TensorGrid(x=2)), "Megatron-LM has no tensor grid of .* set tensor.x and tensor.z to 1"),
         (plan_of(zero=2), "Megatron-LM has no ZeRO 2 with such plans"),
         (_uneven(plan_of()), r"cuts 8 blocks evenly, and this plan's stages begin with items \[0, 7\]"),
-        (_swapped(plan_of()), r"replica of a stage on ranks \[0, 1\], and this plan on \[6, 7\]"),
+        (_swapped(plan_of()), r"replicas of a stage on ranks \[0, 1, 2, 3\], and this plan on \[6, 7, 0, 1\]"),
         (_mixed(plan_of()), "tiles of this plan have ZeRO stages 0, 1"),
         (plan_of(data=1), "the plan is for 4 ranks, and a launch line for all 8 devices of the cluster"),
     ],

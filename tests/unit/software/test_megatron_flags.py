@@ -7,8 +7,8 @@ import pytest
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError
-from hpctrain.software.advice import better_flags, flags_of, own_engine
-from hpctrain.software.megatron_flags import FLAGS, NO_EFFECT, READ, REFUSED, read_flags, run_of
+from hpctrain.software.advice import better_flags, own_engine
+from hpctrain.software.megatron_flags import FLAGS, NO_EFFECT, READ, REFUSED, MegatronRun, read_flags, run_of
 from hpctrain.software.run import DescribedRun
 
 ARGUMENTS = {
@@ -54,8 +54,12 @@ def machine(devices: int = 8) -> Cluster:
     return DescribedRun(1024, 4, 16, 1024, devices, 1, 1, 1, 1, "H100").cluster
 
 
+def own(more: str = "", devices: int = 8) -> MegatronRun:
+    return run_of(read_flags(f"{MODEL} {more}"), machine(devices))
+
+
 def run(more: str = "", devices: int = 8) -> DescribedRun:
-    return run_of(read_flags(f"{MODEL} {more}"), machine(devices)).run
+    return own(more, devices).run
 
 
 def test_every_flag_of_megatron_is_read_or_has_no_effect_or_is_refused_with_a_reason():
@@ -139,27 +143,27 @@ def test_a_test_of_inference_and_a_missing_file_are_refused(tmp_path):
 
 
 def test_the_flags_of_a_layout_are_read_back_and_are_flags_of_megatron():
-    original = run(
+    original = own(
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
         " --sequence-parallel --recompute-granularity full --overlap-grad-reduce --use-distributed-optimizer"
     )
-    flags = flags_of(original)
+    flags = original.words()
     for name, value in flags.items():
         kind, choices = ARGUMENTS[name]
         assert (kind == "-") == (value == ""), name
         assert not choices or value in choices, name
     layout = " ".join(f"--{name} {value}" for name, value in flags.items())
-    assert run_of(read_flags(f"{MODEL} {layout}"), machine()).run == original
+    assert run_of(read_flags(f"{MODEL} {layout}"), machine()) == original
 
 
 def test_better_flags_are_faster_and_fit_and_are_read_back():
-    own = run_of(read_flags(f"{MODEL} --tensor-model-parallel-size 8 --recompute-granularity full"), machine())
-    slow = own.run.predict(own.software)
-    better = better_flags(own, slow)
+    given = own("--tensor-model-parallel-size 8 --recompute-granularity full")
+    slow = given.run.predict(given.software)
+    better = better_flags(given, slow)
     assert better and better.prediction.fits and better.prediction.step_seconds < 0.9 * slow.step_seconds
     assert "(without --recompute-granularity)" in better.flags
     named = better.flags.split(" (without")[0]
     found = run_of(read_flags(f"{MODEL} {named}"), machine())
     assert found.run.predict(found.software).step_seconds == better.prediction.step_seconds
     assert better_flags(found, better.prediction) is None
-    assert own_engine(own.run, 5.0).prediction.fits
+    assert own_engine(given.run, 5.0).prediction.fits
