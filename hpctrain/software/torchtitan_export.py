@@ -62,13 +62,13 @@ def _model_keys(job: Job) -> dict[str, Any]:
             theirs = usual | {"rope_scaling": None} | theirs
             if theirs["rope_scaling"]:
                 theirs["rope_scaling"] = RopeScaling(**theirs["rope_scaling"])
-            unlike = [
+            different = [
                 f"model.{key} = {theirs[key]} in place of {ours[key]}" for key in ours if theirs[key] != ours[key]
             ]
-            if not unlike:
+            if not different:
                 return {"model.name": name, "model.flavor": flavor, "training.seq_len": job.data.sequence_length}
-            if len(unlike) < len(nearest):
-                nearest, title = unlike, f"{name} {flavor}"
+            if len(different) < len(nearest):
+                nearest, title = different, f"{name} {flavor}"
     raise JobError(f"torchtitan has models of fixed sizes. The nearest, {title}, has {'; '.join(nearest)}")
 
 
