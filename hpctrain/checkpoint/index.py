@@ -24,6 +24,7 @@ from hpctrain.checkpoint.format import (
     read_small,
 )
 from hpctrain.checkpoint.parts import Extent, checksums, decompress, gaps
+from hpctrain.checkpoint.source import Bounds, StateSource
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 from hpctrain.config.paths import look_at
 
@@ -34,7 +35,7 @@ NUM_CHECKERS, MAX_UNCHECKED = 2, 8
 REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" takes the newest intact one'
 
 
-class Index:
+class Index(StateSource):
     """An open checkpoint: slices of whole tensors, and what is known about it. Close it, or use `with`.
 
     Opening it checks the manifest, the tables and the descriptions; a tensor is checked block by block when it is read.
@@ -53,11 +54,10 @@ class Index:
             key: self._file(name).decode() if name in self.manifest.files else "" for key, name in ABOUT.items()
         }
         self.about["data"] = self.manifest.data
-        self._rectangles = self._table(RECTANGLES, RECTANGLE)
         self._blocks = self._table(BLOCKS, STORED_BLOCK if self.manifest.compression else BLOCK)
-        self._numbers = {tensor.name: number for number, tensor in enumerate(self.manifest.tensors)}
+        tensors = [(tensor.name, tensor.shape) for tensor in self.manifest.tensors]
+        super().__init__(tensors, self._table(RECTANGLES, RECTANGLE))
         self._check_tables()
-        self._bounds = np.searchsorted(self._rectangles["tensor"], np.arange(len(self.manifest.tensors) + 1))
 
     @property
     def step(self) -> int:
@@ -85,45 +85,17 @@ class Index:
 
     def names(self, kind: str = "model") -> list[str]:
         """Return the names of the parameters that have a tensor of a kind."""
-        return [name.removeprefix(f"{kind}/") for name in self._numbers if name.startswith(f"{kind}/")]
+        return [name.removeprefix(f"{kind}/") for name in self.numbers if name.startswith(f"{kind}/")]
 
     def has(self, name: str, kind: str = "model") -> bool:
-        return f"{kind}/{name}" in self._numbers
+        return f"{kind}/{name}" in self.numbers
 
     def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
-        return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
-
-    def read(
-        self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
-
-        The parts are read only where the slice needs them, rounded up to whole blocks. With `out` the values are put
-        there; they must not be used before `check_all` or the end of a `with`.
-        """
-        number = self._number(f"{kind}/{name}")
-        if len(self.manifest.tensors[number].shape) == 1:
-            columns = (0, 1)
-        result = np.empty((rows[1] - rows[0]) * (columns[1] - columns[0]), "<f4") if out is None else out
-        result = result.reshape(rows[1] - rows[0], columns[1] - columns[0])
-        rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
-        low = np.maximum(rectangles["rows"][:, 0], rows[0]), np.maximum(rectangles["columns"][:, 0], columns[0])
-        high = np.minimum(rectangles["rows"][:, 1], rows[1]), np.minimum(rectangles["columns"][:, 1], columns[1])
-        filled = 0
-        for at in np.flatnonzero((low[0] < high[0]) & (low[1] < high[1])):
-            ours = (int(low[0][at]), int(high[0][at])), (int(low[1][at]), int(high[1][at]))
-            part = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
-            self._read_rectangle(rectangles[at], *ours, part)
-            filled += part.size
-        if out is None:
-            self.check_all()
-        if filled != result.size:
-            raise self._damaged(f"{kind}/{name}: no part has some of its elements")
-        return result.reshape(-1)
+        return self.manifest.tensors[self.number(f"{kind}/{name}")].shape
 
     def whole(self, kind: str, name: str) -> np.ndarray:
         """Return a whole parameter or moment, fp32, in its shape."""
-        shape = self.manifest.tensors[self._number(f"{kind}/{name}")].shape
+        shape = self.manifest.tensors[self.number(f"{kind}/{name}")].shape
         return self.read(kind, name, (0, shape[0]), (0, shape[1] if len(shape) > 1 else 1)).reshape(shape)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
@@ -161,45 +133,45 @@ class Index:
             result[stream.part].append(stream)
         return result
 
-    def _number(self, tensor: str) -> int:
-        if tensor not in self._numbers:
+    def number(self, tensor: str) -> int:
+        if tensor not in self.numbers:
             raise CheckpointError(
                 f"{self.path}: has no {tensor}; a checkpoint of weights alone can be started from"
                 " (train.start_from), but not continued"
             )
-        return self._numbers[tensor]
+        return self.numbers[tensor]
 
-    def _damaged(self, what: str, file: str = "") -> DamagedCheckpointError:
+    def incomplete(self, what: str, file: str = "") -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.path / file}: {what}; {REMEDY}")
 
     def _file(self, name: str) -> bytes:
         """Return a file's bytes, checked."""
         if name not in self.manifest.files:
-            raise self._damaged("the manifest does not list it", name)
+            raise self.incomplete("the manifest does not list it", name)
         expected = self.manifest.files[name]
         data = read_small(self.path / name, expected.bytes)
         if len(data) != expected.bytes:
-            raise self._damaged(f"has {len(data)} bytes instead of {expected.bytes}", name)
+            raise self.incomplete(f"has {len(data)} bytes instead of {expected.bytes}", name)
         if hashlib.sha256(data).hexdigest() != expected.sha256:
-            raise self._damaged("is damaged: its SHA-256 is not that of the manifest", name)
+            raise self.incomplete("is damaged: its SHA-256 is not that of the manifest", name)
         return data
 
     def _table(self, name: str, dtype: np.dtype) -> np.ndarray:
         data = self._file(name)
         if len(data) % dtype.itemsize:
-            raise self._damaged(f"{len(data)} bytes are no table", name)
+            raise self.incomplete(f"{len(data)} bytes are no table", name)
         return np.frombuffer(data, dtype)
 
     def _check_tables(self) -> None:
         """Refuse tables whose numbers lead out of each other or out of the parts."""
-        manifest, rectangles = self.manifest, self._rectangles
+        manifest, rectangles = self.manifest, self.rectangles
 
         def require(condition, what: str) -> None:
             if not condition:
-                raise self._damaged(what)
+                raise self.incomplete(what)
 
         require(manifest.tensors and manifest.parts and manifest.streams, "has no tensors, parts or streams")
-        require(len(self._numbers) == len(manifest.tensors), "lists a tensor twice")
+        require(len(self.numbers) == len(manifest.tensors), "lists a tensor twice")
         names = [part_name(number) for number in range(len(manifest.parts))]
         require([part.file for part in manifest.parts] == names, "its parts are not numbered from 0")
         begin = 0
@@ -230,18 +202,18 @@ class Index:
     def _check_coverage(self) -> None:
         """Refuse rectangles of a tensor that overlap, since some elements are then in no rectangle."""
         for number, tensor in enumerate(self.manifest.tensors):
-            rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
+            rectangles = self.rectangles[self.bounds[number] : self.bounds[number + 1]]
             rows, columns = np.unique(rectangles["rows"]), np.unique(rectangles["columns"])
             taken = np.zeros((len(rows), len(columns)), np.int32)
             corners = np.searchsorted(rows, rectangles["rows"]), np.searchsorted(columns, rectangles["columns"])
             for (top, bottom), (left, right) in zip(*corners, strict=True):
                 taken[top:bottom, left:right] += 1
             if (taken > 1).any():
-                raise self._damaged(f"{tensor.name}: two parts have the same elements")
+                raise self.incomplete(f"{tensor.name}: two parts have the same elements")
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _read_rectangle(self, rectangle, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray) -> None:
+    def read_rectangle(self, rectangle, rows: Bounds, columns: Bounds, out: np.ndarray) -> None:
         """Fill `out` with those rows x columns of a tensor that lie in a rectangle."""
         first, left = int(rectangle["rows"][0]), int(rectangle["columns"][0])
         width, taken, stream = int(rectangle["columns"][1]) - left, columns[1] - columns[0], int(rectangle["stream"])
@@ -328,7 +300,7 @@ class Index:
 
     def _damage(self, stream: int, block: int) -> DamagedCheckpointError:
         about, size = self.manifest.streams[stream], self.manifest.block_bytes // 4
-        ours = self._rectangles[self._rectangles["stream"] == stream]
+        ours = self.rectangles[self.rectangles["stream"] == stream]
         counts = (ours["rows"][:, 1] - ours["rows"][:, 0]).astype(np.int64)
         counts *= ours["columns"][:, 1] - ours["columns"][:, 0]
         start = ours["start"].astype(np.int64)
@@ -337,7 +309,7 @@ class Index:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         where = f"{names[0] if names else 'no tensor'}{more}"
         text = f"is damaged: block {block} of {about.dataset} has another CRC-32, in {where}"
-        return self._damaged(text, self.manifest.parts[about.part].file)
+        return self.incomplete(text, self.manifest.parts[about.part].file)
 
     def _check_rest(self, part: int) -> None:
         """Check the size of a part, and all its bytes outside of streams."""
@@ -354,7 +326,7 @@ class Index:
                 size = min(AT_ONCE_BYTES, gap.num_bytes - start)
                 crc32 = zlib.crc32(self._pread(part, Extent(gap.offset + start, size)), crc32)
         if crc32 != about.rest_crc32:
-            raise self._damaged("is damaged: what HDF5 needs has another CRC-32", about.file)
+            raise self.incomplete("is damaged: what HDF5 needs has another CRC-32", about.file)
 
     def _pread(self, part: int, extent: Extent) -> bytearray:
         data = bytearray(extent.num_bytes)
@@ -370,12 +342,12 @@ class Index:
                 os.posix_fadvise(handle, following, min(len(view), end - following), os.POSIX_FADV_WILLNEED)
             count = os.preadv(handle, [view], offset)
         except FileNotFoundError:
-            raise self._damaged("is missing", file) from None
+            raise self.incomplete("is missing", file) from None
         except OSError as error:
-            raise self._damaged(f"cannot be read: {describe_os_error(error)}", file) from None
+            raise self.incomplete(f"cannot be read: {describe_os_error(error)}", file) from None
         self.bytes_read += count
         if count != len(view):
-            raise self._damaged(f"ends at byte {offset + count}", file)
+            raise self.incomplete(f"ends at byte {offset + count}", file)
 
     def _handle(self, part: int) -> int:
         """Return an open handle of a part, and check the part's size. Raises OSError, DamagedCheckpointError."""
@@ -383,6 +355,6 @@ class Index:
             about = self.manifest.parts[part]
             size = look_at(self.path / about.file).st_size
             if size != about.bytes:
-                raise self._damaged(f"has {size} bytes instead of {about.bytes}", about.file)
+                raise self.incomplete(f"has {size} bytes instead of {about.bytes}", about.file)
             self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
         return self._handles[part]

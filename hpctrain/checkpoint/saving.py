@@ -15,6 +15,7 @@ import torch
 from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, RECTANGLE, Part, part_name, tensor_shapes
+from hpctrain.checkpoint.live import LiveState
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import StateTensor, tensors_of, writing
 from hpctrain.comm.accelerators.base import Accelerator
@@ -109,10 +110,11 @@ class Saver:
         shapes = tensor_shapes(job)
         self._state, self._texts = state, dict[str, str]()
         numbers = {name: number for number, name in enumerate(shapes)}
-        own_rectangles, self._slices, self._elements = lay_out_own(shards, numbers)
+        self._shapes = shapes
+        self._rectangles, self._slices, self._elements = lay_out_own(shards, numbers)
         described = {"job": save_job(job), "plan": dump_plan(plan), **about}
         counts = world.all_objects(self._elements)
-        rectangles = world.gather_objects(own_rectangles)
+        rectangles = world.gather_objects(self._rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
         self._part, members = self._part_of(counts)
@@ -251,6 +253,15 @@ class Saver:
         if isinstance(result, HpctrainError):
             raise result
         return result
+
+    def live_state(self, step: int) -> LiveState:
+        """Return the state after a step in host memory, to be moved to another plan. All ranks must call.
+
+        The last checkpoint must be complete, and no other one is started: its memory holds the state.
+        """
+        assert not self.in_flight, "a checkpoint in flight has the same memory"
+        stream = self._snapshot().view("<f4")
+        return LiveState(self._world, self._shapes, self._rectangles, stream, step, dict(self._state()))
 
     def finish(self) -> Path | None:
         """Wait until the started checkpoint is complete; return its path, or None without one. All ranks must call.

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from hpctrain.checkpoint.format import MODEL, OPTIMIZER, tensor_shapes
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.source import StateSource
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import parse_cluster
@@ -119,18 +120,28 @@ def _load_weights(index: Index, shard: Shard) -> None:
             read_region(index, MODEL, region, shard.master[shard.updated.place_of(region.at)])
 
 
-def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Tensor) -> None:
+def read_region(source: StateSource, kind: str, region: StoredRegion, target: torch.Tensor) -> None:
     """Fill flat `target` with a stored region, taken from the whole parameter; padding is zero."""
+    values = host_values(target)
+    read_values(source, kind, region, values)
+    if values is not target:
+        target.copy_(values)
+
+
+def host_values(target: torch.Tensor) -> torch.Tensor:
+    """Return host memory for the fp32 values of a tensor: itself, where it is such memory."""
     is_direct = target.dtype == torch.float32 and target.device.type == "cpu"
-    values = target.detach() if is_direct else torch.empty(region.at.size)
+    return target if is_direct else torch.empty(target.numel())
+
+
+def read_values(source: StateSource, kind: str, region: StoredRegion, values: torch.Tensor) -> None:
+    """Read a stored region into flat fp32 host memory; padding is zero."""
     parts = list(whole_rows(region.parameter, region.box, region.elements))
     if sum(taken.size for _, _, taken in parts) < region.at.size:
-        values.zero_()
+        values.detach().zero_()
     for rows, columns, taken in parts:
-        out = values[slice(*taken.shift(-region.elements.start))].numpy()
-        index.read(kind, region.parameter.name, rows, (columns.start, columns.stop), out)
-    if not is_direct:
-        target.copy_(values)
+        out = values.detach()[slice(*taken.shift(-region.elements.start))].numpy()
+        source.read(kind, region.parameter.name, rows, (columns.start, columns.stop), out)
 
 
 def read_job(index: Index, say: Callable[[str], None] = ignore) -> Job:

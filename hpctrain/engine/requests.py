@@ -1,4 +1,4 @@
-"""Requests to end or to save before the last step of a run: a signal, a file in its folder, the end of its batch job.
+"""Requests to end, to save or to go on by another plan: a signal, a file in the run folder, the end of its batch job.
 
 Any rank may notice a request. The sums at the end of a step include requests, so all ranks act at the same step.
 """
@@ -15,6 +15,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.errors import InterruptionError
 
 STOP_FILE, SAVE_FILE = "stop", "save"
+RESIZE_FILE, NEXT_PLAN_FILE = "resize", "next-plan.toml"
+"""A number of ranks, and a plan, by which a run goes on (`hpctrain.engine.start.replan`)."""
 MARGIN_SECONDS = 60.0
 """Seconds kept free before the end of a batch job, in addition to two steps and two checkpoints as long as the longest
 so far."""
@@ -30,6 +32,8 @@ class StepRequests(NamedTuple):
     save: bool = False
     writing: bool = False
     """A checkpoint is being written; all ranks complete it in the first step in which no rank is writing."""
+    moves: bool = False
+    """Another plan is asked for; the run goes on by it."""
 
     @property
     def ends(self) -> bool:
@@ -63,7 +67,9 @@ class Requests:
     def check(self) -> StepRequests:
         """Return the requests that this rank notices now."""
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
-        return StepRequests(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
+        moves = has(RESIZE_FILE) or has(NEXT_PLAN_FILE)
+        interrupt = bool(self.signals.received) or self._is_late()
+        return StepRequests(interrupt, has(STOP_FILE), has(SAVE_FILE), moves=moves)
 
     def reason(self, asked: StepRequests, world: World) -> str:
         """Return, on rank 0, the reason for an end that all ranks agreed on. All ranks must call."""

@@ -1,11 +1,14 @@
 """One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and its observers."""
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint.folder import locate_checkpoint, tidy
 from hpctrain.checkpoint.format import KEPT
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.live import LiveState
 from hpctrain.checkpoint.resume import choose_checkpoint
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.probe.machine import note_overflow
@@ -22,6 +25,7 @@ from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import Saves
 from hpctrain.engine.start.facts import Described, Prepared
+from hpctrain.engine.start.replan import WHY, replan
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
 from hpctrain.observe.anomalies import Jump, JumpWatch
@@ -81,7 +85,7 @@ class Run:
         DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where they do not
         fit.
         """
-        self.signals = signals or StopSignals()
+        self.signals, self.requested = signals or StopSignals(), job
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():
             self.lock = RunLock(self.path) if world.rank == 0 else None
@@ -104,10 +108,23 @@ class Run:
         self.hear(news)
         self.begin_leg(world, prepared)
 
-    def begin_leg(self, world: World, prepared: Prepared) -> None:
-        """Begin to train by a plan. The leg before it is closed. All ranks must call."""
+    def begin_leg(self, world: World, prepared: Prepared, change: "PlanChange | None" = None) -> None:
+        """Begin to train by a plan. The leg before it is closed. All ranks must call.
+
+        After a `change` of plans it begins from the state that the last leg left in memory.
+        """
         self.job, self.source = prepared.job, prepared.source
-        self.leg = Leg(self, world, prepared)
+        self.leg = Leg(self, world, prepared, change)
+
+    def _go_on(self, change: "PlanChange") -> None:
+        """End the leg, and begin the next one by another plan. All ranks must call."""
+        leg, world, since = self.leg, change.prepared.world, time.monotonic()
+        change.state = leg.live_state()
+        change.seconds["moved"] = time.monotonic() - since
+        leg.close()
+        bind_accelerator(world).release()
+        self.begin_leg(world, change.prepared, change)
+        change.seconds["made"] = time.monotonic() - since - change.seconds["moved"]
 
     def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
         """Choose the checkpoint that all ranks continue from; return messages about the choice.
@@ -126,11 +143,15 @@ class Run:
         Returns what is known at the end (on rank 0; empty on others), and why it ended early, if it did.
         """
         until = min(self.job.train.steps, stop_after or self.job.train.steps)
-        try:
-            last, ended = self.leg.train(until)
-        except BaseException:
-            self.abandon()
-            raise
+        while True:
+            try:
+                last, ended = self.leg.train(until)
+            except BaseException:
+                self.abandon()
+                raise
+            if self.leg.change is None:
+                break
+            self._go_on(self.leg.change)
         self.leg.close()
         by, overrun = ended and ended.by, self.leg.overrun
         summary = self.console.finish(last, self.path, self.checkpoint, self.source, by, overrun)
@@ -169,19 +190,36 @@ class Run:
             self.console.say(f"sample:\n{text}")
 
 
+@dataclass
+class PlanChange:
+    """A change of plans, from one leg to the next."""
+
+    prepared: Prepared
+    """The run by the next plan."""
+    reason: str
+    seconds: dict[str, float]
+    """Seconds in which it was `searched`, its state `moved`, all else `made`, and of its `first_step`."""
+    state: LiveState | None = None
+    """The state on its way, in host memory."""
+
+
 class Leg:
     """A part of a run by one plan on one world, with layout, trainer and observers. All ranks create one and call the
     same.
 
-    It starts from the newest checkpoint that its run knows, or from the start.
+    It starts from the state that another leg left in memory, else from the newest checkpoint that its run knows, or
+    from the start.
     """
 
-    def __init__(self, run: Run, world: World, prepared: Prepared):
+    def __init__(self, run: Run, world: World, prepared: Prepared, change: PlanChange | None = None):
         """Make weights and observers, and say what is trained. Raises TrainingError where they do not fit."""
         self._run, self._world, self._prepared = run, world, prepared
         self.job, self._described = prepared.job, prepared.described
         self._num_before = world.num_made
         """Number of the world's groups and channels that do not belong to this leg."""
+        self._begun_by = change
+        self.change: PlanChange | None = None
+        """The change by which this leg ends, once there is one."""
         accelerator = bind_accelerator(world)
         self._observers = self._make_observers(accelerator)
         with world.all_or_none():
@@ -190,14 +228,21 @@ class Leg:
         self._metrics = RunMetrics(self._observed, self._live.write_step)
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
-        if run.checkpoint:
+        if change and change.state:
+            since = time.monotonic()
+            self._trainer.take(change.state)
+            change.state.close()
+            change.state = None
+            change.seconds["moved"] += time.monotonic() - since
+        elif run.checkpoint:
             self._trainer.resume(run.checkpoint)
         else:
             self._trainer.initialise()
         self._first_step = self._trainer.steps_done + 1
         self.overrun: float | None = None
         """Largest share of time by which a rank lagged behind its device, in a closed rehearsal."""
-        refuse_if_interrupted(world, run.signals)
+        if not change:  # later legs look for signals at each step, and save
+            refuse_if_interrupted(world, run.signals)
         self._introduce()
 
     def _make_observers(self, accelerator) -> list[Observer]:
@@ -225,13 +270,16 @@ class Leg:
             if run.lock:
                 cluster, predicted = self._described.cluster, prepared.prediction
                 run.folder.describe(self.job, prepared.plan, reasons, cluster)
-                damage = run.folder.rewind_metrics(done)
+                damage = None if self._begun_by else run.folder.rewind_metrics(done)
                 self._families = keep_families(run.path, self.job, cluster)
                 mfu_seconds = predicted.mfu * predicted.step_seconds if predicted else None
                 self._full_speed = mfu_seconds, sum_of_families(self._families)
-                is_rehearsed = self._described.is_rehearsed
-                self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
-                run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
+                if self._begun_by:
+                    run.console.say(f"from step {done + 1} by another plan, as {reasons['plan']}")
+                else:
+                    is_rehearsed = self._described.is_rehearsed
+                    self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
+                    run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
                 run.hear([damage])
 
     def train(self, until: int) -> tuple[dict, EarlyEnd | None]:
@@ -256,6 +304,11 @@ class Leg:
             run.console.step(metrics, self._metrics.latest, until, due)
             if run.lock:
                 self._note_findings(metrics["step"], jumps.look(metrics))
+            if run.lock and self._begun_by and metrics["step"] == self._first_step:
+                self._begun_by.seconds["first_step"] = metrics["step_seconds"]
+                self._live.note_leg(
+                    self._first_step - 1, self._begun_by.reason, self._begun_by.seconds, prepared.prediction
+                )
             run.hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
@@ -271,21 +324,41 @@ class Leg:
             begins=self._metrics.flush,  # a run that continues from it has the metrics of all its steps
             ends=self._live.note_save if run.lock else lambda step, checkpoint, seconds: None,
         )
+        self._saver = saves.saver
         try:
-            ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
+            ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests, self._replan)
         except CorruptionError as error:  # on all ranks
             self._end_steps()
             if run.lock:
                 run.folder.note(CORRUPTION, trainer.steps_done, str(error))
             raise
         run.checkpoint = saves.latest
-        return last, ended
+        return last, None if self.change else ended
+
+    def _replan(self) -> bool:
+        """Choose the plan that was asked for; say whether the leg ends for it. All ranks must call."""
+        run, since = self._run, time.monotonic()
+        chosen = replan(self._prepared, run.requested, run.path if run.lock else None)
+        if isinstance(chosen, str):
+            run.console.say(f"no other plan: {chosen}; training continues by the same one")
+        else:
+            self.change = PlanChange(chosen, chosen.reasons[WHY], {"searched": time.monotonic() - since})
+        return self.change is not None
+
+    def live_state(self) -> LiveState:
+        """Return the state after the last step in host memory, which outlives the leg. All ranks must call."""
+        saver = self.__dict__.pop("_saver")  # it would keep weights and moments
+        return saver.live_state(self._trainer.steps_done)
 
     def close(self) -> None:
         """End after the last step: write measurements, let observers report, free groups, weights and moments."""
         self._end_steps()
-        self._run.hear(observer.finish() for observer in self._observers)
+        texts = [observer.finish() for observer in self._observers]
+        if not self.change:  # a run says once how it went
+            self._run.hear(texts)
         self.overrun = self._trainer.overrun()
+        if self._run.lock and self.change:
+            self._live.close()
         self._release(alone=False)
 
     def abandon(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.live import LiveState
 from hpctrain.checkpoint.saving import Saver
 from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
@@ -131,6 +132,18 @@ class Trainer:
                 scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
+    def take(self, state: LiveState) -> None:
+        """Start from the state of another plan, which the ranks have in memory."""
+        self.layout.store.await_weights()
+        self.steps_done = state.step
+        state.fill(self.optimizer.shards)
+        for shard in self.optimizer.shards:
+            if not shard.has_master_in_use:
+                shard.group.weights_at(shard.updated).copy_(shard.master)
+        self.optimizer.gather_updated()
+        if scale := self.optimizer.loss_scale:
+            scale.restore(state.texts.get(loss_scale.KEY))
+
     def step(self, sequences: AnySequences, asked: StepRequests = NO_REQUESTS) -> tuple[SavedMetrics, StepRequests]:
         """Train one step; return its metrics, and the requests of all ranks."""
         step = self.steps_done
@@ -198,13 +211,15 @@ class Trainer:
         saves: Saves,
         report: Callable[[SavedMetrics], None],
         requests: Requests,
+        replan: Callable[[], bool] = lambda: False,
     ) -> EarlyEnd | None:
         """Train up to step `until`, validating and saving on the job's intervals; return why it ended early, if it did.
 
         Raises CorruptionError, with where to continue, where numbers are not finite or replicas differ.
 
         `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank. A checkpoint
-        is due on its interval, when it is asked for, and at the end.
+        is due on its interval, when it is asked for, and at the end. Where another plan is asked for, all ranks call
+        `replan`; if it returns True the leg ends.
         """
         every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
         phases, enter = phases_of(self.job.observe), self.world.enter
@@ -238,6 +253,12 @@ class Trainer:
             requests.fulfilled(asked)
             if asked.ends and done < until:
                 return EarlyEnd(requests.reason(asked, self.world), continues=not asked.stop)
+            if asked.moves and not last:
+                enter(phases.start)
+                if replan():
+                    saves.end()
+                    return EarlyEnd("another plan", continues=True)
+                enter(phases.step)
             begun = time.monotonic()
         return None
 

@@ -75,7 +75,8 @@ def command(
 
     SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGXCPU and the end of a batch job end the run in order, with a
     checkpoint and exit code 75: start it again. A file `stop` in the run folder ends it with a checkpoint and exit code
-    0; a file `save` asks for a checkpoint. A run continues where its output is lost.
+    0; a file `save` asks for a checkpoint. A file `resize` with a number of ranks, or a plan `next-plan.toml`, lets the
+    run go on by another plan. A run continues where its output is lost.
     """
     rehearsed = load_described(rehearse) if rehearse else None
     with started_world(rehearsed) as world:

@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.observe.anomalies import StragglerWatch
 from hpctrain.observe.exports import MetricsWriter
-from hpctrain.observe.folder.run_folder import END, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
+from hpctrain.observe.folder.run_folder import END, LEG, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
 from hpctrain.observe.folder.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.observe.metrics import FIGURES
 from hpctrain.observe.sample import SAMPLED_STEP
@@ -74,6 +74,18 @@ class LiveMetrics:
             rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, reasons=dict(reasons),
         )  # fmt: skip
 
+    def note_leg(self, step: int, reason: str, seconds: Mapping[str, float], prediction: Prediction | None) -> None:
+        """Note that the run went on by this plan after `step`, why, and how long each part of the change took."""
+        text = f"{reason}: {self._plan.describe()}, {sum(seconds.values()):.3g} s"
+        more = {
+            "number": self._files.leg,
+            "reason": reason,
+            "ranks": len(self._plan.ranks) - len(self._plan.unused),
+            "plan": self._plan.describe(),
+        }
+        more |= {"predicted_seconds": prediction.step_seconds} if prediction else {}
+        self._files.note(LEG, step, text, **more, seconds=dict(seconds))
+
     def note_slower(self, text: str) -> None:
         """Note that a rehearsal's time scale was raised."""
         self._files.note(SLOWER, self._step, text)
@@ -85,13 +97,17 @@ class LiveMetrics:
 
     def note_end(self, step: int, until: int, summary: Mapping) -> None:
         """Note how a start ended, in order; `summary` is what the command prints."""
-        self._write_ranks()
-        for writer in self._writers:
-            self._files.attempt(writer.path, writer.close)
+        self.close()
         by = summary.get("stopped_by")
         text = f"stopped by {by} after step {step} of {until}" if by else f"{step} of {until} steps are done"
         kept = {key: summary[key] for key in ("overrun", "yardstick", "unigram_entropy") if key in summary}
         self._files.note(END, step, text, stopped_by=by, steps=until, **kept)
+
+    def close(self) -> None:
+        """Write the last figures, and let other software's writers end."""
+        self._write_ranks()
+        for writer in self._writers:
+            self._files.attempt(writer.path, writer.close)
 
     def _write_ranks(self) -> None:
         """Write the figures of all ranks of the last logged step: ranks.json."""

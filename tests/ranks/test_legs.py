@@ -1,14 +1,19 @@
 """A run is a sequence of legs in the same processes: each begins where the one before it ended."""
 
 import json
+import threading
+from pathlib import Path
 
 import pytest
 
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Job
+from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
 from hpctrain.engine.run import Run
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.uniform import resolve_plan
 from tests.ranks.small_runs import largest_relative_difference, make_job, world_of
 
 STEPS, FIRST_LEG = 6, 3
@@ -34,8 +39,8 @@ def own(world):
     own.close()
 
 
-def job_of(tokens, plan: dict) -> Job:
-    return make_job(tokens, "llama", plan, shape={"vocab_size": 64}, steps=STEPS)  # a .bin has a multiple of 64
+def job_of(tokens, plan: dict, steps: int = STEPS) -> Job:
+    return make_job(tokens, "llama", plan, shape={"vocab_size": 64}, steps=steps)  # a .bin has a multiple of 64
 
 
 def losses_of(run: Run) -> list[float]:
@@ -68,3 +73,76 @@ def test_a_second_leg_continues_the_first_by_the_same_plan_or_another(own, token
             assert largest_relative_difference(result, expected) < 1e-5
             events = [json.loads(line)["event"] for line in (run.path / "events.jsonl").read_text().splitlines()]
             assert events.count("start") == 2 and events.count("checkpoint") == 2 and events[-1] == "end"
+
+
+def train_with_requests(run: Run, requests: dict[int, tuple[str, str]]) -> dict:
+    """Train to the end; rank 0 writes a file with a text into the run folder after some steps."""
+    step = run.console.step
+
+    def step_is_done(metrics, *more) -> None:
+        step(metrics, *more)
+        if run.lock and metrics["step"] in requests:
+            name, text = requests[metrics["step"]]
+            (run.path / name).write_text(text)
+
+    run.console.step = step_is_done
+    summary, ended = run.train()
+    assert ended is None
+    return summary
+
+
+def legs_of(run: Run) -> list[dict]:
+    lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "leg"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plan", [None, {"tensor": {"y": 2}, "data": 2}], ids=["searched", "given"])
+def test_a_run_gives_ranks_back_and_takes_them_again(own, tokens, folder, plan):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    job = make_job(tokens, "llama", plan, shape={"vocab_size": 64}, steps=9, global_batch=12)
+    whole = Run(own, job, folder / "whole", described)
+    whole.train()
+
+    run = Run(own, job, folder / "legs", described)
+    threads = threading.active_count()
+    requests = {2: (RESIZE_FILE, "3\n"), 4: (RESIZE_FILE, "three"), 6: (RESIZE_FILE, "4")}
+    train_with_requests(run, requests)
+    assert threading.active_count() <= threads
+    with own.all_or_none():
+        if own.rank == 0:
+            result, expected = losses_of(run), losses_of(whole)
+            assert result[:3] == expected[:3], "the request is noticed in the step after it"
+            assert len(result) == 9 and largest_relative_difference(result, expected) < 1e-5
+            legs = legs_of(run)
+            assert [(leg["number"], leg["step"], leg["ranks"]) for leg in legs] == [(2, 3, 3), (3, 7, 4)]
+            assert set(legs[0]["seconds"]) == {"searched", "moved", "made", "first_step"}
+            assert legs[0]["reason"] == "resize asks for 3 ranks"
+            plans = [load_plan(run.path / "legs" / f"00{number}" / "plan.toml") for number in (1, 2, 3)]
+            assert plans[1].unused == (3,) and plans[2] == plans[0] == load_plan(run.path / "plan.toml")
+            assert not (run.path / RESIZE_FILE).exists()
+            assert [path.name for path in (run.path / "checkpoints").iterdir() if path.is_dir()] == ["step-00000009"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, tokens, folder):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    whole = Run(own, job_of(tokens, {"data": 2}, steps=8), folder / "whole", described)
+    whole.train()
+
+    run = Run(own, job_of(tokens, {"data": 2}, steps=8), folder / "legs", described)
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    same = dump_plan(resolve_plan(job_of(tokens, {"data": 2}), 2).plan)
+    wrong = other.replace("ranks = [0]", "ranks = [7]")
+    requests = {1: (NEXT_PLAN_FILE, same), 3: (NEXT_PLAN_FILE, wrong), 5: (NEXT_PLAN_FILE, other)}
+    train_with_requests(run, requests)
+    with own.all_or_none():
+        if own.rank == 0:
+            result, expected = losses_of(run), losses_of(whole)
+            assert result[:6] == expected[:6]
+            assert largest_relative_difference(result, expected) < 1e-5
+            assert [leg["step"] for leg in legs_of(run)] == [2, 6]
+            assert (run.path / "next-plan.refused.toml").read_text() == wrong
+            assert load_plan(run.path / "plan.toml") == load_plan(Path(run.path / "legs" / "003" / "plan.toml"))

@@ -189,9 +189,9 @@ def fill_devices(run: Prepared) -> Prepared:
     plan, cluster = run.plan_or_none, run.described.cluster
     if plan is None or run.job.plan is None or run.described.is_rehearsed:
         return run
-    priced, few = _priced(run), Resolved(plan, {})
-    setup_of = setups_by_plan(priced, priced, run.world.topology)
-    made = run.world.on_first_rank(lambda: with_enough_rows(priced, few, run.families, cluster, setup_of))
+    job, few = priced(run), Resolved(plan, {})
+    setup_of = setups_by_plan(job, job, run.world.topology)
+    made = run.world.on_first_rank(lambda: with_enough_rows(job, few, run.families, cluster, setup_of))
     return run.but(made.reasons, plan_or_none=made.plan)
 
 
@@ -204,7 +204,7 @@ def profile_job(run: Prepared) -> Prepared:
     from hpctrain.engine.start.profiler import short_profile
 
     watch = LoadWatch()
-    measured = short_profile(world, bind_accelerator(world), _without_plan(run).job, SHORT_PROFILE_SECONDS)
+    measured = short_profile(world, bind_accelerator(world), without_plan(run).job, SHORT_PROFILE_SECONDS)
     disturbance = watch.disturbance(world)
     busy, reasons = described.disturbance or disturbance, {}
     text = add_profiles(path, described.cluster, *measured, keeps=not busy) if measured else None
@@ -218,9 +218,9 @@ def search_plan(run: Prepared) -> Prepared:
     """Search on one rank. Overlaps that are `auto` are scored as without a plan, and timed as each plan has them."""
     if run.plan_or_none:
         return run
-    priced = _priced(_without_plan(run))
-    setup_of = setups_by_plan(run.job, priced, run.world.topology)
-    choice, again = run.world.on_first_rank(lambda: _choose(priced, run, setup_of))
+    job = priced(without_plan(run))
+    setup_of = setups_by_plan(run.job, job, run.world.topology)
+    choice, again = run.world.on_first_rank(lambda: _choose(job, run, setup_of))
     if again or run.previous is None or run.job_to_keep is None:
         return run.but(({"planned again": again} if again else {}) | choice.reasons, plan_or_none=choice.plan)
     plan, cluster = run.previous
@@ -228,7 +228,7 @@ def search_plan(run: Prepared) -> Prepared:
     return keep(run.but({"plan": why}, plan_or_none=plan, previous=None), run.job_to_keep, cluster)
 
 
-def _without_plan(run: Prepared) -> Prepared:
+def without_plan(run: Prepared) -> Prepared:
     """Return a run with the overlaps that it would have without a plan."""
     overlap, _ = resolve_overlap(run.job.overlap, run.world.topology)
     return run.but(job=run.job.model_copy(update={"overlap": overlap}))
@@ -249,7 +249,7 @@ def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple
     return choice, f"by {described.name} a step by the plan of {where} takes {slower:.1%} longer" if is_clear else ""
 
 
-def _priced(run: Prepared) -> Job:
+def priced(run: Prepared) -> Job:
     """Return the job as it is priced before ranks have tried which kernels they have."""
     if not run.world.topology.shares_memory:
         return run.job
@@ -292,7 +292,7 @@ def predict_step(run: Prepared) -> Prepared:
     with run.world.all_or_none():
         if run.world.rank == 0:
             try:
-                prediction = forecast(Setup.of_job(_priced(run)), run.plan, described.cluster).prediction
+                prediction = forecast(Setup.of_job(priced(run)), run.plan, described.cluster).prediction
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
             if prediction and run.previous:

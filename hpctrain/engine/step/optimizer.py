@@ -146,7 +146,7 @@ class Optimizer:
         for parts, decays in self._updated:
             update(parts, decays)
         self._host_state.update(update)
-        self._gather_updated()
+        self.gather_updated()
         self._layout.store.zero_grads()
         if scale:
             scale.grow()
@@ -155,7 +155,7 @@ class Optimizer:
     def _update_parts(self, step: int, parts: Updated, decays: bool) -> None:
         UPDATES[self._train.optimizer](parts, UpdateStep(self._train, step, decays))
 
-    def _gather_updated(self) -> None:
+    def gather_updated(self) -> None:
         """Bring updated master weights into use on all holders, before their items compute with them.
 
         All ranks of the plan must call.

@@ -6,6 +6,7 @@ cluster.toml     the description of the machine that the plan and its prediction
 *.json, *.jsonl  metrics, events and what was measured: hpctrain.observe.folder.schema says what is in each
 yardstick.json   what families are predicted to do alone (hpctrain.planner.yardstick)
 checkpoints/     see hpctrain.checkpoint
+legs/NNN/        the first three of each leg: a start, or a part of a run by another plan
 """
 
 import json
@@ -36,6 +37,7 @@ from hpctrain.plan.tiling import Plan
 
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
+LEGS = "legs"
 
 
 def default_run_folder(name: str) -> Path:
@@ -53,6 +55,8 @@ class RunFolder:
         self.path = path
         self.step = 0
         """The step of the last event, or the last that is done."""
+        self.leg = 0
+        """The number of the leg that was described last, from 1; it counts those of earlier starts."""
         self._say = say
         self._refused: set[Path] = set()
 
@@ -63,8 +67,14 @@ class RunFolder:
             if is_file(before) and read_bytes(before) != dumped.encode():
                 for file in OF_ONE_PLAN:
                     (self.path / file.name).unlink(missing_ok=True)
+        legs = self.path / LEGS
+        with writing(legs):
+            legs.mkdir(exist_ok=True)
+            self.leg = 1 + max((int(leg.name) for leg in legs.iterdir() if leg.name.isdecimal()), default=0)
+            (legs / f"{self.leg:03}").mkdir()
         for name, text in ((CLUSTER, dump_cluster(cluster)), (PLAN, dumped), (RESOLVED, dump_job(job, reasons, PLAN))):
-            write_text(self.path / name, text, TrainingError, "free space")
+            for folder in (self.path, legs / f"{self.leg:03}"):
+                write_text(folder / name, text, TrainingError, "free space")
 
     def rewind_metrics(self, step: int) -> str | None:
         """Drop the lines of steps after `step`, which a resumed run computes again.
@@ -155,8 +165,9 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-START, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
+START, LEG, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
     "start",
+    "leg",
     "checkpoint",
     "validation",
     "straggler",

@@ -136,6 +136,11 @@ class SavedEvent(SavedNote):
     ranks: NotRequired[int]
     rank: NotRequired[int]
     planned_again: NotRequired[bool]
+    number: NotRequired[int]
+    """The number of a leg."""
+    reason: NotRequired[str]
+    seconds: NotRequired[float | dict[str, float]]
+    """Seconds of a save, or of the parts of a change of plans."""
     rehearsed: NotRequired[bool]
     predicted_seconds: NotRequired[Positive]
     reasons: NotRequired[dict[str, str]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from hpctrain.observe.folder.run_folder import START, STRAGGLER
+from hpctrain.observe.folder.run_folder import LEG, START, STRAGGLER
 from hpctrain.observe.folder.schema import DRIFT, EVENTS, METRICS
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
@@ -105,20 +105,22 @@ def draw_curves(runs: Sequence[RunRecord], width: int, key: str, title: str, sin
 
 
 def _mark_events(svg: Svg, run: RunRecord, x: PixelScale, y: PixelScale) -> None:
-    """Draw a line for each start after the first and each straggler, with what it is above it, where there is space."""
+    """Draw a line for each start after the first, each leg and each straggler, named above it where there is space."""
     free = LEFT + 40.0  # the axis is named there
     for event in run.events:
         kind, at = event["event"], x(event["step"])
-        if kind not in (START, STRAGGLER) or not x.low < event["step"] <= x.high:
+        if kind not in (START, LEG, STRAGGLER) or not x.low < event["step"] <= x.high:
             continue
-        svg.line(at, y.stop - 4, at, y.start, "restart" if kind == START else "straggler")
+        svg.line(at, y.stop - 4, at, y.start, "straggler" if kind == STRAGGLER else "restart")
         text = f"rank {event.get('rank', '?')} slow"
+        if kind == LEG:
+            text = f"leg {event.get('number', '?')}, {event.get('ranks', 0):,} ranks"
         if kind == START:
             is_new_plan = event.get("planned_again")
             text = f"planned again, {event.get('ranks', 0):,} ranks" if is_new_plan else "started again"
         left = min(at, x.stop - text_width(text))
         if left >= free:
-            svg.text(left, y.stop - 8, text, "tick" if kind == START else "bad")
+            svg.text(left, y.stop - 8, text, "bad" if kind == STRAGGLER else "tick")
             free = left + text_width(text) + 6
 
 
@@ -127,11 +129,11 @@ def _points(run: RunRecord, key: str) -> list[tuple[int, float]]:
 
 
 def _predictions(run: RunRecord) -> list[tuple[float, float, float]]:
-    """Return for each start its first step, its last one, and the tokens per second that it expected of each."""
+    """Return for each start and leg its first step, its last one, and the tokens per second that it expected."""
     starts = [
         (event["step"], seconds)
         for event in run.events
-        if event["event"] == START and (seconds := event.get("predicted_seconds"))
+        if event["event"] in (START, LEG) and (seconds := event.get("predicted_seconds"))
     ]
     last = run.metrics[-1]
     tokens = last["tokens_per_second"] * last["step_seconds"]
