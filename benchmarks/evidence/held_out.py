@@ -52,14 +52,17 @@ def internevo() -> PublishedSet:
 
 
 def nanotron() -> PublishedSet:
-    """A Llama of 1B by nanotron in July 2024 on 8 and 16 H100 (nanotron/old_bench). Memory is what torch reserved. EFA
-    of 400 Gb/s a device is assumed."""
+    """A Llama of 1B by nanotron in July 2024 on 8 and 16 H100 (nanotron/old_bench). Memory is what torch reserved.
+    Stages are those of its source: they balance operations, and the head counts as 2.5 blocks (huggingface/nanotron,
+    src/nanotron/models/base.py at 6d85d038). Sockets on one port of 100 Gb/s a node are assumed: with EFA 16 replicas
+    and tensor 8 on two nodes are 25 % too fast."""
     return summary("nanotron, 8 and 16 H100", "nanotron_h100.csv")
 
 
 def yafsdp() -> PublishedSet:
     """Llama by torch's FSDP and by YaFSDP, a rewrite of it, on 64 to 256 A100-80, one row each (yandex/YaFSDP at
-    669fc36). HDR and bf16 are assumed."""
+    669fc36). Assumed: bf16, and four ports of HDR a node, since each row with 2,048 positions moves 58 to 77 GB/s a
+    node, whatever it computes."""
     return summary("FSDP and YaFSDP, 64 to 256 A100", "yafsdp_a100.csv")
 
 

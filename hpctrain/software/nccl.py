@@ -70,11 +70,19 @@ def wire_of(link: PairLink) -> NcclWire:
 
 
 def collective_seconds(
-    operation: str, num_bytes: float, num_ranks: int, link: PairLink, bandwidth: float, sums: bool = True
+    operation: str,
+    num_bytes: float,
+    num_ranks: int,
+    link: PairLink,
+    bandwidth: float,
+    sums: bool = True,
+    inside: PairLink | None = None,
+    num_domains: int = 0,
 ) -> float:
     """Return what a collective of `num_bytes` (the whole tensor's) takes; `bandwidth` is what the wire gives a rank.
 
-    `sums` says whether switches may sum what passes.
+    `sums` says whether switches may sum what passes. Where a ring goes through `num_domains` nodes, its other steps are
+    of a link `inside` them.
     """
     wire, passes = wire_of(link), 2 if operation == "all_reduce" else 1
     if sums and passes == 2 and _has_summing_switches(link) and num_ranks > 2:
@@ -82,8 +90,15 @@ def collective_seconds(
     moving = passes * num_bytes * (num_ranks - 1) / num_ranks / bandwidth
     # A tree sums and spreads in twice its depth.
     steps = min(num_ranks - 1, math.log2(num_ranks) if passes == 2 and link.between != "node" else math.inf)
+    far = steps if inside is None else min(steps, num_domains - 1)
     step = link.latency_seconds if link.between != "node" else 0.0
-    return min(p.start_seconds + passes * steps * (p.step_seconds + step) + moving / p.share for p in wire.protocols)
+    near = wire_of(inside).protocols if inside else wire.protocols
+    result = math.inf
+    for protocol in wire.protocols:
+        in_node = near[0 if protocol.share < 1 else -1].step_seconds
+        waited = far * (protocol.step_seconds + step) + (steps - far) * in_node
+        result = min(result, protocol.start_seconds + passes * waited + moving / protocol.share)
+    return result
 
 
 def _has_summing_switches(link: PairLink) -> bool:
@@ -126,10 +141,11 @@ class NcclNetwork(ClusterNetwork):
         lines = [(size, *self._slowest((number,), part, flows)) for size, number, flows in across]
         if any(link.is_measured for _, link, _ in lines):
             return super()._by_domains(operation, num_bytes, shape)
-        inside = [domain for domain in shape.domains if domain.links]
-        lines += [(1, *self._slowest(domain.links, part, domain.flows)) for domain in inside]
-        bandwidth = min(size * each for size, _, each in lines)
-        return collective_seconds(operation, num_bytes, shape.size, lines[0][1], bandwidth, False)
+        far = lines[0][1]
+        inside = [(1, *self._slowest(d.links, part, d.flows)) for d in shape.domains if d.links]
+        bandwidth = min(size * each for size, _, each in lines + inside)
+        near = inside[0][1] if inside else None
+        return collective_seconds(operation, num_bytes, shape.size, far, bandwidth, False, near, shape.num_domains)
 
 
 class ScatteringNetwork(NcclNetwork):
