@@ -10,6 +10,7 @@ from hpctrain.checkpoint.format import KEPT
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.live import LiveState
 from hpctrain.checkpoint.resume import choose_checkpoint
+from hpctrain.checkpoint.saving import Saver
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.probe.machine import note_overflow
 from hpctrain.comm.progress.instruments import UNTRACED
@@ -218,6 +219,7 @@ class Leg:
         self._num_before = world.num_made
         """Number of the world's groups and channels that do not belong to this leg."""
         self._begun_by = change
+        self._saver: Saver | None = None
         self.change: PlanChange | None = None
         """The change by which this leg ends, once there is one."""
         accelerator = bind_accelerator(world)
@@ -347,8 +349,8 @@ class Leg:
 
     def live_state(self) -> LiveState:
         """Return the state after the last step in host memory, which outlives the leg. All ranks must call."""
-        saver = self.__dict__.pop("_saver")  # it would keep weights and moments
-        return saver.live_state(self._trainer.steps_done)
+        assert self._saver, "a leg that has trained"
+        return self._saver.live_state(self._trainer.steps_done)
 
     def close(self) -> None:
         """End after the last step: write measurements, let observers report, free groups, weights and moments."""
@@ -369,6 +371,7 @@ class Leg:
     def _release(self, alone: bool) -> None:
         self._world.free(self._num_before, alone)
         self._trainer.close()
+        self._saver = None  # it has weights and moments
         self._world.configure(tracer=UNTRACED)
 
     def _end_steps(self) -> None:
