@@ -72,7 +72,11 @@ def tilings(
         if not fitting:  # take one rank, and leave the others out
             fitting = [TensorGrid()]
         grid = draw(st.sampled_from(fitting))
-        grid = grid._replace(sequence_parallel=grid.y > 1 and draw(st.booleans()))
+        # Rows of 16 positions, of which the ranks of z may have the same rows, and cut these instead.
+        if grid.z in (2, 4, 8) and draw(st.booleans()):
+            grid = grid._replace(z=1, c=grid.z)
+        cuts_evenly = grid.y > 1 and 16 // grid.c % grid.y == 0
+        grid = grid._replace(sequence_parallel=cuts_evenly and draw(st.booleans()))
         members = tuple(itertools.islice(ranks, grid.size))
         options = {
             "zero": draw(st.integers(0, 1)),

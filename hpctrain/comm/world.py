@@ -27,7 +27,7 @@ from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, Steps
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
 from hpctrain.config.errors import CommError, HpctrainError, LaunchError
-from hpctrain.sharding.grid import AXES
+from hpctrain.sharding.grid import GROUPS, STORED
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -42,7 +42,7 @@ T = TypeVar("T")
 # The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.kinds.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
-PAIRED = tuple(name for name, axis in AXES.items() if not axis.stores)
+PAIRED = tuple(name for name in GROUPS if name != STORED)
 """Groups whose sums in half precision are exchanges, for which each pair of ranks is connected."""
 # Seconds that a failed rank waits for the others to report that they failed too, before it aborts all.
 AGREEMENT_SECONDS = 2.0

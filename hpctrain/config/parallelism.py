@@ -23,6 +23,7 @@ class TensorSizes(Table):
     x: RankCount = 1
     y: RankCount = 1
     z: RankCount = 1
+    c: RankCount = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,7 +39,7 @@ class PlanRequest(Table):
     tensor: Annotated[TensorSizes, BeforeValidator(lambda size: {"y": size} if isinstance(size, int) else size)] = (
         TensorSizes()
     )
-    """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
+    """The tensor grid: x, y, z and c. A number is y alone: `tensor = 8` is TP8."""
     sequence_parallel: bool = False
     """Cut hidden states by positions over y, outside of attention and feed-forward parts: norms, activations that are
     kept and messages between stages are a y-th as large."""

@@ -17,13 +17,14 @@ from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import activate, capped
-from hpctrain.model.operators.attention import Documents, attend
+from hpctrain.model.operators.attention import Documents, attend_at
 from hpctrain.model.operators.embedding import add_positions, embed
 from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
+from hpctrain.model.parallel.context import gather_context
 from hpctrain.model.recompute import Dropping, KeepingInputs
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Weight
@@ -149,11 +150,12 @@ class Embedding(LayerModule):
             hidden = hidden * self.description.embedding_scale
         if not self.positions:
             return hidden
-        first = y.rank * hidden.shape[1] if is_cut else 0
-        places = None if documents is None else torch.arange(ids.shape[1], device=ids.device) - documents.starts
-        if places is not None:
-            places = places[:, first : first + hidden.shape[1]]
-        return add_positions(hidden, self.positions[0], self.first() + first, places)
+        positions, places = self.axes.positions(ids.shape[1], self.first()), None
+        if documents is not None:
+            own = torch.cat([torch.arange(*each, device=ids.device) for each in self.axes.context(ids.shape[1])])
+            places = own - documents.starts
+            places = places.tensor_split(y.size, dim=1)[y.rank] if is_cut else places
+        return add_positions(hidden, self.positions[0], positions, places)
 
 
 class Block(LayerModule):
@@ -274,8 +276,8 @@ class Block(LayerModule):
             counts, values = counts[:2], (value,)
         if not self.attention_description.rotary:
             return *qkv.split_with_sizes(counts, dim=2), *values
-        first = self.cache.length if self.cache else 0
-        cos, sin = self.context.rotary_tables.get(self.attention_description, first, qkv)
+        positions = self.axes.context(qkv.shape[1], self.cache.length if self.cache else 0)
+        cos, sin = self.context.rotary_tables.get(self.attention_description, positions, qkv)
         dtype = self.context.dtypes.get("rotary")
         return *rotary.rotate(qkv, cos, sin, counts, self.kernels.run, dtype), *values
 
@@ -283,16 +285,17 @@ class Block(LayerModule):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, documents: Documents | None
     ) -> torch.Tensor:
         """Return attention's mix of values. With selective recomputing autograd does not keep scores with a cap."""
-        first = 0
+        positions = self.axes.context(queries.shape[2], self.cache.length if self.cache else 0)
         if self.cache:
-            first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        backend = self.kernels.attention
-        attention = self.attention_description
-        attending = partial(attend, attention=attention, first=first, documents=documents, backend=backend)
+        keys, values = context = gather_context(keys, values, self.axes.c, self._dropping)
+        backend, attention = self.kernels.attention, self.attention_description
+        attending = partial(attend_at, attention=attention, positions=positions, documents=documents, backend=backend)
         if self._recompute == "selective" and attention.score_cap is not None:
             attending = partial(KeepingInputs.apply, attending)
-        return self.computed_in("attention", attending, queries, keys, values)
+        mixed = self.computed_in("attention", attending, queries, keys, values)
+        del context  # until here it can be computed again, where it is dropped
+        return mixed
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
         mlp = self.mlp_description

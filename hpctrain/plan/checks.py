@@ -32,11 +32,18 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
     """Refuse a tensor grid that cannot cut the positions of a row. Raises PlanError with the numbers."""
     if grid.sequence_parallel and grid.y == 1:
         raise PlanError(f"{where}: sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y")
-    if sequence_length % grid.position_parts:
+    c, y = grid.context_parts, grid.position_parts
+    if c > 1 and sequence_length % (2 * c):
         raise PlanError(
-            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into"
-            f" {grid.position_parts} parts (tensor y), which does not divide them; set data.sequence_length to a"
-            f" multiple of {grid.position_parts}, or sequence_parallel to false"
+            f"{where}: tensor c = {c} cuts the {sequence_length} positions of data.sequence_length into {2 * c}"
+            " intervals, two for each of its ranks, which does not divide them; set data.sequence_length to a multiple"
+            f" of {2 * c}, or lower c"
+        )
+    if sequence_length % (c * y):
+        raise PlanError(
+            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into {c * y} parts"
+            f" (tensor y{' x c' if c > 1 else ''}), which does not divide them; set data.sequence_length to a multiple"
+            f" of {c * y}, or sequence_parallel to false"
         )
 
 

@@ -24,7 +24,7 @@ from hpctrain.config.saved import GONE_TILE_VALUES, KEY, RESOLVED, SCHEMA, ignor
 from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text, shorten, toml_value
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import CUTTING_CONTEXT, TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 Item = Annotated[int, Field(ge=0, le=2 * MOST_LAYERS + 2)]
@@ -143,7 +143,7 @@ def dump_plan(plan: Plan) -> str:
             "rows": tile.rows,
             "family": tile.family,
             "ranks": _brief(tile.ranks),
-            "tensor": grid.sizes,
+            "tensor": {axis: size for axis, size in grid.sizes.items() if size > 1 or axis not in CUTTING_CONTEXT},
             "recompute": tile.recompute,
             "zero": tile.zero,
         }

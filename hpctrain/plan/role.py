@@ -4,6 +4,7 @@ Everything is listed in one plan-wide order (axes, holders by unit, channels by 
 groups one after the other never wait in a circle.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hpctrain.config.job import Model
@@ -89,14 +90,14 @@ def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[C
         for op, messages in of_tile.messages.items():
             is_before = op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT)
             item = tile.items.start if is_before else tile.items.stop
+            near = (plan.upstream if is_before else plan.downstream)(tile)
+            peers = Counter(transfer.sender if op in RECEIVING else transfer.receiver for transfer in messages)
+            for peer, count in peers.items():  # several messages, where both cut positions into unlike intervals
+                if peer != rank:
+                    other = next(each for each in near if peer in each.ranks)
+                    depth[peer, item] = max(depth.get((peer, item), 0), count * channel_depth(plan, tile, other))
             for transfer in messages:
-                peer = transfer.sender if op in RECEIVING else transfer.receiver
-                if peer == rank:
-                    continue
-                key = peer, item
+                key = transfer.sender if op in RECEIVING else transfer.receiver, item
                 largest[key] = max(largest.get(key, 0), transfer.num_elements)
-                if key not in depth:
-                    near = (plan.upstream if is_before else plan.downstream)(tile)
-                    depth[key] = channel_depth(plan, tile, next(each for each in near if peer in each.ranks))
     pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))
     return [ChannelNeed(*key, largest[key], depth[key]) for key in pairs]

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 class GridAxis(NamedTuple):
     """An entry of `AXES`: what an axis of the tensor grid cuts, and which keys are about its communication."""
 
-    cuts: Literal["features", "outputs", "rows"]
-    """What the axis cuts among its ranks: hidden features (inputs of products), outputs of products, or rows."""
+    cuts: Literal["features", "outputs", "rows", "positions"]
+    """What the axis cuts among its ranks: hidden features (inputs of products), outputs of products, rows, or the
+    positions of each row."""
     overlap: Literal["tensor", "z"]
     """The switch of a job's [overlap] for its collectives."""
     stores: bool = False
@@ -27,18 +28,20 @@ AXES: dict[str, GridAxis] = {
     "x": GridAxis("features", overlap="tensor"),
     "y": GridAxis("outputs", overlap="tensor", cuts_positions=True),
     "z": GridAxis("rows", overlap="z", stores=True),
+    "c": GridAxis("positions", overlap="tensor", stores=True),
 }
 """Axes by name, in the order of the fields of `TensorGrid` and `Coordinate`."""
 STORING = tuple(name for name, axis in AXES.items() if axis.stores)
 CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
 CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
+CUTTING_CONTEXT = tuple(name for name, axis in AXES.items() if axis.cuts == "positions")
 CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
 CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_positions)
 STORED = "z"
 """The name of the group of ranks that store parts of the same weights."""
-GROUPS = {name: (name,) for name in CUTTING_PRODUCTS} | {STORED: STORING}
+GROUPS = {name: (name,) for name in (*CUTTING_PRODUCTS, *CUTTING_CONTEXT)} | {STORED: STORING}
 """Axes along which ranks of a grid have a group, by the name of the group."""
-RANK_ORDER = ("z", "x", "y")
+RANK_ORDER = ("z", "c", "x", "y")
 """The axes as the ranks of a tile go through them, the slowest first: y exchanges the most, and sits closest."""
 
 
@@ -48,6 +51,7 @@ class Coordinate(NamedTuple):
     x: int = 0
     y: int = 0
     z: int = 0
+    c: int = 0
 
 
 class TensorGrid(NamedTuple):
@@ -59,6 +63,7 @@ class TensorGrid(NamedTuple):
     x: int = 1
     y: int = 1
     z: int = 1
+    c: int = 1
     sequence_parallel: bool = False
 
     @property
@@ -95,18 +100,24 @@ class TensorGrid(NamedTuple):
         return self.num_parts(CUTTING_ROWS)
 
     @property
+    def context_parts(self) -> int:
+        """Number of parts into which the positions of a row are cut for all that ranks compute, but keys and values."""
+        return self.num_parts(CUTTING_CONTEXT)
+
+    @property
     def position_parts(self) -> int:
-        """Number of parts into which the positions of hidden states are cut."""
-        return self.num_parts(CUTTING_POSITIONS) if self.sequence_parallel else 1
+        """Number of parts into which `position_axes` cut the positions that a rank computes."""
+        return self.num_parts(self.position_axes)
 
     @property
     def copies(self) -> int:
         """Number of ranks that have the same part of a hidden state."""
-        return self.size // (self.row_parts * self.position_parts * self.num_parts(CUTTING_FEATURES))
+        parts = self.row_parts * self.context_parts * self.position_parts * self.num_parts(CUTTING_FEATURES)
+        return self.size // parts
 
     @property
     def position_axes(self) -> tuple[str, ...]:
-        """The axes that cut hidden states by positions."""
+        """The axes that cut hidden states by positions outside of attention and feed-forward parts alone."""
         return CUTTING_POSITIONS if self.sequence_parallel else ()
 
     def coordinate(self, index: int) -> Coordinate:

@@ -8,8 +8,16 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from hpctrain.sharding.grid import CUTTING_FEATURES, CUTTING_PRODUCTS, CUTTING_ROWS, STORING, Coordinate, TensorGrid
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.grid import (
+    CUTTING_CONTEXT,
+    CUTTING_FEATURES,
+    CUTTING_PRODUCTS,
+    CUTTING_ROWS,
+    STORING,
+    Coordinate,
+    TensorGrid,
+)
+from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag, section
 from hpctrain.sharding.parameters import Box, Parameter, Unit, UnitLayout
 
 
@@ -24,10 +32,16 @@ class GridPart(NamedTuple):
         index, parts = self.grid.combined(self.coordinate, CUTTING_ROWS)
         return cut_evenly(rows.size, parts)[index].shift(rows.start)
 
+    def context(self, num_positions: int) -> tuple[Interval, ...]:
+        """Return the positions of each of its rows of which it computes products, in their order in memory."""
+        index, parts = self.grid.combined(self.coordinate, CUTTING_CONTEXT)
+        return cut_zigzag(num_positions, parts)[index]
+
     def positions(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it has hidden states, in their order in memory."""
         index, parts = self.grid.combined(self.coordinate, self.grid.position_axes)
-        return (cut_evenly(num_positions, parts)[index],)
+        context = self.context(num_positions)
+        return section(context, cut_evenly(sum(each.size for each in context), parts)[index])
 
     def features(self, hidden_size: int) -> Interval:
         """Return what it has of the features of a hidden state."""

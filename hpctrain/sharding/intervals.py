@@ -44,6 +44,27 @@ def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
     return tuple(Interval(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
+@lru_cache(maxsize=512)
+def cut_zigzag(size: int, parts: int) -> tuple[tuple[Interval, ...], ...]:
+    """Cut `range(size)` into `parts` parts, each of an interval and of the one that mirrors it at the middle.
+
+    Causal attention of all parts is the same work: who has early positions, which see few keys, has late ones too.
+    """
+    halves = cut_evenly(size, 2 * parts)
+    pairs = ((halves[i], halves[2 * parts - 1 - i]) for i in range(parts))
+    return tuple((Interval(a.start, b.stop),) if a.stop == b.start else (a, b) for a, b in pairs)
+
+
+def section(intervals: Sequence[Interval], places: Interval) -> tuple[Interval, ...]:
+    """Return what lies at some places of intervals that lie one after the other."""
+    result, before = [], 0
+    for interval in intervals:
+        part = interval.intersect(places.shift(interval.start - before))
+        result += [part] if part.size else []
+        before += interval.size
+    return tuple(result)
+
+
 def place_in(intervals: Sequence[Interval], inner: Interval) -> Interval:
     """Return the place of an interval, which is inside of one of several, where these lie one after the other."""
     before = 0

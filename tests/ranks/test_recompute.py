@@ -31,10 +31,10 @@ TILINGS = {
     2: {
         "stages": (tile((0, 4), (0, ROWS), (0,)), tile((4, LAST), (0, ROWS), (1,), row_chunks=2)),
         "zero-bubble": (tile((0, 4), (0, ROWS), (0,)), tile((4, LAST), (0, ROWS), (1,))),
-        "y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1), (1, 2, 1, True)),),
+        "y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1), (1, 2, 1, 1, True)),),
     },
     4: {
-        "x and y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1, 2, 3), (2, 2, 1, True)),),
+        "x and y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1, 2, 3), (2, 2, 1, 1, True)),),
         "z and ZeRO 3": (
             tile((0, LAST), (0, 2), (0, 1), (1, 1, 2, False), zero=3),
             tile((0, LAST), (2, 4), (2, 3), (1, 1, 2, False), zero=3, state_share=2),
@@ -42,7 +42,7 @@ TILINGS = {
     },
     8: {
         "some select, some keep, some recompute all, zero-bubble": (
-            tile((0, 4), (0, ROWS), (0, 1, 2, 3), (1, 2, 2, True)),
+            tile((0, 4), (0, ROWS), (0, 1, 2, 3), (1, 2, 2, 1, True)),
             tile((4, 7), (0, 3), (4,), recompute="none"),
             tile((4, 7), (3, ROWS), (5,), recompute="full"),
             tile((7, LAST), (0, ROWS), (6, 7), (2, 1, 1, False)),

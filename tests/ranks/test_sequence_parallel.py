@@ -20,12 +20,12 @@ ROWS, MICROBATCHES, BLOCKS = 5, 2, 2
 LAST = 2 * BLOCKS + 2
 
 
-def tile(items, rows, ranks, grid=(1, 1, 1, False), **options) -> Tile:
+def tile(items, rows, ranks, grid=(1, 1, 1, 1, False), **options) -> Tile:
     return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
 
 
-def cut(x: int, y: int, z: int) -> tuple[int, int, int, bool]:
-    return x, y, z, True
+def cut(x: int, y: int, z: int) -> tuple[int, int, int, int, bool]:
+    return x, y, z, 1, True
 
 
 TILINGS = {
@@ -43,12 +43,12 @@ TILINGS = {
         ),
         "from cut to whole": (
             tile((0, 3), (0, 5), (0, 1), cut(1, 2, 1)),
-            tile((3, LAST), (0, 5), (2, 3), (1, 2, 1, False)),
+            tile((3, LAST), (0, 5), (2, 3), (1, 2, 1, 1, False)),
         ),
         "from whole to cut": (tile((0, 3), (0, 5), (0,)), tile((3, LAST), (0, 5), (2, 3), cut(1, 2, 1))),
         "replicas of different grids": (
             tile((0, LAST), (0, 3), (0, 1), cut(1, 2, 1)),
-            tile((0, LAST), (3, 5), (2, 3), (1, 2, 1, False)),
+            tile((0, LAST), (3, 5), (2, 3), (1, 2, 1, 1, False)),
         ),
         "replicas that share weights": (
             tile((0, LAST), (0, 3), (0, 1), cut(1, 2, 1), zero=3),

@@ -130,7 +130,7 @@ def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
     for x, y, z, is_cut in itertools.product(*[range(1, 9)] * 3, (False, True)):
         if is_cut and y == 1:
             continue
-        grid = TensorGrid(x, y, z, is_cut)
+        grid = TensorGrid(x, y, z, sequence_parallel=is_cut)
         places = sum(n.count * (n.devices[family] // grid.size) for n in nodes)
         try:
             check_grid(model, grid)

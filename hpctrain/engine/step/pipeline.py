@@ -292,14 +292,21 @@ class Pipeline:
         """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
         rows = self._row_chunks[row_chunk].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
-        starts = None if starts is None else self._on_device(starts)
+        starts = None if starts is None else self._on_device(self._own(starts))
         if not (stage.is_first or stage.is_last):
             return None, None, starts
-        tokens = self._on_device(batch.rows(rows))
-        ids, targets = tokens[:, :-1], tokens[:, 1:]
-        if stage.is_last and (learnt := batch.loss_mask(rows)) is not None:
-            targets = targets.masked_fill(~self._on_device(learnt), IGNORED)
-        return ids if stage.is_first else None, targets if stage.is_last else None, starts
+        tokens = batch.rows(rows)
+        wanted = [tokens[:, :-1]] * stage.is_first + [tokens[:, 1:]] * stage.is_last
+        both = self._on_device(self._own(np.stack(wanted)))
+        targets = both[-1] if stage.is_last else None
+        if targets is not None and (learnt := batch.loss_mask(rows)) is not None:
+            targets = targets.masked_fill(~self._on_device(self._own(learnt)), IGNORED)
+        return both[0] if stage.is_first else None, targets, starts
+
+    def _own(self, values: np.ndarray) -> np.ndarray:
+        """Return what this rank has of values, [..., positions], which are of all positions."""
+        context = self._layout.holding.part.context(values.shape[-1])
+        return np.concatenate([values[..., slice(*each)] for each in context], axis=-1)
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         """Copy to the device after all queued work, through pinned memory, so that the host does not wait."""

@@ -3,7 +3,7 @@
 Shapes: queries [rows, heads, positions, head size], keys and values [rows, key/value heads, all positions, head size].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpctrain.architectures.description import Attention
 from hpctrain.model.operators.activation import capped
+from hpctrain.sharding.intervals import Interval
 
 
 class Documents:
@@ -41,6 +42,15 @@ class Documents:
         key = "blocks", queries.shape[2], total, window
         if key not in self._masks:
             self._masks[key] = _visible_blocks(queries.shape[2], total, window, queries.device, self.starts)
+        return self._masks[key]
+
+    def of(self, queries: slice, first_key: int) -> "Documents":
+        """Return the documents of some queries, whose keys begin at `first_key`. All layers share their masks."""
+        if queries == slice(0, self.starts.shape[1]) and not first_key:
+            return self
+        key = "of", queries.start, queries.stop, first_key
+        if key not in self._masks:
+            self._masks[key] = Documents(self.starts[:, queries] - first_key)
         return self._masks[key]
 
     def forget_masks(self) -> None:
@@ -161,6 +171,33 @@ def _visible_blocks(
     return BlockMask.from_kv_blocks(
         *ordered(some & ~every), *ordered(every), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(count, total)
     )
+
+
+def attend_at(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention: Attention,
+    positions: Sequence[Interval],
+    documents: Documents | None = None,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Mix values as `attend` does, for queries of some intervals of positions, and keys and values of all.
+
+    An interval's queries attend to the keys up to its end, and from the first one that a window shows to one of them.
+    """
+    mixed, before = [], 0
+    for interval in positions:
+        own = slice(before, before + interval.size)
+        before = own.stop
+        seen = slice(max(0, interval.start + 1 - (attention.window or interval.stop)), interval.stop)
+        of_keys = (each[:, :, seen] for each in (keys, values))
+        inside = documents and documents.of(own, seen.start)
+        first = interval.start - seen.start
+        mixed.append(attend(queries[:, :, own], *of_keys, attention, first, inside, backend))
+    if len(mixed) == 1:
+        return mixed[0]
+    return torch.cat([each.transpose(1, 2) for each in mixed], dim=1).transpose(1, 2)
 
 
 def attend(

@@ -17,6 +17,7 @@ from hpctrain.model.operators import norm as norms
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.storage.units import Weight
+from hpctrain.sharding.intervals import Interval
 
 MOST_IDS = 8192
 """Largest vocabulary of a case. So many columns show any fault of a product or a sum, and float64 is slow."""
@@ -77,10 +78,13 @@ def _all_operators(model: Model, shape: tuple[int, int], kernels: Kernels) -> It
         result = embedding.embed(torch.zeros((), requires_grad=True), ids, table, 0, ONE_RANK)
         return result if scale == 1.0 else result * scale
 
+    def add_positions(x: torch.Tensor, table: Weight) -> torch.Tensor:
+        return embedding.add_positions(x, table, [Interval(0, shape[1])])
+
     table = {"table": (ids, hidden)}
     yield Operator("embedding", {}, table, embed, {"ids": (shape, ids)}, rounds_inside=scale != 1.0)
     if description.learned_positions:
-        yield Operator("positions", {"x": whole}, {"table": (shape[1], hidden)}, embedding.add_positions)
+        yield Operator("positions", {"x": whole}, {"table": (shape[1], hidden)}, add_positions)
     for block in dict.fromkeys(description.blocks):
         yield from _block(block, shape, hidden, kernels)
     yield _norm("norm", description.norm, whole, kernels)

@@ -4,6 +4,7 @@ Shapes: ids int64 [rows, positions]; hidden states [rows, positions, hidden / x]
 hidden states are (see `linear.py`).
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd import Function
 from hpctrain.model.parallel.axes import Axis
 from hpctrain.model.parallel.gathering import gathered, start_scatter
 from hpctrain.model.storage.units import Weight
+from hpctrain.sharding.intervals import Interval
 
 
 class _Embed(Function):
@@ -61,29 +63,36 @@ def embed(
 
 class _AddPositions(Function):
     @staticmethod
-    def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
-        ctx.table, ctx.places, ctx.first = table, places, first
-        return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
+    def forward(ctx, x, table: Weight, positions: Sequence[Interval], places: torch.Tensor | None):
+        ctx.table, ctx.places, ctx.positions = table, places, positions
+        if places is not None:
+            return x + table.data[places]
+        rows = [table.data[slice(*interval)] for interval in positions]
+        return x + (rows[0] if len(rows) == 1 else torch.cat(rows))
 
     @staticmethod
     def backward(ctx, dy):
         if ctx.places is None:
-            ctx.table.accumulate(partial(add_consecutive, first=ctx.first), dy)
+            ctx.table.accumulate(partial(add_consecutive, positions=ctx.positions), dy)
         else:
             ctx.table.accumulate(add_rows, dy, ctx.places, torch.zeros_like(ctx.places, dtype=torch.bool))
         return dy, None, None, None
 
 
-def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, overwrite: bool, first: int) -> None:
-    """Add dy, [rows, positions, features], summed over rows, to the gradients of positions `first`, `first` + 1, ..."""
+def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, overwrite: bool, positions: Sequence[Interval]) -> None:
+    """Add dy, [rows, positions, features], summed over rows, to the gradients of these positions."""
     if overwrite:
         grad.zero_()
-    grad[first : first + dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+    sums = dy.sum(0, dtype=torch.float32).split([interval.size for interval in positions])
+    for interval, own in zip(positions, sums, strict=True):
+        grad[slice(*interval)] += own
 
 
-def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
+def add_positions(
+    x: torch.Tensor, table: Weight, positions: Sequence[Interval], places: torch.Tensor | None = None
+) -> torch.Tensor:
     """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
 
-    They are `first`, `first` + 1, ..., or `places`, int64 [rows, positions].
+    They are those of some intervals, or `places`, int64 [rows, positions].
     """
-    return _AddPositions.apply(x, table, first, places)
+    return _AddPositions.apply(x, table, positions, places)

@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from hpctrain.architectures.description import Attention, Rotary
 from hpctrain.model.operators.running import Run
+from hpctrain.sharding.intervals import Interval
 
 
 def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -104,12 +105,17 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[Rotary, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._joined: dict[tuple, tuple[torch.Tensor, ...]] = {}
 
-    def get(self, attention: Attention, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both for the positions of x, of which the first is at `first`: fp32 [positions, 1, head size / 2]."""
+    def get(self, attention: Attention, positions: Sequence[Interval], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return both for the positions of x, which are these: fp32 [positions, 1, head size / 2]."""
         assert attention.rotary is not None, "asked for where there is one"
-        key, positions = (attention.rotary, attention.head_size // 2), first + x.shape[1]
-        if key not in self._tables or len(self._tables[key][0]) < positions:
-            self._tables[key] = tables(attention.rotary, positions, attention.head_size // 2, x.device)
-        cos, sin = self._tables[key]
-        return cos[first:positions], sin[first:positions]
+        key, stop = (attention.rotary, attention.head_size // 2), positions[-1].stop
+        if key not in self._tables or len(self._tables[key][0]) < stop:
+            self._tables[key] = tables(attention.rotary, stop, attention.head_size // 2, x.device)
+        if len(positions) == 1:
+            return tuple(table[slice(*positions[0])] for table in self._tables[key])
+        joined = *key, *positions
+        if joined not in self._joined:
+            self._joined[joined] = tuple(torch.cat([t[slice(*i)] for i in positions]) for t in self._tables[key])
+        return self._joined[joined]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag, section
 
 
 class PendingWork(Protocol):
@@ -114,11 +114,16 @@ ONE_RANK = OneRank()
 
 @dataclass(frozen=True)
 class Axes:
-    """The three axes of a tensor grid: x cuts input features, y output features, z rows and weight storage."""
+    """The axes of a tensor grid: x cuts input features, y output features, z rows, c the positions of rows.
+
+    All ranks of z and c use the same weights, and each stores a part of them.
+    """
 
     x: Axis = ONE_RANK
     y: Axis = ONE_RANK
     z: Axis = ONE_RANK
+    """The ranks that store parts of the same weights: those of z and c."""
+    c: Axis = ONE_RANK
     sequence_parallel: bool = False
     """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""
 
@@ -126,3 +131,14 @@ class Axes:
     def storing(self) -> Axis:
         """The axis whose ranks use the same weights, of which each stores a part."""
         return self.z
+
+    def context(self, count: int, first: int = 0) -> tuple[Interval, ...]:
+        """Return the positions of each row of which this rank computes products, `count` of them; rows begin at
+        `first`."""
+        own = cut_zigzag(count * self.c.size, self.c.size)[self.c.rank]
+        return tuple(each.shift(first) for each in own)
+
+    def positions(self, count: int, first: int = 0) -> tuple[Interval, ...]:
+        """Return those of `context` of which this rank has hidden states, which y may cut."""
+        own = self.context(count, first)
+        return section(own, cut_evenly(count, self.y.size)[self.y.rank]) if self.sequence_parallel else own

@@ -15,7 +15,7 @@ from hpctrain.config.clusters.cluster import Cluster, Nodes
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.profiled import device_models
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.sharding.grid import AXES, TensorGrid
+from hpctrain.sharding.grid import TensorGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Pool:
     def grids(self) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first."""
         most = max(map(len, self.nodes))
-        sizes = (each for each in itertools.product(range(1, most + 1), repeat=len(AXES)) if math.prod(each) <= most)
+        sizes = (each for each in itertools.product(range(1, most + 1), repeat=3) if math.prod(each) <= most)
         return sorted(itertools.starmap(TensorGrid, sizes), key=lambda grid: (grid.size, grid.x, grid.z))
 
 

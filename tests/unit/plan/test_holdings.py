@@ -21,7 +21,7 @@ from hpctrain.plan.holdings import _check_tiling, _Cutter, check_zero, holding_o
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.prices.cost import layer_elements
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
-from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.grid import STORING, TensorGrid
 from hpctrain.sharding.grid_parts import GridPart, parts_of
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.sharding.parameters import (
@@ -58,13 +58,15 @@ MODELS = [
     ),
 ]
 EVEN = st.builds(
-    lambda model, x, y, z, pipeline, data, zero: (
+    lambda model, x, y, z, c, pipeline, data, zero: (
         model,
-        even_plan(model.num_items, TensorGrid(x, y, z), min(pipeline, model.num_layers), data, 1, 12, zero=zero),
+        even_plan(model.num_items, TensorGrid(x, y, z, c), min(pipeline, model.num_layers), data, 1, 12, zero=zero),
     ),
     st.sampled_from(MODELS),
     *[st.sampled_from([1, 2, 4])] * 2,
-    *[st.integers(1, 3)] * 2,
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
     st.integers(1, 2),
     st.integers(0, 3),
 )
@@ -100,9 +102,10 @@ class Position(Group):
 def store_of(model: Model, plan, rank: int):
     """Return a rank's store, and its shard groups."""
     tile = plan.tile_of(rank)
-    places = zip(tile.part(rank).coordinate, tile.tensor.sizes.values(), strict=True)
-    x, y, z = (Position(place, size) for place, size in places)
-    axes = Axes(x, y, z)
+    x, y, storing = (
+        Position(*tile.tensor.combined(tile.part(rank).coordinate, along)) for along in ("x", "y", STORING)
+    )
+    axes = Axes(x, y, storing)
     shards = holding_of(model, plan, rank)
     groups = [Position(shard_group.ranks.index(rank), len(shard_group.ranks)) for shard_group in shards.shard_groups]
     return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards

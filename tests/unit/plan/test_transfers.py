@@ -11,25 +11,23 @@ from hypothesis import strategies as st
 from hpctrain.config.job import Model
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.role import role_of
-from hpctrain.plan.schedule import Op
+from hpctrain.plan.schedule import Op, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import (
     RowShape,
     Transfer,
     common_part_of,
-    common_parts,
     everywhere,
     gathers,
     receives,
     sends,
 )
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-POSITIONS, HIDDEN = 6, 12
+POSITIONS, HIDDEN = 12, 12
 ROW = RowShape(POSITIONS, HIDDEN)
-GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3, st.booleans())
+GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3, st.integers(1, 2), st.booleans())
 
 
 @st.composite
@@ -64,8 +62,7 @@ def cells_of(plan: Plan, transfer: Transfer) -> np.ndarray:
 def held_by(plan: Plan, rank: int) -> np.ndarray:
     tile = plan.tile_of(rank)
     common = common_part_of(tile, rank, ROW)
-    (positions,) = common.positions
-    return cells(plan, common.tokens, common.features, positions)
+    return sum(cells(plan, common.tokens, common.features, positions) for positions in common.positions)
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -116,29 +113,13 @@ def test_where_parts_are_gathered_each_element_comes_once_to_all_y_together(forw
             assert np.array_equal(count, held_by(plan, together[0]))
 
 
-@pytest.fixture
-def context_parallel(monkeypatch):
-    """Let z cut the positions of each row, and no rows: each rank has an early and a late part, as in a zigzag cut."""
-
-    def zigzag(part: GridPart, num_positions: int) -> tuple[Interval, ...]:
-        z, cuts = part.coordinate.z, cut_evenly(num_positions, 2 * part.grid.z)
-        return (Interval(0, num_positions),) if part.grid.z == 1 else (cuts[z], cuts[-1 - z])
-
-    monkeypatch.setattr(GridPart, "positions", zigzag)
-    monkeypatch.setattr(GridPart, "rows", lambda _, rows: rows)
-    common_parts.cache_clear()
-    yield
-    common_parts.cache_clear()
-
-
-@pytest.mark.usefixtures("context_parallel")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("cuts", list(itertools.product([1, 2, 4], [1, 2], [1, 2, 4], [1, 2])))
 def test_ranks_that_have_the_same_positions_share_the_sending(forward, cuts, rows):
     """Whatever axis made the copies: here y, while another one cuts positions into several intervals a rank."""
     (source_y, source_cuts, target_y, target_cuts), row = cuts, RowShape(48, HIDDEN)
-    grids = TensorGrid(y=source_y, z=source_cuts), TensorGrid(y=target_y, z=target_cuts)
+    grids = TensorGrid(y=source_y, c=source_cuts), TensorGrid(y=target_y, c=target_cuts)
     first, second = (tuple(range(start, start + grid.size)) for start, grid in zip((0, 8), grids, strict=True))
     source = Tile(Interval(0, 2), Interval(0, rows), first, grids[0])
     target = Tile(Interval(2, 4), Interval(0, rows), second, grids[1])
@@ -188,9 +169,11 @@ def test_one_copy_goes_over_the_slow_link_and_all_senders_share_it(source_y, tar
 @pytest.mark.parametrize(("source_y", "target_y"), [(2, 2), (3, 3), (2, 3), (3, 1), (1, 2)])
 def test_what_y_cuts_by_positions_is_sent_once_and_never_gathered(source_y, target_y):
     size = max(source_y, target_y)
-    source = Tile(Interval(0, 2), Interval(0, 4), tuple(range(source_y)), TensorGrid(1, source_y, 1, source_y > 1))
+    source = Tile(
+        Interval(0, 2), Interval(0, 4), tuple(range(source_y)), TensorGrid(y=source_y, sequence_parallel=source_y > 1)
+    )
     into = tuple(range(size, size + target_y))
-    target = Tile(Interval(2, 4), Interval(0, 4), into, TensorGrid(1, target_y, 1, target_y > 1))
+    target = Tile(Interval(2, 4), Interval(0, 4), into, TensorGrid(y=target_y, sequence_parallel=target_y > 1))
     plan, near = Plan((source, target), 1, 4, unused=tuple(range(source_y, size))), of_hosts(size)
     for forward, tile, others in ((True, target, source), (False, source, target)):
         assert not gathers(plan, tile, forward, near, ROW)
@@ -216,14 +199,20 @@ def test_channels_hold_the_largest_message(plan, data):
     model = Model(architecture="gpt2", num_layers=2, hidden_size=HIDDEN, num_heads=1, vocab_size=13)
     rank = data.draw(st.sampled_from(plan.ranks))
     needed: dict[int, int] = {}
+    depth: dict[int, int] = {}
     tile = plan.tile_of(rank)
     for forward in (True, False):
-        transfers = [(transfer.receiver, transfer) for transfer in sends(plan, tile, rank, ROW, forward)]
-        transfers += [(transfer.sender, transfer) for transfer in receives(plan, tile, rank, ROW, forward)]
-        for peer, transfer in transfers:
+        sent = [(transfer.receiver, transfer) for transfer in sends(plan, tile, rank, ROW, forward)]
+        received = [(transfer.sender, transfer) for transfer in receives(plan, tile, rank, ROW, forward)]
+        for transfers in (sent, received):
+            for peer, count in Counter(peer for peer, _ in transfers).items():
+                in_flight = channel_depth(plan, tile, plan.tile_of(peer))
+                depth[peer] = max(depth.get(peer, 0), count * in_flight)
+        for peer, transfer in sent + received:
             needed[peer] = max(needed.get(peer, 0), transfer.num_elements)
     role = role_of(model, POSITIONS, plan, rank)
     assert {need.peer: need.elements for need in role.channels} == needed
+    assert {need.peer: need.depth for need in role.channels} == depth
     assert role.transfers[0].messages[Op.SEND_ACTIVATION] == sends(plan, tile, rank, ROW, True)
     assert role.transfers[0].messages[Op.RECEIVE_GRADIENT] == receives(plan, tile, rank, ROW, False)
 

@@ -42,6 +42,11 @@ def test_a_pipeline_gets_enough_microbatches():
         (["plan.data=3"], 3, "train.global_batch 32 is not divisible by plan.data 3; set it to a multiple of 3"),
         (["plan.microbatch=5"], 1, "not divisible by plan.microbatch 5; set one of [1, 2, 4, 8, 16, 32]"),
         (["plan.tensor.z=4", "plan.microbatch=2"], 4, "tensor z = 4 splits the 2 sequences of a microbatch"),
+        (
+            ["plan.tensor.c=4", "data.sequence_length=60"],
+            4,
+            "tensor c = 4 cuts the 60 positions of data.sequence_length into 8 intervals, two for each of its ranks",
+        ),
         (["plan.pipeline=5"], 5, "pipeline = 5 stages need as many blocks, the model has 4"),
         (
             ["plan.tensor=2", "plan.sequence_parallel=true", "data.sequence_length=31"],

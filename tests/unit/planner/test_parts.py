@@ -131,7 +131,12 @@ FOUR = TensorGrid(y=4)
         (FOUR, {"tensor": False}, cluster_with(5e6), ((1,), "1: sums over x and y are not overlapped")),
         (FOUR, {"tensor": True, "tensor_parts": 3}, cluster_with(5e6), ((3,), None)),
         (TensorGrid(), {"tensor": True}, cluster_with(5e6), ((1,), "1: no tile has x or y")),
-        (TensorGrid(2, 2, 1, True), {"tensor": True}, cluster_with(5e6), ((1,), "1: positions are gathered over y")),
+        (
+            TensorGrid(2, 2, sequence_parallel=True),
+            {"tensor": True},
+            cluster_with(5e6),
+            ((1,), "1: positions are gathered over y"),
+        ),
     ],
 )
 def test_auto_is_the_number_that_is_predicted_to_pay(grid, overlap, cluster, expected):

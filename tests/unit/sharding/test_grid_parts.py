@@ -1,5 +1,6 @@
 """What a coordinate has: the parts of all places of a grid cover everything once, and each says what counts."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -7,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config.job import Model
-from hpctrain.sharding import grid as grid_module
 from hpctrain.sharding.grid import AXES, RANK_ORDER, Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of, same_elements
-from hpctrain.sharding.intervals import Interval, place_in, tiles_exactly
+from hpctrain.sharding.intervals import Interval, place_in, section, tiles_exactly
 from hpctrain.sharding.parameters import all_parameters, box_size, units
 
 MODEL = Model(architecture="gpt2", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, vocab_size=13)
-GRIDS = st.builds(TensorGrid, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3), st.booleans())
+GRIDS = st.builds(
+    TensorGrid, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3), st.sampled_from([1, 2, 4]), st.booleans()
+)
 WHOLE = Interval(0, 16)
 
 
@@ -39,7 +41,7 @@ def test_parts_cover_rows_features_and_positions_of_hidden_states(grid):
 @given(GRIDS)
 def test_boxes_that_count_cover_each_parameter_once(grid):
     for parameter in all_parameters(MODEL).values():
-        firsts = [part for part in parts_of(grid) if part.coordinate.z == 0]
+        firsts = [part for part in parts_of(grid) if part.stored_place == 0]
         boxes = [part.box(parameter) for part in firsts if part.counts(parameter)]
         size = box_size(tuple(Interval(0, n) for n in parameter.padded_shape(grid)))
         copies = grid.y // parameter.heads if parameter.is_shared_over_y(grid) else 1
@@ -59,21 +61,27 @@ def test_what_adds_is_what_counts_and_what_is_partial(grid):
             assert part.adds(parameter) == any(part._replace(coordinate=c).counts(parameter) for c in along)
 
 
-def test_an_axis_that_stores_weights_and_cuts_positions_sums_gradients_when_it_scatters_them(monkeypatch):
-    """As one would that cuts long rows: z here."""
-    monkeypatch.setattr(grid_module, "CUTTING_POSITIONS", ("z", "y"))
-    grid = TensorGrid(y=2, z=2, sequence_parallel=True)
-    for parameter in all_parameters(MODEL).values():
-        for part in parts_of(grid):
-            assert part.partial_axes(parameter) == (() if "y" in parameter.split else ("y",))
-    positions = [interval for part in parts_of(grid) for interval in part.positions(8)]
-    assert positions == [Interval(at, at + 2) for at in (0, 2, 4, 6)]
+@given(GRIDS)
+def test_all_of_c_have_as_many_positions_and_as_much_causal_work(grid):
+    """An interval and its mirror; those of the last rank meet in the middle of the row. y cuts what c has."""
+    contexts = {part.context(16) for part in parts_of(grid)}
+    assert tiles_exactly([each for context in contexts for each in context], WHOLE) and len(contexts) == grid.c
+    work = {sum(i + 1 for each in context for i in range(*each)) for context in contexts}
+    assert len(work) == 1
+    assert {len(context) for context in contexts} == ({1} if grid.c == 1 else {1, 2})
+    for part in parts_of(grid):
+        along = [part._replace(coordinate=part.coordinate._replace(y=y)) for y in range(grid.y)]
+        own = [i for each in along for interval in each.positions(16) for i in range(*interval)]
+        assert own == [i for interval in part.context(16) for i in range(*interval)] * (
+            1 if grid.sequence_parallel else grid.y
+        )
 
 
 @given(GRIDS)
 def test_one_loss_counts_of_each_part_of_the_rows(grid):
-    rows = [part.rows(Interval(0, 12)) for part in parts_of(grid) if part.counts_loss]
-    assert tiles_exactly(rows, Interval(0, 12))
+    parts = [part for part in parts_of(grid) if part.counts_loss]
+    tokens = [(row, i) for p in parts for row in range(*p.rows(WHOLE)) for each in p.context(16) for i in range(*each)]
+    assert sorted(tokens) == list(itertools.product(range(16), range(16)))
 
 
 @given(GRIDS)
@@ -103,3 +111,10 @@ def test_the_place_in_intervals_that_lie_one_after_the_other():
     assert place_in(zigzag, Interval(8, 12)) == Interval(2, 6)
     with pytest.raises(ValueError, match="is inside of none"):
         place_in(zigzag, Interval(3, 9))
+
+
+def test_a_section_of_intervals_that_lie_one_after_the_other():
+    zigzag = [Interval(2, 4), Interval(8, 12)]
+    assert section(zigzag, Interval(0, 6)) == tuple(zigzag)
+    assert section(zigzag, Interval(1, 4)) == (Interval(3, 4), Interval(8, 10))
+    assert section(zigzag, Interval(3, 5)) == (Interval(9, 11),)
