@@ -41,9 +41,9 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
         )
     if sequence_length % (c * y):
         raise PlanError(
-            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into {c * y} parts"
-            f" (tensor y{' x c' if c > 1 else ''}), which does not divide them; set data.sequence_length to a multiple"
-            f" of {c * y}, or sequence_parallel to false"
+            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into {c * y}"
+            f" parts (tensor y{' x c' if c > 1 else ''}), which does not divide them; set data.sequence_length to a"
+            f" multiple of {c * y}, or sequence_parallel to false"
         )
 
 

@@ -37,6 +37,8 @@ CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
 CUTTING_CONTEXT = tuple(name for name, axis in AXES.items() if axis.cuts == "positions")
 CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
 CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_positions)
+CONTEXT = "c"
+"""The name of the group of ranks that cut the positions of a row."""
 STORED = "z"
 """The name of the group of ranks that store parts of the same weights."""
 GROUPS = {name: (name,) for name in (*CUTTING_PRODUCTS, *CUTTING_CONTEXT)} | {STORED: STORING}

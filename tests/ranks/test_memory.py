@@ -22,6 +22,11 @@ WITH_MESSAGES = {
     "z, pipeline, overlapped": ("gpt2", {"tensor": {"z": 2}, "pipeline": 2, "microbatch": 4}),
     "replicas, ZeRO 2, overlapped": ("gemma2", {"data": 4, "zero": 2, "microbatch": 2}),
     "zero-bubble": ("llama", {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1"}),
+    "c, keeping what is gathered": ("llama", {"tensor": {"c": 4}, "microbatch": 4}),
+    "c, learned positions": ("gpt2", {"tensor": {"c": 2, "y": 2}, "microbatch": 4}),
+    "c, gathering again": ("gemma2", {"tensor": {"c": 4}, "microbatch": 4, "recompute": "selective"}),
+    "c, norms of heads": ("qwen3", {"tensor": {"c": 4}, "microbatch": 4}),
+    "c, a window in a pipeline": ("gemma3", {"tensor": {"c": 2}, "pipeline": 2, "microbatch": 4}),
     "chunks": ("llama", {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2}),
 }
 FEW_ROWS = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.attention as attention_of_torch
 import torch.nn.functional as F
+from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpctrain.architectures.description import Attention
@@ -237,6 +238,8 @@ def attend(
         return made(queries, keys, values, blocks, scale, grouped)
     if attention.score_cap is None:
         is_causal = not is_windowed and first + count == total and documents is None
+        if is_causal and first and queries.device.type == "cpu" and backend in ("torch", "flash"):
+            return _LastQueries.apply(queries, keys, values, scale)
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
         mask: torch.Tensor | None = None
@@ -261,6 +264,45 @@ def attend(
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
     scores = scores.masked_fill(~_mask(queries, first, total, attention.window, documents), -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+class _LastQueries(Function):
+    """Causal attention of the last positions of a row, by the kernel of CPUs, which knows no such mask: among
+    themselves, and to what is before them. Sums of exponentials join both, and give each its own gradient."""
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, scale: float):
+        parts = _before_and_among(queries, keys, values)
+        results = [_CPU_ATTENTION(queries, *of, 0.0, is_causal, scale=scale) for _, of, is_causal in parts]
+        sums = torch.logaddexp(results[0][1], results[1][1])
+        shares = ((own - sums).exp().unsqueeze(-1) for _, own in results)
+        mixed = sum(of * share for (of, _), share in zip(results, shares, strict=True)).to(queries.dtype)
+        ctx.save_for_backward(queries, keys, values, mixed, sums)
+        ctx.scale = scale
+        return mixed
+
+    @staticmethod
+    def backward(ctx, gradient):
+        queries, keys, values, mixed, sums = ctx.saved_tensors
+        of_queries = torch.zeros_like(queries)
+        of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
+        for at, of, is_causal in _before_and_among(queries, keys, values):
+            given = gradient, queries, *of, mixed, sums, 0.0, is_causal
+            own, of_keys[:, :, at], of_values[:, :, at] = _CPU_ATTENTION_BACKWARD(*given, scale=ctx.scale)
+            of_queries += own
+        return of_queries, of_keys, of_values, None
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _before_and_among(queries: torch.Tensor, *keys_and_values: torch.Tensor):
+    """Return the keys and values before queries, then those of the queries' own positions: where they are, they
+    themselves, and whether they are seen causally."""
+    first = keys_and_values[0].shape[2] - queries.shape[2]
+    cuts = ((slice(0, first), False), (slice(first, None), True))
+    return [(at, [each[:, :, at] for each in keys_and_values], is_causal) for at, is_causal in cuts]
 
 
 def repeats_heads(queries: torch.Tensor, keys: torch.Tensor, is_causal: bool) -> bool:

@@ -51,6 +51,8 @@ def row_bytes(
     computes `rows` at once.
     """
 
+    setup = setup.on(grid)
+
     def bytes_of(layer: Interval) -> tuple[float, float, float, float]:
         """Return the bytes that a layer keeps, defers, has of inner features, and computes with."""
         kept = layer_kept(setup, grid, layer, recompute, rows)
@@ -88,7 +90,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         overlapped = kept / 2
     # Masks of documents are there from the first attention of a pass to its end.
     has_mask = setup.masks_documents and (layer == setup.head or (setup.is_block(layer) and is_attention(layer.start)))
-    mask = setup.positions**2 if has_mask else 0
+    mask = _seen_pairs(setup, grid, None) if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
         is_whole = recompute == "full"
         overlapped = _whole_hidden_states(setup, grid, layer, is_whole, rows, overlapped)
@@ -137,24 +139,36 @@ def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
 
     They are sums of exponentials; with a cap, tanh and exponential of each score.
     """
-    numbers = setup.positions * attention.heads / grid.y
-    return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * CAPPED_BYTES)
+    heads = attention.heads / grid.y
+    if attention.score_cap is None:
+        return setup.positions * heads * STATISTIC_BYTES
+    return _seen_pairs(setup, grid, attention.window) * heads * CAPPED_BYTES
+
+
+def _seen_pairs(setup: Setup, grid: TensorGrid, window: int | None) -> float:
+    """Return how many pairs of a query and a key a rank's masks have: each interval of queries with the keys up to its
+    end, from the first one that a window shows. Without c there is one interval, and all keys."""
+    if grid.context_parts == 1:
+        return setup.positions**2
+    size, parts = setup.positions / 2, 2 * grid.context_parts
+    keys = ((number + 1) * size for number in (0, parts - 1))  # of the rank with the first and the last interval
+    return size * sum(min(count, size + (window or count) - 1) for count in keys)
 
 
 @singledispatch
-def mask_bytes(setup: Setup, attention: Attention, recompute: str, rows: int) -> float:
+def mask_bytes(setup: Setup, grid: TensorGrid, attention: Attention, recompute: str, rows: int) -> float:
     """Return the bytes of the mask that attention keeps, for one of `rows` of a rank.
 
     The mask has numbers that are added to scores. With a cap it has one byte per bit, and is recomputed with the
     scores. One mask serves all rows, where it does not depend on documents. Without window, cap and documents there is
     none.
     """
-    is_windowed = attention.window is not None and attention.window < setup.positions
+    is_windowed = attention.window is not None and attention.window < setup.positions * grid.context_parts
     is_capped = attention.score_cap is not None
     is_masked = is_windowed or is_capped or setup.masks_documents
     if not is_masked or (is_capped and recompute == "selective"):
         return 0.0
-    size = setup.positions**2 * (1 if is_capped else setup.item_bytes)
+    size = _seen_pairs(setup, grid, attention.window) * (1 if is_capped else setup.item_bytes)
     return size if setup.masks_documents else size / rows
 
 
@@ -241,7 +255,8 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
     if isinstance(branch, Mlp):
         return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
-    kept += mask_bytes(setup, branch, recompute, rows) + sum(_head_statistics(setup, grid, branch))
+    kept += mask_bytes(setup, grid, branch, recompute, rows) + sum(_head_statistics(setup, grid, branch))
+    kept += _context_kept(setup, grid, branch, drops)
     if branch.score_cap is not None and not drops:
         # Products of single operations: keys and values are repeated for each query head, and nothing else is kept.
         return kept + b * 4 * query + _core_bytes(setup, grid, branch)
@@ -251,3 +266,16 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
     # Rotary positions keep nothing of what norms of heads return: attention reads one copy, whichever there are.
     kept += b * (query + key) * (branch.rotary is not None or branch.head_norm is not None)
     return kept + _core_bytes(setup, grid, branch)
+
+
+def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: bool) -> float:
+    """Return the bytes that a rank keeps of a row because it gathers keys and values over c: those of all ranks, in
+    place of its own where attention read them from a tensor that nobody else keeps; or, where they are gathered again,
+    a copy of its own."""
+    if grid.context_parts == 1:
+        return 0.0
+    query, key = heads_on(attention, grid)
+    features = 2 * key * (1 if drops else grid.context_parts)
+    if not drops and attention.rotary is not None and attention.head_norm is None and attention.score_cap is None:
+        features -= query + 2 * key
+    return setup.item_bytes * setup.positions * features

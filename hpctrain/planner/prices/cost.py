@@ -17,7 +17,7 @@ from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
-from hpctrain.sharding.grid import STORED, TensorGrid
+from hpctrain.sharding.grid import CONTEXT, STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import item_units
@@ -26,6 +26,9 @@ RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
 CAPPED_SCORES_PASSED = 18, 24
 """Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
+CONTEXT_OPERATIONS = 7, 6
+"""Operations that c adds to attention, forward and backward, but for the copies of each interval: keys and values are
+put together and among those of others; a second interval of queries is attended to, and joined with the first."""
 SQUARES_PASSED = 4
 """Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
 
@@ -58,8 +61,8 @@ def layer_cost(
     """
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
-    is_block, regathers = setup.is_block(layer), recompute != "full"
-    if is_block:
+    setup, regathers = setup.on(grid), recompute != "full"
+    if setup.is_block(layer):
         cost, selected = _block(setup, grid, layer, rows, regathers)
     else:
         cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
@@ -153,14 +156,32 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     rotary = tokens * (query + key) if attention.rotary else 0
     normed = tokens * (query + key) if attention.head_norm else 0
     core, core_backward = _attention(setup, attention, rows, grid)
+    gathered, scattered = _context(setup, grid, tokens * 2 * key)
     work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
-    work.parts[1:1] = [PassWork(passed_bytes=forward), core]
-    backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
+    work.parts[1:1] = [PassWork(passed_bytes=forward), gathered, core]
+    backward_input = PassWork.joined((work.backward_input, core_backward, scattered, PassWork(passed_bytes=backward)))
     again = computed_again(setup, grid, tokens, attention, forward)
+    again = PassWork.joined((again, gathered))
     if attention.score_cap is not None or not setup.engine.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
+
+
+def _context(setup: Setup, grid: TensorGrid, numbers: int) -> tuple[PassWork, PassWork]:
+    """Return what c exchanges: keys and values, so many `numbers` of a rank, are gathered, and gradients scattered.
+
+    Both pass over what all ranks have, to put positions in order, and over a rank's own, to put that among the others'.
+    """
+    c = grid.context_parts
+    if c == 1:
+        return PassWork(), PassWork()
+    whole = c * numbers * setup.item_bytes
+    works = []
+    for operation, count in ("all_gather", CONTEXT_OPERATIONS[0]), ("reduce_scatter", CONTEXT_OPERATIONS[1]):
+        exchange = Exchange(CONTEXT, operation, whole)
+        works.append(PassWork([], 2.0 * whole + 4.0 * whole / c, count + 2 * c, [exchange]))
+    return works[0], works[1]
 
 
 def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
@@ -232,7 +253,7 @@ def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) 
     flash, passes = setup.engine.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
-    share = seen_share(attention, positions) if flash and not setup.masks_documents else 1.0
+    share = seen_share(attention, positions * grid.context_parts) if flash and not setup.masks_documents else 1.0
     share *= setup.context_parts
     works = []
     for fused, passed in zip(flash or (None, None), passes, strict=True):

@@ -156,8 +156,8 @@ class Setup:
     linear_dtype: str | None = None
     """Dtype of linear layers of blocks, where it is another one: fp8, to which software casts operands."""
     context_parts: int = 1
-    """Number of parts into which other software's context parallelism cuts the positions of a row. `positions` are
-    those of one part, whose queries see the keys of all parts."""
+    """Number of parts into which c, or other software's context parallelism, cuts the positions of a row. `positions`
+    are those of one part, whose queries see the keys of all parts."""
     tensor_parts: int | None = 1
     """Number of parts into which blocks cut products next to collectives of x and y. None: a search chooses it
     (`prediction/cut_products.py`); without a search products stay whole."""
@@ -262,6 +262,18 @@ class Setup:
             block.attention if is_attention(layer.start) else None,
             None if is_attention(layer.stop - 1) else block.mlp,
         )
+
+    @cached_property
+    def _by_parts(self) -> dict[int, Self]:
+        return {1: self}
+
+    def on(self, grid: TensorGrid) -> Self:
+        """Return the setup as a rank of a grid sees it: with its own positions of each row, where c cuts them."""
+        parts = grid.context_parts
+        if parts not in self._by_parts:
+            own = replace(self, positions=-(-self.positions // parts), context_parts=self.context_parts * parts)
+            self._by_parts[parts] = own
+        return self._by_parts[parts]
 
     def position_parts(self, grid: TensorGrid) -> int:
         """Return the number of parts into which y cuts the positions of hidden states."""

@@ -355,7 +355,7 @@ class Scorer:
     ) -> float:
         network, setup = self.costs.network, self.costs.setup
         # Positions that the senders cut are not gathered: each receiver is sent its own copy (`plan/transfers.py`).
-        copies = other.copies if grid.position_parts > 1 else 1
+        copies = other.copies if grid.position_parts * grid.context_parts > 1 else 1
         num_bytes = copies * rows * setup.positions * self._model.hidden_size * setup.item_bytes
         there, here = senders[0], receivers[0]
         return max(

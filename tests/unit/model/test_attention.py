@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -20,7 +21,15 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import AttentionKernel, KernelChoice
 from hpctrain.engine.start import resolve_kernels
 from hpctrain.engine.start.resolve_kernels import RankTrial, continued_kernels, resolve_attention, try_attention
-from hpctrain.model.operators.attention import ATTENTION_BACKENDS, Documents, _flash4, _visible_blocks, attend
+from hpctrain.model.operators.attention import (
+    ATTENTION_BACKENDS,
+    Documents,
+    _flash4,
+    _visible_blocks,
+    attend,
+    attend_at,
+)
+from hpctrain.sharding.intervals import Interval, cut_zigzag
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 17}
@@ -231,3 +240,35 @@ def test_sums_have_one_order_unless_a_job_gives_it_up():
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize("backend", ["torch", "math"])
+@pytest.mark.parametrize(
+    ("window", "masks", "cap"), [(None, False, None), (9, False, None), (None, True, None), (30, True, 2.0)]
+)
+def test_the_intervals_of_a_zigzag_attend_as_the_whole_row_does(window, masks, cap, backend):
+    """Mixed values and gradients of each rank's intervals, with what causal attention, windows and documents show."""
+    plain = small_job("torch").model.description.blocks[0].attention
+    attention, length = replace(plain, window=window, score_cap=cap), 48
+    drawn = torch.Generator().manual_seed(1)
+    given = [torch.randn(2, n, length, 8, generator=drawn, requires_grad=True) for n in (4, 2, 2)]
+    upstream = torch.randn(2, 4, length, 8, generator=drawn)
+    starts = torch.tensor([[0] * 15 + [15] * (length - 15), [0] * 40 + [40] * (length - 40)]) if masks else None
+
+    def results(parts, use) -> list[torch.Tensor]:
+        for each in given:
+            each.grad = None
+        mixed = torch.empty_like(upstream)
+        for intervals in parts:
+            own = torch.cat([torch.arange(*each) for each in intervals])
+            documents = None if starts is None else Documents(starts[:, own])
+            part = use(given[0][:, :, own], *given[1:], attention, intervals, documents)
+            part.backward(upstream[:, :, own])
+            mixed[:, :, own] = part.detach()
+        return [mixed, *(each.grad for each in given)]
+
+    whole = results([(Interval(0, length),)], lambda *of: attend(*of[:4], 0, of[5]))
+    for parts in (1, 2, 4):
+        cut = results(cut_zigzag(length, parts), partial(attend_at, backend=backend))
+        for own, expected in zip(cut, whole, strict=True):
+            assert torch.allclose(own, expected, atol=2e-6)
