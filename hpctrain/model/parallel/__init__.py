@@ -1,1 +1,1 @@
-"""Axes of a tensor grid, and what gathers and scatters positions that y cuts."""
+"""Axes of a tensor grid, and what gathers and scatters positions that y or c cuts."""
