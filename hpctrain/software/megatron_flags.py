@@ -3,7 +3,7 @@
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,20 +16,27 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError, did_you_mean
 from hpctrain.config.job import Model
 from hpctrain.config.tables import explain
+from hpctrain.software.deepspeed import DEEPSPEED
 from hpctrain.software.launched import LaunchedRun
 from hpctrain.software.megatron import MEGATRON, MEGATRON_CORE
-from hpctrain.software.run import DescribedRun
+from hpctrain.software.run import DescribedRun, cut_layers, stages_of
 
 FLAGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """What each flag means for a prediction; the file says how it is read."""
-READ = (*FLAGS["numbers"], *FLAGS["choices"], *FLAGS["switches"])
-NO_EFFECT = re.compile("|".join(FLAGS["no_effect"]))
+FORKS = FLAGS["deepspeed"]
+CHOICES = FLAGS["choices"] | {
+    name: [*FLAGS["choices"].get(name, ()), *words] for name, words in FORKS["choices"].items()
+}
+READ = (*FLAGS["numbers"], *CHOICES, *FLAGS["switches"], "deepspeed")
+NO_EFFECT = re.compile("|".join((*FLAGS["no_effect"], *FORKS["no_effect"])))
+NOT_PRICED = re.compile("|".join((*FLAGS["not_priced"], *FORKS["not_priced"])))
 REFUSED = {why: re.compile("|".join(names)) for why, names in FLAGS["refused"].items()}
 LAUNCHER = re.compile(r"(nproc|nnodes|node.rank|master|rdzv|max.restarts|standalone|role|tee|redirects|local.ranks).*")
-"""Flags of torchrun, which stand before those of Megatron."""
-ASSIGNMENT, VARIABLE = re.compile(r"[A-Za-z_]\w*="), re.compile(r"\$\{?(\w+)(?:\[@\])?(?::?-([^}]*))?\}?")
-MOST_NESTED = 4
-"""How deeply variables of a script may be made of others."""
+"""Flags of torchrun, for a program whose name does not end with .py."""
+ASSIGNMENT, VARIABLE = re.compile(r"([A-Za-z_]\w*)(\+?)="), re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}?")
+PRODUCT = re.compile(r"\$\(\(([^()]*)\)\)")
+"""A product or quotient of whole numbers, as a shell computes it."""
+END_OF_COMMAND = frozenset(("|", "||", "&", "&&", ">", ">>", "2>&1", "&>"))
 PADDED_BY = 128
 """Default of --make-vocab-size-divisible-by, for each rank of a tensor group."""
 ASSUMED_VOCABULARY = 51200
@@ -71,7 +78,10 @@ def read_flags(text: str) -> MegatronFlags:
             why = error.strerror if isinstance(error, OSError) else error
             raise JobError(f"{where}: cannot be read ({why}); give flags, a script or a model_config.yaml") from None
     pairs = _yaml_flags(text, where) if re.search(r"^MODEL_ARGS:", text, re.M) else _shell_flags(text, where)
-    values = {name.replace("_", "-"): value for name, value in pairs}
+    values = {}
+    for name, value in pairs:
+        name = name.replace("_", "-")
+        values |= {new: fixed or value for new, fixed in FLAGS["renamed"].get(name, {name: ""}).items()}
     if not values:
         raise JobError(f"{where}: no flags of Megatron-LM, such as --num-layers 32")
     for name, value in values.items():
@@ -93,24 +103,67 @@ def _yaml_flags(text: str, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _shell_flags(text: str, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the flags of a command line or a script, with the variables that the script sets."""
+    """Yield the flags of a command line, or of the command of a script that has the most flags of Megatron-LM.
+
+    A script's variables and arrays are known. Of several branches the last counts. A file that only sets variables has
+    the flags of all of them.
+    """
+    text = PRODUCT.sub(lambda match: match[0].replace(" ", ""), text.replace("\\\n", " "))
     try:
-        words = [word.rstrip(";") for word in shlex.split(text.replace("\\\n", " "), comments="\n" in text)]
+        words = [word.rstrip(";") for word in shlex.split(text, comments="\n" in text)]
     except ValueError as error:
         raise JobError(f"{where}: cannot be read as a shell does: {error}") from None
-    known = dict(word.split("=", 1) for word in words if ASSIGNMENT.match(word))
-    words = [word for word in words if not ASSIGNMENT.match(word) or word.endswith("=(")]
-    for _ in range(MOST_NESTED):
-        words = [VARIABLE.sub(lambda match: known.get(match[1], match[2] or ""), word) for word in words]
+    known: dict[str, str] = {}
+    commands: list[list[str]] = [[]]
+    array = None
+    for word in words:
+        if array:
+            known[array] += " " + _expanded(word, known).rstrip(")")
+        elif match := ASSIGNMENT.match(word):
+            name, value = match[1], word[match.end() :]
+            old = known.get(name, "")  # which stays where another branch sets nothing
+            known[name] = (old if match[2] or value in ("", "()") else "") + _expanded(value, known).strip("()")
+            array = name if value.startswith("(") else None
+        else:
+            for each in re.sub("[()]", " ", _expanded(word, known)).split():
+                commands += [[]] if each in END_OF_COMMAND or each.endswith(".py") else []
+                commands[-1].append(each)
+        array = None if PRODUCT.sub("", word).endswith(")") else array
+    commands.append([] if any(map(_num_read, commands)) else " ".join(known.values()).split())
     name, values = None, []
-    for word in (*" ".join(words).replace("(", " ").replace(")", " ").split(), "--"):
+    for word in (*max(reversed(commands), key=_num_read), "--"):  # the last of equals: others are printed
         if not word.startswith("--"):
             values.append(word)
             continue
         if name and not LAUNCHER.fullmatch(name):
-            yield name, " ".join(values[:1] if name in READ else values)
+            yield name, " ".join(values[:1] if name in READ else values).strip("\"'")
         name, _, first = word.removeprefix("--").partition("=")
         values = [first] if first else []
+
+
+def _num_read(command: list[str]) -> int:
+    return sum(
+        word.removeprefix("--").partition("=")[0].replace("_", "-") in READ for word in command if word[:2] == "--"
+    )
+
+
+def _expanded(word: str, known: Mapping[str, str]) -> str:
+    """Return a word of a script with the values of its variables; those that it does not set are empty."""
+    word = PRODUCT.sub(
+        lambda match: str(_product(re.sub(r"[A-Za-z_]\w*", r"$\g<0>", match[1].replace("$", "")), known)), word
+    )
+    return VARIABLE.sub(lambda match: known.get(match[1], match[2] or ""), word)
+
+
+def _product(text: str, known: Mapping[str, str]) -> int | str:
+    """Return a product or quotient from left to right; nothing for another term."""
+    numbers = re.split(r"([*/])", VARIABLE.sub(lambda match: known.get(match[1], ""), text))
+    if not all(each in ("*", "/") or re.fullmatch(r"\d{1,18}", each) for each in numbers):
+        return ""
+    result = int(numbers[0])
+    for sign, number in zip(numbers[1::2], numbers[2::2], strict=True):
+        result = result * int(number) if sign == "*" else result // max(1, int(number))
+    return result
 
 
 def _check(name: str, value: str, where: str) -> None:
@@ -118,11 +171,15 @@ def _check(name: str, value: str, where: str) -> None:
     for why, pattern in REFUSED.items():
         if pattern.fullmatch(name) and FLAGS["harmless"].get(name) != value:
             raise JobError(f"{where}: --{name} {value}".rstrip() + f": {why} cannot be predicted")
-    if name in FLAGS["choices"]:
-        known = FLAGS["choices"][name]
+    if name in CHOICES:
+        known = CHOICES[name]
         if known and value.strip("[]") not in known:
             raise JobError(f"{where}: --{name} {value} cannot be predicted; of its values {', '.join(known)} can")
-    elif name not in READ and name not in FLAGS["harmless"] and not NO_EFFECT.fullmatch(name):
+    elif (
+        name not in READ
+        and name not in FLAGS["harmless"]
+        and not (NO_EFFECT.fullmatch(name) or NOT_PRICED.fullmatch(name))
+    ):
         near = get_close_matches(name, READ, 1)
         why = did_you_mean(name, near) if near else ""
         raise JobError(f"{where}: --{name} is no flag of Megatron-LM at d98e8a64 (2026-08-22){why}")
@@ -148,7 +205,7 @@ class MegatronRun(LaunchedRun):
         return replace(self, run=run, software=replace(self.software, sequence_parallel=run.sequence_parallel))
 
     def words(self) -> dict[str, str]:
-        run = self.run
+        run, is_deepspeed = self.run, self.software.name == DEEPSPEED.name
         flags = {
             "tensor-model-parallel-size": str(run.tensor),
             "pipeline-model-parallel-size": str(run.pipeline),
@@ -160,8 +217,9 @@ class MegatronRun(LaunchedRun):
             "recompute-method": "uniform" if run.recompute == "full" else None,
             "recompute-num-layers": "1" if run.recompute == "full" else None,
             "sequence-parallel": "" if run.sequence_parallel else None,
-            "use-distributed-optimizer": "" if run.zero == 1 else None,
-            "use-torch-fsdp2": "" if run.zero == 3 else None,
+            "use-distributed-optimizer": "" if run.zero == 1 and not is_deepspeed else None,
+            "use-torch-fsdp2": "" if run.zero == 3 and not is_deepspeed else None,
+            "zero-stage": str(run.zero) if is_deepspeed else None,
             "overlap-grad-reduce": "" if run.overlapped else None,
             "tp-comm-overlap": "" if run.overlaps_tensor else None,
         }
@@ -199,10 +257,18 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         interleave = max(1, layers // pipeline // number("num-layers-per-virtual-pipeline-stage"))
     if number("recompute-num-layers", 1) > 1:
         assumed.append("--recompute-num-layers: 1")
+    assumed += [f"--{name} changes nothing" for name in flags.values if NOT_PRICED.fullmatch(name)]
     shards_all = has("use-torch-fsdp2") or word("data-parallel-sharding-strategy") == "optim_grads_params"
     zero = 3 if shards_all else int(has("use-distributed-optimizer"))
     is_flash = has("use-flash-attn") or word("transformer-impl") != "local"
     is_core = is_flash and word("attention-backend") not in ("unfused", "local")
+    software = MEGATRON_CORE if is_core else MEGATRON
+    if has("deepspeed"):
+        software, zero = DEEPSPEED, int(word("zero-stage", "0"))
+        assumed += [] if has("zero-stage") else ["--zero-stage: 0"]
+        if has("use-flash-attn") or (zero == 3 and pipeline > 1):
+            raise JobError(f"{where}: --deepspeed with --use-flash-attn, or stages with ZeRO 3, cannot be predicted")
+    stages = _stages(flags, layers, pipeline, interleave) if pipeline > 1 else ()
     run = DescribedRun(
         hidden,
         layers,
@@ -223,7 +289,8 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         context=context,
         zero=zero,
         interleave=interleave,
-        stack="megatron-core" if is_core else "megatron-lm",
+        stack=software.name,
+        stages=stages,
         architecture="llama" if gated else "gpt2",
         kv_heads=number("num-query-groups", 1) if has("group-query-attention") else None,
         tie_head=not has("untie-embeddings-and-output-weights"),
@@ -238,5 +305,30 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         _ = run.model
     except ValidationError as error:
         raise JobError(f"{where}: {explain(error, Model)[0][1]}") from None
-    software = replace(MEGATRON_CORE if is_core else MEGATRON, sequence_parallel=run.sequence_parallel)
+    software = replace(software, sequence_parallel=run.sequence_parallel)
     return MegatronRun(run, software, tuple(assumed), vocabulary, padded_by)
+
+
+def _stages(flags: MegatronFlags, num_layers: int, pipeline: int, interleave: int) -> tuple[int, ...]:
+    """Return how many layers each rank of a pipeline has, with embedding and head; nothing where blocks are cut evenly.
+
+    Raises JobError where they cannot be cut so.
+    """
+    ends = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
+    given = [flags.number(name) if flags.has(name) else None for name in ends]
+    of_ends = [int(flags.has(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")]
+    if "embedding" in flags.values.get("pp-partition-method", ""):
+        of_ends = [1, 1]
+    if any(of_ends):
+        return stages_of(cut_layers(num_layers, pipeline * interleave, *of_ends), pipeline)
+    if not any(given):
+        return ()
+    between = pipeline - len([each for each in given if each])
+    each, rest = divmod(num_layers - sum(each or 0 for each in given), max(1, between))
+    if rest or each < 1 or interleave > 1:
+        raise JobError(
+            f"{flags.where}: --{ends[0]} and --{ends[1]} leave {num_layers} blocks uneven in {between} stages;"
+            " they must be equal, and of one virtual stage each"
+        )
+    stages = [given[0] or each, *[each] * (pipeline - 2), given[1] or each]
+    return (stages[0] + 1, *stages[1:-1], stages[-1] + 1)

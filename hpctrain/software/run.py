@@ -5,7 +5,7 @@ selective or no recomputing, a distributed optimizer or not, FSDP.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -288,3 +288,23 @@ class DescribedRun:
         is_tied = self.tie_head and self.pipeline > 1 and self.zero < 2
         make = make or (TiedByPairs if is_tied and setup.engine.ties_by_pairs else SoftwarePredictor)
         return make(setup, self.plan, self.cluster, {self.accelerator: efficiency} if efficiency else {})
+
+
+def cut_layers(num_layers: int, num_parts: int, first: int = 1, last: int = 1) -> list[int]:
+    """Return how many layers of a model, with embedding and head, each virtual stage has where these are about equal.
+
+    `first` and `last` are what embedding and head count as (torchtitan, `generate_llm_fqn_per_model_part`; Megatron-LM,
+    `--account-for-embedding-in-pipeline-split`). Raises PlanError for a stage without layers.
+    """
+    each, more = divmod(num_layers + first + last, num_parts)
+    parts = [each + (number < more) for number in range(num_parts)]
+    if each < max(first, last, 1):
+        raise PlanError(f"{num_layers} blocks in {num_parts} stages leave one with {each} layers; use fewer stages")
+    parts[0] += 1 - first
+    parts[-1] += 1 - last
+    return parts
+
+
+def stages_of(parts: Sequence[int], pipeline: int) -> tuple[int, ...]:
+    """Return the layers of each rank of a pipeline, of all its virtual stages together."""
+    return tuple(sum(parts[rank::pipeline]) for rank in range(pipeline))

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 
 from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.clusters.cluster import Cluster
-from hpctrain.config.errors import JobError, PlanError, did_you_mean
+from hpctrain.config.errors import JobError, did_you_mean
 from hpctrain.config.tables import parse_toml, read_text, toml_value
 from hpctrain.software.launched import LaunchedRun
-from hpctrain.software.run import DescribedRun
+from hpctrain.software.run import DescribedRun, cut_layers, stages_of
 from hpctrain.software.torch_fsdp import FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -118,7 +118,7 @@ class TitanRun(LaunchedRun):
         if run.weight_holders == 1:
             run = replace(run, zero=0, overlapped=False)
         if is_cut:
-            run = replace(run, stages=_stages(_own_cut(run.layers, run.pipeline * run.interleave), run.pipeline))
+            run = replace(run, stages=stages_of(cut_layers(run.layers, run.pipeline * run.interleave), run.pipeline))
         return self.of(run, self.compiled, self.dtype, self.assumed)
 
     def words(self) -> dict[str, str]:
@@ -244,7 +244,7 @@ def titan_run(config: TitanConfig, cluster: Cluster) -> TitanRun:
     )
     if is_cut:
         parts = _parts(config, run.layers, pipeline)
-        run = replace(run, interleave=len(parts) // pipeline, stages=_stages(parts, pipeline))
+        run = replace(run, interleave=len(parts) // pipeline, stages=stages_of(parts, pipeline))
     return TitanRun.of(run, config.compiled, DTYPES[values["training.mixed_precision_param"]], assumed)
 
 
@@ -259,18 +259,6 @@ def _flavor(name: str, flavor: str, where: str) -> dict[str, Any]:
             f" {', '.join(flavors[name])} can"
         )
     return TABLE["shared"][name] | flavors[name][flavor]
-
-
-def _own_cut(num_layers: int, num_parts: int, first: int = 1, last: int = 1) -> list[int]:
-    """Return how many layers of a model, with embedding and head, torchtitan gives each virtual stage
-    (`generate_llm_fqn_per_model_part`); `first` and `last` are what embedding and head count as."""
-    each, more = divmod(num_layers + first + last, num_parts)
-    parts = [each + (number < more) for number in range(num_parts)]
-    if each < max(first, last, 1):
-        raise PlanError(f"{num_layers} blocks in {num_parts} stages leave one with {each} layers; use fewer stages")
-    parts[0] += 1 - first
-    parts[-1] += 1 - last
-    return parts
 
 
 def _parts(config: TitanConfig, num_layers: int, pipeline: int) -> list[int]:
@@ -288,7 +276,7 @@ def _parts(config: TitanConfig, num_layers: int, pipeline: int) -> list[int]:
                 f" {pipeline} ranks with this schedule; leave it out"
             )
     if not named:
-        return _own_cut(num_layers, pipeline * number, first, last)
+        return cut_layers(num_layers, pipeline * number, first, last)
     expected = ["tok_embeddings", *(f"layers.{each}" for each in range(num_layers)), "norm", "output"]
     if [module for part in named for module in part] != expected or len(named) % pipeline:
         raise JobError(
@@ -296,8 +284,3 @@ def _parts(config: TitanConfig, num_layers: int, pipeline: int) -> list[int]:
             f" layers.{num_layers - 1}, norm and output, in a multiple of {pipeline} lists"
         )
     return [sum(module != "norm" for module in part) for part in named]
-
-
-def _stages(parts: Sequence[int], pipeline: int) -> tuple[int, ...]:
-    """Return the layers of each rank of a pipeline, of all its virtual stages together."""
-    return tuple(sum(parts[rank::pipeline]) for rank in range(pipeline))

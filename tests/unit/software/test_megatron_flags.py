@@ -8,7 +8,16 @@ import pytest
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import JobError
 from hpctrain.software.advice import better_flags, own_engine
-from hpctrain.software.megatron_flags import FLAGS, NO_EFFECT, READ, REFUSED, MegatronRun, read_flags, run_of
+from hpctrain.software.megatron_flags import (
+    FLAGS,
+    NO_EFFECT,
+    NOT_PRICED,
+    READ,
+    REFUSED,
+    MegatronRun,
+    read_flags,
+    run_of,
+)
 from hpctrain.software.run import DescribedRun
 
 ARGUMENTS = {
@@ -66,7 +75,10 @@ def test_every_flag_of_megatron_is_read_or_has_no_effect_or_is_refused_with_a_re
     for name in ARGUMENTS:
         refused = [why for why, pattern in REFUSED.items() if pattern.fullmatch(name)]
         assert len(refused) + (name in READ) <= 1, name
-        assert refused or name in READ or NO_EFFECT.fullmatch(name), name
+        others = [bool(NO_EFFECT.fullmatch(name)), bool(NOT_PRICED.fullmatch(name))]
+        assert refused or name in READ or name in FLAGS["renamed"] or sum(others) == 1, name
+    for name in ("no-masked-softmax-fusion", "attention-dropout", "squared-relu", "cross-entropy-loss-fusion"):
+        assert NOT_PRICED.fullmatch(name) and not NO_EFFECT.fullmatch(name), "it takes or saves time"
 
 
 def test_what_is_read_has_the_types_and_choices_of_megatrons_own_parser():
@@ -120,6 +132,10 @@ def test_a_flag_says_a_field_of_the_run(flags, field, value):
         ),
         ("--tensor-model-parallel-size two", "--tensor-model-parallel-size two; set it to a whole number above 0"),
         ("--tensor-model-parallel-size 3", "are 3 devices a replica, which do not divide the 8 of the cluster"),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
+            "leave 16 blocks uneven in 3 stages",
+        ),
         ("--optimizer sgd", "--optimizer sgd cannot be predicted; of its values adam can"),
         ("--lr '3", "cannot be read as a shell does: No closing quotation"),
         ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule x; set it to a whole number above 0"),
@@ -132,6 +148,109 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(flags, message):
     with pytest.raises(JobError) as error:
         run(flags)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# What scripts of repositories on GitHub say, by their own means: arrays, variables that are added to, branches,
+# products, `bash -c`, DeepSpeed's flags, old names.
+BLOOM = """
+TP_SIZE=4; PP_SIZE=12
+GPT_ARGS=" --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --bf16 --embed-layernorm \\
+    --micro-batch-size 2 --global-batch-size 2048 --position-embedding-type alibi --checkpoint-activations \\
+    --pp-partition-method 'type:transformer|embedding' --pad-vocab-size-to 250880 "
+DEEPSPEED_ARGS=" --deepspeed --deepspeed_config ${config_json} --zero-stage ${ZERO_STAGE:-1} "
+export CMD=" `pwd`/pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \\
+    $GPT_ARGS $DEEPSPEED_ARGS "
+echo $CMD
+srun --jobid $SLURM_JOBID bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee --append out
+"""
+GPT3 = """
+DISTRIBUTED_ARGS=( --nproc_per_node 8 --nnodes $NUM_NODES )
+MODEL=(
+    --num-layers 96
+    --hidden-size 12288 --num-attention-heads 96
+    --seq-length 2048 --attention-backend auto
+)
+TRAIN=( --micro-batch-size 1 --global-batch-size $((8 * 192)) --rampup-batch-size 16 16 5859375 --fp16 )
+TRAIN+=( --lr 6.0e-5 )
+if [ -n "$BIG" ]; then PARALLEL="--tensor-model-parallel-size 8"; else PARALLEL=""; fi
+PARALLEL+=" --pipeline-model-parallel-size 16"
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL[@]} ${TRAIN[@]} $PARALLEL
+"""
+PAPER = """
+OPTIONS="--model-parallel-size 2 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --batch-size 4
+    --seq-length 1024 --fp16 --DDP-impl torch --vocab-size 50257"
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "devices", "expected"),
+    [
+        (
+            BLOOM,
+            384,
+            {"tensor": 4, "pipeline": 12, "data": 8, "zero": 1, "recompute": "full", "vocabulary": 250880}
+            | {"stack": "megatron-deepspeed", "stages": (6,) * 12},
+        ),
+        (GPT3, 1024, {"tensor": 8, "pipeline": 16, "data": 8, "global_batch": 1536, "layers": 96, "dtype": "fp16"}),
+        (PAPER, 8, {"tensor": 2, "microbatch": 4, "data": 4, "positions": 1024, "global_batch": 16}),
+    ],
+)
+def test_a_published_script_is_read(tmp_path, script, devices, expected):
+    (tmp_path / "run.sh").write_text(script)
+    run = run_of(read_flags(str(tmp_path / "run.sh")), machine(devices)).run
+    assert {name: getattr(run, name) for name in expected} == expected
+
+
+# Flags of published runs, facts alone: BigScience's 104B and 1B3, DeepSpeed's GPT-3 6.7B, NVIDIA's Qwen 3 of
+# 4B, AxoNN's GPT of 350M; the devices of each.
+PUBLISHED = (
+    ("--num-layers 64 --hidden-size 11600 --num-attention-heads 80 --seq-length 2048 --fp16 --micro-batch-size 1"
+     " --global-batch-size 2048 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 32 --deepspeed"
+     " --zero-stage 1 --checkpoint-activations --vocab-size 50257", 256),
+    ("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --fp16 --micro-batch-size 8"
+     " --global-batch-size 512 --pipeline-model-parallel-size 2 --glu-activation geglu", 64),
+    ("--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --fp16 --micro-batch-size 1"
+     " --global-batch-size 1024 --tensor-model-parallel-size 8 --no-pipeline-parallel --deepspeed --zero-stage 1", 64),
+    ("--num-layers 36 --hidden-size 2560 --num-attention-heads 32 --ffn-hidden-size 9728 --kv-channels 128 --swiglu"
+     " --group-query-attention --num-query-groups 8 --qk-layernorm --normalization RMSNorm --seq-length 4096 --bf16"
+     " --micro-batch-size 1 --position-embedding-type rope --rotary-base 1000000", 8),
+    ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --bf16"
+     " --row-tensor-model-parallel-size 2 --column-tensor-model-parallel-size 2", 8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (0, ""),
+        (1, "--glu-activation is no flag of Megatron-LM"),
+        (2, ""),
+        (3, ""),
+        (4, "--row-tensor-model-parallel-size is no flag of Megatron-LM"),
+    ],
+)
+def test_a_published_line_is_predicted_or_refused_with_the_reason(number, says):
+    line, devices = PUBLISHED[number]
+    if says:
+        with pytest.raises(JobError, match=says):
+            read_flags(line)
+        return
+    own = run_of(read_flags(line), machine(devices))
+    assert own.run.predict(own.software).step_seconds > 0
+    assert ("--qk-layernorm changes nothing" in own.assumed) == (number == 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages"),
+    [
+        ("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", (4, 4, 4, 6)),
+        ("--decoder-last-pipeline-num-layers 1", (6, 5, 5, 2)),
+        ("--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split", (5, 5, 4, 4)),
+        ("", ()),
+    ],
+)
+def test_stages_of_different_numbers_of_layers_are_read(flags, stages):
+    assert run(f"--pipeline-model-parallel-size 4 {flags}").stages == stages
 
 
 def test_a_test_of_inference_and_a_missing_file_are_refused(tmp_path):
