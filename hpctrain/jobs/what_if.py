@@ -80,8 +80,8 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
     for name, file in changes.machines(add, without, overrides).items():
         new = [family for family in file.cluster.families if family not in described.cluster.families]
         assumed = [f"new nodes of {family}: up to 8 devices each, with the NICs of the first ones" for family in new]
-        if file.cluster.links:
-            assumed.append("links of the cluster file count instead of figures of NICs, fabrics and nodes")
+        if set(file.cluster.links) - set(described.cluster.links):
+            assumed.append("links of the cluster file were measured before what is set; they are scaled with it")
         machines.append(PossibleMachine(name, file.cluster, tuple(assumed)))
 
     def search(machine):

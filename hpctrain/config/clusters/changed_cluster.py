@@ -1,5 +1,7 @@
 """Another machine than a cluster file describes: devices added, a family left out, keys set. Works on plain data."""
 
+import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
-from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.clusters.cluster import Cluster, LinkClass
 from hpctrain.config.clusters.cluster_file import ClusterFile, build_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.clusters.figures import Figures
@@ -20,7 +22,6 @@ from hpctrain.config.tables import (
     read_text,
     shorten,
     tables_of,
-    toml_value,
 )
 
 DEVICES_OF_A_NODE = 8
@@ -46,13 +47,27 @@ class ClusterChanges:
         tree = deepcopy(self._tree)
         for key, text in overrides_of(overrides):
             _set(tree, key, text)
+        if overrides and tree.get("links"):
+            _scale_links(
+                tree, self.changed().cluster, self._built(tree, [f"--set {each}" for each in overrides]).cluster
+            )
         for family in without:
             _remove(tree, family)
         for text in add:
             _add(tree, text)
         changes = [*(f"--set {each}" for each in overrides), *(f"--without {each}" for each in without)]
         changes += [f"--add {each}" for each in add]
-        return build_cluster_file(tree, (), " ".join([self._where, *changes]))
+        return self._built(tree, changes)
+
+    def _built(self, tree: dict, changes: Sequence[str]) -> ClusterFile:
+        """Return the cluster of a changed tree. A mistake in all tables of nodes is reported for the first alone."""
+        try:
+            return build_cluster_file(tree, (), " ".join([self._where, *changes]))
+        except TopologyError as error:
+            lines = {
+                re.sub(r"nodes\.\d+\.(nics\.\d+\.)?", "", line): line for line in reversed(str(error).splitlines())
+            }
+            raise TopologyError("\n".join(reversed(lines.values()))) from None
 
     def machines(self, add: Sequence[str], without: Sequence[str], overrides: Sequence[str]) -> dict[str, ClusterFile]:
         """Return the changed clusters by name: by all changes, before that by each alone where that is a cluster.
@@ -176,33 +191,60 @@ def usual_changes(cluster: Cluster) -> dict[str, dict[str, list[str]]]:
     for name, fabric in cluster.fabrics.items():
         own = [(key, nic) for key, nic in nics if nic.fabric == name] if cluster.num_nodes > 1 else []
         if own:
-            changes[f"one more NIC on {name}"] = {"overrides": [f"{key}.count={nic.count + 1}" for key, nic in own]}
+            if not any(link.times for link in cluster.links if link.fabric == name):
+                changes[f"one more NIC on {name}"] = {"overrides": [f"{key}.count={nic.count + 1}" for key, nic in own]}
             speeds = ("send_bytes_per_second", "receive_bytes_per_second")
             twice = [f"{key}.{speed}={2 * getattr(nic, speed)}" for key, nic in own for speed in speeds]
             if fabric.bytes_per_second:
                 twice.append(f"fabrics.{name}.bytes_per_second={2 * fabric.bytes_per_second}")
-            changes[f"{name}: twice the GB/s"] = {"overrides": twice + _faster_links(cluster, name)}
+            changes[f"{name}: twice the GB/s"] = {"overrides": twice}
     links = [
         f"nodes.{number}.link_bytes_per_second={2 * nodes.link_bytes_per_second}"
         for number, nodes in enumerate(cluster.nodes)
         if nodes.link_bytes_per_second and nodes.num_devices > 1
     ]
     if links:
-        changes["in nodes: twice the GB/s"] = {"overrides": links + _faster_links(cluster, None)}
+        changes["in nodes: twice the GB/s"] = {"overrides": links}
     for name, family in families.items():
         memory = [f"families.{name}.memory_bytes={2 * family.memory_bytes}"]
         changes[f"{name}: twice the GB"] = {"overrides": memory}
     return changes
 
 
-def _faster_links(cluster: Cluster, fabric: str | None) -> list[str]:
-    """Return the overrides by which described links of a fabric, or inside nodes, have twice the GB/s: their messages
-    take half of what they take beyond the latency."""
-    result = []
-    for number, link in enumerate(cluster.links):
-        if link.fabric == fabric:
-            result.append(f"links.{number}.bytes_per_second={2 * link.bytes_per_second}")
-            latency, times = link.latency_seconds, link.times
-            faster = [t.model_copy(update={"seconds": (t.seconds + min(t.seconds, latency)) / 2}) for t in times]
-            result += [f"links.{number}.times={toml_value(faster)}"] if times else []
-    return result
+def _scale_links(tree: dict, before: Cluster, after: Cluster) -> None:
+    """Scale the links of a file, which count instead of NICs and fabrics, as what these are was changed.
+
+    Raises TopologyError for another number of NICs where messages were timed: these show how they share the old ones.
+    """
+    for link, old, new in zip(as_list(tree["links"]), before.links, after.links, strict=True):
+        (bandwidth, latency, counts), (faster, later, others) = (_link_figures(each, old) for each in (before, after))
+        if counts != others and old.times:
+            raise TopologyError(
+                f"--set nics.{old.fabric}.count: links of {' and '.join(old.families)} by {old.fabric} have `times`,"
+                " measured with the NICs that there are; take `times` out of the file, or set bytes_per_second"
+            )
+        if old != new or (bandwidth, latency) == (faster, later):  # a link that is set itself is as it is set
+            continue
+        gain, delay = faster / bandwidth, later / latency if latency else 1.0
+        link |= {"bytes_per_second": old.bytes_per_second * gain, "latency_seconds": old.latency_seconds * delay}
+        if old.times:
+            waits = [min(each.seconds, old.latency_seconds) for each in old.times]
+            link["times"] = [
+                each.model_dump(exclude_unset=True) | {"seconds": wait * delay + (each.seconds - wait) / gain}
+                for each, wait in zip(old.times, waits, strict=True)
+            ]
+
+
+def _link_figures(cluster: Cluster, link: LinkClass) -> tuple[float, float, list[int]]:
+    """Return the GB/s, the latency and the numbers of NICs by which a link would be if nobody had measured it."""
+    ends = set(link.families)
+    if link.fabric is None:
+        nodes = [each for each in cluster.nodes if ends <= each.devices.keys()]
+        figures = [(each.link_bytes_per_second or 1.0, each.link_latency_seconds or 0.0) for each in nodes]
+        return min((each for each, _ in figures), default=1.0), max((each for _, each in figures), default=0.0), []
+    nics = [
+        nic for each in cluster.nodes if ends & each.devices.keys() for nic in each.nics if nic.fabric == link.fabric
+    ]
+    fabric = cluster.fabrics[link.fabric]
+    speeds = [min(nic.send_bytes_per_second, nic.receive_bytes_per_second) for nic in nics]
+    return min([*speeds, fabric.bytes_per_second or math.inf]), fabric.latency_seconds, [nic.count for nic in nics]

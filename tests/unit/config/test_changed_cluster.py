@@ -148,6 +148,47 @@ def test_measured_links_get_faster_with_what_they_replace(tmp_path):
     assert link.bytes_per_second == 2e8 and [each.seconds for each in link.times] == pytest.approx([9e-5, 0.0051])
 
 
+TIMED = (
+    TEXT.replace("a100 = 4}", "a100 = 4}\nlink_latency_seconds = 2e-6\nlink_bytes_per_second = 3e11")
+    + """
+[[links]]
+origin = "measured"
+families = ["a100", "v100"]
+fabric = "ib"
+latency_seconds = 4e-6
+bytes_per_second = 2e10
+"""
+)
+
+
+def test_what_is_set_of_nics_and_fabrics_scales_measured_links(tmp_path):
+    (tmp_path / "timed.toml").write_text(TIMED)
+    changes = ClusterChanges(tmp_path / "timed.toml")
+    old = changes.changed().cluster
+    for overrides, gain, delay in (
+        (["nics.ib.send_bytes_per_second=50e9", "nics.ib.receive_bytes_per_second=50e9"], 2, 1),
+        ([f"fabrics.ib.latency_seconds={3 * old.fabrics['ib'].latency_seconds}"], 1, 3),
+        (["links.0.bytes_per_second=3e10"], 1.5, 1),
+        (["families.v100.memory_bytes=64e9"], 1, 1),
+        (["nics.ib.count=4"], 1, 1),
+    ):
+        link = changes.changed(overrides=overrides).cluster.links[0]
+        assert link.bytes_per_second == pytest.approx(gain * 2e10), overrides
+        assert link.latency_seconds == pytest.approx(delay * 4e-6), overrides
+    (tmp_path / "timed.toml").write_text(TIMED + "times = [{message_bytes = 1_000_000, seconds = 5.4e-5}]\n")
+    changes = ClusterChanges(tmp_path / "timed.toml")
+    assert "one more NIC on ib" not in changes.machines([], [], [])
+    with pytest.raises(TopologyError, match="--set nics.ib.count: links of a100 and v100 by ib have `times`, .* take"):
+        changes.changed(overrides=["nics.ib.count=4"])
+
+
+@pytest.mark.parametrize("override", ["nics.ib.number=4", "nics.ib.count=-1"])
+def test_a_mistake_in_all_nodes_is_reported_once(changes, override):
+    with pytest.raises(TopologyError) as refused:
+        changes.changed(overrides=[override])
+    assert len(str(refused.value).splitlines()) == 1
+
+
 def test_a_price_file_is_checked(tmp_path):
     path = tmp_path / "p.toml"
     path.write_text(
