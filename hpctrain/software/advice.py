@@ -104,4 +104,5 @@ def own_engine(run: DescribedRun, seconds: float) -> Advice:
         tensor_parts=None,
     )
     best = search(setup, run.global_batch, run.cluster, limits=Limits(seconds=seconds)).best
-    return Advice(best.plan.describe(), best.prediction)
+    in_half = f", products in {run.dtype}, as it has no {run.linear_dtype}" if run.linear_dtype else ""
+    return Advice(best.plan.describe() + in_half, best.prediction)

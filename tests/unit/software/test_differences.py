@@ -116,6 +116,15 @@ def test_recomputing_whole_blocks_keeps_a_part_of_their_inputs_where_norms_are_c
     assert cut == pytest.approx(whole / run.tensor, rel=0.02)
 
 
+def test_others_recompute_whole_blocks_and_neither_embedding_nor_head():
+    theirs = replace(CARDS, tensor=1, pipeline=1).setup()
+    ours = Setup(theirs.model, theirs.positions, theirs.dtype, HPCTRAIN)
+    for setup, layer, again in ((theirs, theirs.head, 0), (theirs, BLOCK, 1), (ours, ours.head, 1), (ours, BLOCK, 1)):
+        plain, full = (layer_cost(setup, TensorGrid(), layer, 1, recompute) for recompute in ("none", "full"))
+        more = len(full.backward_input.products) - len(plain.backward_input.products)
+        assert more == again * len(plain.forward.products), (setup.engine.name, layer)
+
+
 def test_a_distributed_optimizer_needs_what_megatrons_readme_says():
     run = replace(CARDS, dtype="bf16", zero=1, data=4, tensor=1, pipeline=1, global_batch=32, stack="megatron-core")
     memory, weights = run.memory()[0].memory, 12 * 4096**2 * 8 + 2 * 4096 * 51200
