@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.start.process import PREFIX, SHARED_MEMORY
+from hpctrain.comm.waiting import Phase
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import CommError
 from hpctrain.engine.run import Run
@@ -37,20 +38,26 @@ def held() -> tuple[list[str], list[str], int]:
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_worlds_that_are_abandoned_leave_nothing_behind(world):
-    kept, counts = [], [held()]
+    kept, written, counts = [], [], [held()]
     for _ in range(ROUNDS):
         own = world_of(world)
         ranks, peer = range(own.size), 1 - own.rank
         shared, channel = own.group(ranks), own.channel(peer, num_bytes=4000, depth=2)
         own.settings = by("messages", own.settings)
         overlapped, messages = own.group(ranks, overlapped=True), own.channel(peer, num_bytes=4000, depth=2)
-        figures = own.gather_numbers([1.0])
+        figures, blocking = own.gather_numbers([1.0]), own.group(ranks)
         assert shared.all_reduce(torch.ones(3)).tolist() == [own.size] * 3
         started = None
         if own.rank == 0:  # the other rank never comes
             started = overlapped.start_all_reduce(torch.ones(1 << 20))
             messages.expect(torch.empty(1000))
             channel.send(torch.ones(1000))
+            own.enter(Phase("a test", 0.1, ""))
+            lost = torch.ones(1 << 20)
+            with pytest.raises(CommError, match="it is gone or far behind"):
+                blocking.all_reduce(lost)
+            written.append(weakref.ref(lost))
+            del lost
         during = held()
         assert "lanes" in during[0] and during[2] > counts[0][2], "this is what is counted"
         own.abandon("a test")
@@ -60,9 +67,10 @@ def test_worlds_that_are_abandoned_leave_nothing_behind(world):
             with pytest.raises(CommError, match="all_reduce of group was abandoned while it was in flight"):
                 started.wait()
         kept.append(own.communicators)
-        del own, shared, channel, overlapped, messages, figures, started
+        del own, shared, channel, overlapped, messages, figures, blocking, started
         counts.append(held())
     assert counts == [counts[0]] * (ROUNDS + 1)
+    assert all(each() is not None for each in written), "MPI may still write into what a call that failed has left"
     world.agree(None)
 
 

@@ -9,7 +9,7 @@ must not read the result before the device has it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Protocol
 
@@ -58,6 +58,9 @@ class Backend:
     reason: str
     parts: Sequence[BackendPart] = ()
     """Resources of this backend, in the order in which they were made."""
+    kept: list[object] = field(default_factory=list)
+    """Steps and tensors of blocking operations that failed: MPI may still write into these. A world's list outlives its
+    groups."""
     is_open: bool = True
 
     def abandon(self) -> None:
@@ -191,7 +194,11 @@ class Group:
         if lane is None:
             if self._lane is not None:  # it has the same connection, and goes first
                 self._lane.finish()
-            operation.finish()
+            try:
+                operation.finish()
+            except BaseException:
+                self._backend.kept.append(operation.abandon())
+                raise
         return operation
 
     def _steps(

@@ -62,10 +62,12 @@ class RouteMaker:
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, pace)
         if not isinstance(transport, DeviceTransport):
-            return Backend(collectives, transport, self._topology.route(ranks).reason, self._parts)
+            return Backend(
+                collectives, transport, self._topology.route(ranks).reason, self._parts, self.space.communicators.kept
+            )
         natives = [part for part in self._parts if isinstance(part, NativeCollectives)]
         streamed = StreamedCollectives(collectives, self._devices.accelerator, transport, natives)
-        return Backend(streamed, transport, self._device_reason(ranks), self._parts)
+        return Backend(streamed, transport, self._device_reason(ranks), self._parts, self.space.communicators.kept)
 
     def message_backend(self, ranks: Sequence[int], pace: RehearsedTiming | None = None) -> Backend:
         """Return a backend for sends and receives; its collectives are for small tensors, and cost nothing to make."""
@@ -79,7 +81,7 @@ class RouteMaker:
         if isinstance(peers, PeerMemory):
             self._parts.append(peers)
         transport = self.transport(ranks, pace, peers if isinstance(peers, PeerMemory) else None)
-        return Backend(self._flat(ranks, transport), transport, reason, self._parts)
+        return Backend(self._flat(ranks, transport), transport, reason, self._parts, self.space.communicators.kept)
 
     def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
         """Return how two ranks' devices copy from each other's memory, or why they cannot.

@@ -165,7 +165,12 @@ class Evidence:
         if not flight.operations:
             return "it has recorded no operation"
         last = max(flight.operations, key=_recency)
-        state = f"begun {self.age(last.start)} and in flight" if last.end is None else f"finished {self.age(last.end)}"
+        if last.end is not None:
+            state = f"finished {self.age(last.end)}"
+        elif last.abandoned is not None:
+            state = f"begun {self.age(last.start)} and abandoned {self.age(last.abandoned)}"
+        else:
+            state = f"begun {self.age(last.start)} and in flight"
         return f"its last was {describe(last)}, {state}"
 
 
@@ -181,7 +186,8 @@ def describe(operation: RecordedOperation, brief: bool = False) -> str:
 
 
 def _recency(operation: RecordedOperation) -> tuple[bool, float]:
-    return operation.end is None, operation.end or operation.start
+    left = operation.end or operation.abandoned
+    return left is None, left or operation.start
 
 
 def format_bytes(count: int) -> str:
@@ -338,8 +344,9 @@ def _operations(evidence: Evidence, rank: int) -> str:
     newest = sorted(flight.operations, key=_recency, reverse=True)
     summary = []
     for operation in newest[:SHOWN_OPERATIONS]:
-        age = evidence.age(operation.end or operation.start)
-        summary.append(f"{describe(operation, brief=True)}, {'begun' if operation.end is None else 'done'} {age}")
+        age = evidence.age(operation.end or operation.abandoned or operation.start)
+        state = "done" if operation.end else "abandoned" if operation.abandoned else "begun"
+        summary.append(f"{describe(operation, brief=True)}, {state} {age}")
     return " | ".join(summary)
 
 

@@ -33,7 +33,8 @@ STATE_AT, ALIVE_AT, TABLE_USED_AT, ERROR_AT, RING_AT = 512, 520, 528, 536, 1536
 RUNNING, ENDED, FAILED = range(3)
 ERROR_BYTES = RING_AT - ERROR_AT
 RING_SLOTS = 256
-# ticket, sequence, lane, operation, peer (-1: none), bytes, start, end (monotonic seconds; 0: in flight), ticket
+# ticket, sequence, lane, operation, peer (-1: none), bytes, start, end, ticket. Times are monotonic seconds. The end of
+# what is in flight is 0; of what was abandoned it is minus that time.
 SLOT = struct.Struct("@QQHHiQddQ")
 END_IN_SLOT = 40
 MAX_LANES = 512
@@ -92,8 +93,10 @@ class RecordedOperation:
     num_bytes: int
     start: float
     end: float | None
-    """Time of the end; None: in flight."""
+    """Time of the end; None: it has not ended."""
     peer: int = -1
+    abandoned: float | None = None
+    """Time at which its rank left it, without its end."""
 
     @property
     def kind(self) -> int:
@@ -126,7 +129,9 @@ class Flight:
 
     @property
     def in_flight(self) -> tuple[RecordedOperation, ...]:
-        return tuple(operation for operation in self.operations if operation.end is None)
+        """The operations that have not ended. An abandoned one counts until the rank begins another."""
+        newest = max((operation.start for operation in self.operations), default=0.0)
+        return tuple(o for o in self.operations if o.end is None and not (o.abandoned and o.abandoned < newest))
 
     def process_is_gone(self) -> bool | None:
         """Return whether the process has ended; None on another machine than its own, where nobody can know."""
@@ -136,7 +141,7 @@ class Flight:
 
     def shortened(self, count: int) -> "Flight":
         """Return the record with the last `count` operations and all in flight, to be sent to other ranks."""
-        old = [operation for operation in self.operations[:-count] if operation.end is None]
+        old = [operation for operation in self.in_flight if operation in self.operations[:-count]]
         return replace(self, operations=(*old, *self.operations[-count:]))
 
 
@@ -208,10 +213,10 @@ def parse_flight(data: bytes, what: str = "flight record") -> Flight:
         ticket, sequence, lane, code, peer, num_bytes, start, end, again = fields
         if ticket and ticket == again and math.isfinite(start + end):  # else the slot was not written completely
             known = lanes.get(lane) or RecordedLane(lane, f"{lane}", "...", 0, 0)
-            finished = offset + end if end else None
+            finished, abandoned = offset + end if end > 0 else None, offset - end if end < 0 else None
             name = names.get(code, f"operation {code}")
             operations.append(
-                RecordedOperation(ticket, known, sequence, name, num_bytes, offset + start, finished, peer)
+                RecordedOperation(ticket, known, sequence, name, num_bytes, offset + start, finished, peer, abandoned)
             )
     operations.sort(key=lambda operation: operation.ticket)
     (state,), (alive,) = struct.unpack_from("@Q", data, STATE_AT), struct.unpack_from("@d", data, ALIVE_AT)

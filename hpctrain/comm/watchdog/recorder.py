@@ -145,8 +145,9 @@ class Recorder:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
     def abandon(self, handle: int) -> None:
-        """Wait for the operation of this handle no more. The record keeps that it has not ended."""
-        self._in_flight.pop(handle, None)
+        """Record that this rank has left the operation of this handle, which has not ended."""
+        if self._in_flight.pop(handle, None) is not None and handle > 0:
+            self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = -_monotonic()
 
     @contextmanager
     def recorded(self, group: int, operation: str):

@@ -1,5 +1,8 @@
 """Operations: their order, who waits for them, and what is left of them. An operation's error is its own."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -109,6 +112,34 @@ def test_an_abandoned_operation_is_watched_no_more_and_has_not_ended_in_the_flig
     assert not left.advance() and recorder.max_in_flight() is not None
     left.abandon()
     assert recorder.max_in_flight() is None and len(recorder.snapshot().in_flight) == 1
+    recorder.finish(recorder.start(0, "all_reduce", 1))
+    read = recorder.snapshot()
+    assert read.in_flight == (), "the rank goes on"
+    assert [(o.end is None, o.abandoned is None) for o in read.operations] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("error", [CommError, KeyboardInterrupt])
+def test_tensors_of_a_blocking_call_that_failed_are_kept(error):
+    class Failing(SilentCollectives):
+        def all_reduce(self, flat, op):
+            def fail():
+                raise error("a test")
+
+            yield Condition(fail, "a gate")
+
+    recorder, kept = Recorder(None, 0, 2, "a", "cpu"), []
+    backend, instruments = Backend(Failing(0, 2), None, "a test", kept=kept), Instruments(recorder, "data", [0, 1])
+    group, tensor = Group([0, 1], backend, SOON, instruments), torch.ones(3)
+    written = weakref.ref(tensor)
+    with pytest.raises(error, match="a test"):
+        group.all_reduce(tensor)
+    del group, backend, tensor
+    gc.collect()
+    assert written() is not None, "MPI may still write into it"
+    assert recorder.max_in_flight() is None
+    kept.clear()
+    gc.collect()
+    assert written() is None
 
 
 def test_a_blocking_call_begins_when_what_was_started_has_ended():
