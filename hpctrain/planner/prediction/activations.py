@@ -76,7 +76,9 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
     """Return the bytes that a layer computes with and does not keep, for one of `rows` of a rank.
 
     While it goes backward, gradients of about half of what it keeps are there too; what was computed again is whole.
-    While the loss is computed, logits are there more than once.
+    While the loss is computed, logits are there more than once. When they are gone, three hidden states are there in
+    addition: gradients of the head's product, of its norm, and what the norm computes with. In half precision there are
+    as many in fp32, too.
     """
     kept = layer_kept(setup, grid, layer, "none", rows)
     if layer == setup.head:
@@ -85,7 +87,10 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         if setup.model.description.logit_cap is not None:
             loss_bytes = setup.engine.capped_loss_bytes or loss_bytes
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
-        overlapped = max(kept / 2, overlapped)
+        hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+        overlapped = max(
+            (3 if setup.item_bytes > HALF_BYTES else 9) * hidden - whole * setup.kept_logit_bytes, overlapped
+        )
     else:
         overlapped = kept / 2
     # Masks of documents are there from the first attention of a pass to its end.
@@ -107,9 +112,8 @@ def _whole_hidden_states(
     taken apart; then half of the gradients are gone. How often is fitted to tests/unit/planner/test_memory.py.
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
-    if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
-        cast = sum(_logits(setup, grid, rows)) * setup.item_bytes if setup.item_bytes <= HALF_BYTES else 0.0
-        return max(gradients, cast + (6 if rows > 1 else 3) * whole * (1 - 1 / grid.y))
+    if layer == setup.head:  # at the loss, or after it
+        return max(gradients, (7 if rows > 1 else 5) * whole * (1 - 1 / grid.y))
     if again:
         inputs = sum(branch is not None for branch in setup.branches(layer))
         return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)

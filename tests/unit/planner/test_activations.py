@@ -3,16 +3,17 @@
 What is kept is counted to the byte, for all parts of a model.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from hpctrain.architectures.description import Attention, Description, Mlp, Norm
 from hpctrain.config.job import Model
-from hpctrain.plan.tiling import even_plan
+from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.prediction.activations import RowBytes, row_bytes
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 from tests.unit.planner.rank_alone import FAMILIES, SHAPE, Alive, job_of, run_passes
 
@@ -93,7 +94,8 @@ def test_blocks_compute_with_no_more_than_is_counted_nor_much_less(grid):
         for splits in (False, True):
             alive, counted = run(job, GRIDS[grid], recompute, stages=3, number=1, splits=splits)
             off = alive.computing / counted.computing - 1
-            assert LEAST[grid][recompute == "full"] < off < MOST.get(grid, 0.015), (recompute, splits, off, alive)
+            most = MOST.get(grid, 0.015) if recompute == "selective" else 0.015
+            assert LEAST[grid][recompute == "full"] < off < most, (recompute, splits, off, alive)
             # Sums of norms are kept, too, and not counted.
             assert 0 <= alive.deferred - counted.deferred <= 0.01 * counted.deferred, (recompute, alive, counted)
 
@@ -110,8 +112,23 @@ def test_so_do_capped_scores_and_a_row_alone():
 @pytest.mark.parametrize(("family", "keys"), [(family, {}) for family in FAMILIES] + [*VARIANTS.values()], ids=str)
 def test_the_loss_computes_with_what_is_counted(family, keys):
     job = job_of(family, num_layers=3, **keys)
-    for grid in ("whole", "y"):
+    for grid in ("whole", "y", "y, sequence parallel"):
         alive, counted = run(job, GRIDS[grid], "selective" if family == "gemma2" else "none")
         off = alive.computing / counted.computing - 1
         # Not counted: the second mask of documents, and what comes of some tokens' logits.
-        assert -0.035 < off < (0.07 if keys.get("documents") else 0.04), (grid, off, alive, counted)
+        assert -0.035 < off < (0.07 if keys.get("documents") else 0.05), (grid, off, alive, counted)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [8, 32, 128, 509])
+def test_a_head_with_few_logits_computes_with_hidden_states(vocabulary, dtype):
+    job = job_of("llama", num_layers=1, vocab_size=vocabulary, dtype=dtype)
+    last = job.model.num_items - 1
+    for name, rows in (("whole", ROWS), ("y", ROWS), ("y, sequence parallel", ROWS), ("y, sequence parallel", 1)):
+        grid = GRIDS[name]
+        head = Tile(Interval(last, last + 1), Interval(0, rows), tuple(range(grid.y, 2 * grid.y)), grid)
+        others = replace(head, items=Interval(0, last), ranks=tuple(range(grid.y)))
+        alive = run_passes(job, Plan((others, head), 1, rows), grid.y, splits=False)
+        row = row_bytes(Setup.of_job(job), grid, layers(head.items), "none", splits=False, rows=rows)
+        off = alive.computing / (rows * row.computing) - 1
+        assert -0.03 < off < 0.01, (name, rows, off, alive)

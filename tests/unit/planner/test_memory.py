@@ -13,7 +13,8 @@ import pytest
 from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.prediction.memory import _activations, _alive_before, memory_of
+from hpctrain.planner.prediction.activations import row_bytes
+from hpctrain.planner.prediction.memory import _activations, _alive_before, _most_alive, memory_of
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.buffers import (
     SUMMED_BYTES,
@@ -21,11 +22,13 @@ from hpctrain.planner.prices.buffers import (
     largest_message_bytes,
     largest_unit,
     scattered_scratch,
+    waiting_share,
 )
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.host_buckets import bucket_elements
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import write_tokens
 from tests.unit.planner.rank_alone import FAMILIES, job_of, train
@@ -179,10 +182,16 @@ def test_messages_that_wait_and_sums_in_flight_are_added(tokens):
 
     plain, sums = needed(Scratch(0), 0), needed(Scratch(1), 0)
     assert needed(Scratch(0), 3).buffers - plain.buffers == 3 * largest_message_bytes(setup, tile)
-    assert sums.gathered - plain.gathered == largest_unit(setup, tile.tensor, range(*tile.items))
+    over_z = largest_unit(setup, tile.tensor, range(*tile.items))
+    assert sums.gathered - plain.gathered == over_z
+    setup = replace(setup, overlaps=frozenset())
+    assert needed(Scratch(2000), 0).buffers - needed(Scratch(1000), 0).buffers == 1000 * over_z
 
 
-@pytest.mark.parametrize("plan", [{"data": 4}, {"pipeline": 2, "data": 2, "microbatch": 8}], ids=str)
+INTERLEAVED = {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2}
+
+
+@pytest.mark.parametrize("plan", [{"data": 4}, {"pipeline": 2, "data": 2, "microbatch": 8}, INTERLEAVED], ids=str)
 def test_before_the_last_item_there_is_all_that_is_kept_and_computed_with(tokens, plan):
     job = job_of("llama", tokens, plan)
     setup, whole = Setup.of_job(job), resolve_plan(job, 4).plan
@@ -190,6 +199,24 @@ def test_before_the_last_item_there_is_all_that_is_kept_and_computed_with(tokens
         alive = [_alive_before(setup, whole, tile, item) for item in range(tile.items.start, tile.items.stop + 1)]
         assert alive == sorted(alive) and alive[0] == 0
         assert alive[-1] == pytest.approx(sum(_activations(setup, whole, tile)), rel=1e-3)
+
+
+def test_the_largest_of_several_virtual_stages_decides():
+    """The first of a rank's two has more blocks here, and is alive the most often before its last pass."""
+    job = job_of("llama")
+    setup = Setup.of_job(job)
+    plan = even_plan(job.model.num_items, TensorGrid(), 2, 1, 8, 8, virtual_stages=2)
+    cuts = Interval(0, 9), Interval(9, 10), Interval(10, 11), Interval(11, job.model.num_items)
+    plan = replace(plan, tiles=tuple(replace(tile, items=cut) for tile, cut in zip(plan.tiles, cuts, strict=True)))
+    pair = plan.tiles[0], plan.tiles[2]
+    bytes_of = [row_bytes(setup, each.tensor, layers(each.items), "none", splits=False, rows=8) for each in pair]
+    _, computing = _activations(setup, plan, pair[0])
+    assert computing == 8 * bytes_of[0].computing > 8 * bytes_of[1].computing
+    assert _most_alive(setup, plan, pair, [100, 1], [0, 0]) == 4 * 100 + 1
+
+
+def test_what_is_not_sent_while_the_next_activations_are_made_waits():
+    assert [waiting_share(*seconds) for seconds in ((1, 4), (4, 1), (1, 0))] == [0.75, 0, 0]
 
 
 def check_memory(job, least: float, plan: Plan | None = None) -> None:
