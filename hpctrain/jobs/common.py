@@ -16,7 +16,7 @@ import click
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster_defaults import describe_sources
-from hpctrain.config.clusters.cluster_file import locate_cluster, read_cluster_file
+from hpctrain.config.clusters.cluster_file import read_cluster_file
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
@@ -71,7 +71,7 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 
 def load_described(reference: str) -> Described:
     """Read a cluster, a file or a ready one's name, with the truth of a file for rehearsals. Raises TopologyError."""
-    file = read_cluster_file(locate_cluster(reference))
+    file = read_cluster_file(reference)
     filled = tuple(describe_sources(file.sources))
     return Described(file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth, filled=filled)
 

@@ -108,12 +108,14 @@ def _has_summing_switches(link: PairLink) -> bool:
 class NcclNetwork(ClusterNetwork):
     """A cluster's links with the collectives of NCCL. A measured link gives all that was measured."""
 
-    sums = True
+    def __init__(self, cluster: Cluster, link_share: float = 1.0, socket_share: float = 1.0, sums: bool = True):
+        """`socket_share` is what software reaches of what sockets give, and `link_share` what it reaches of others.
 
-    def __init__(self, cluster: Cluster, link_share: float = 1.0, socket_share: float = 1.0):
-        """`socket_share` is what software reaches of what sockets give, and `link_share` what it reaches of others."""
+        `sums` says whether switches may sum what passes. They do not with sequence parallelism, whose all-reduces are a
+        gather and a scatter.
+        """
         super().__init__(cluster, link_share)
-        self._socket_share = socket_share
+        self._socket_share, self._sums = socket_share, sums
         places = (place._replace(family="") for place in places_of(cluster))  # to NCCL all devices are equal
         self._topology = Topology(tuple(places), shares_memory=False)
 
@@ -129,7 +131,7 @@ class NcclNetwork(ClusterNetwork):
     ) -> float:
         if link.is_measured:
             return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, bandwidth)
-        return collective_seconds(operation, num_bytes, num_ranks, link, bandwidth, self.sums)
+        return collective_seconds(operation, num_bytes, num_ranks, link, bandwidth, self._sums)
 
     def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         """Return what a group on several nodes takes: a ring through all of them, by the NICs of all its ranks.
@@ -146,9 +148,3 @@ class NcclNetwork(ClusterNetwork):
         bandwidth = min(size * each for size, _, each in lines + inside)
         near = inside[0][1] if inside else None
         return collective_seconds(operation, num_bytes, shape.size, far, bandwidth, False, near, shape.num_domains)
-
-
-class ScatteringNetwork(NcclNetwork):
-    """The same for sequence parallelism, whose all-reduces are a gather and a scatter: no switch sums them."""
-
-    sums = False

@@ -154,7 +154,7 @@ class DescribedRun:
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = stack.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel
-        stack = replace(stack, sequence_parallel=cut, scatters_sums=cut, kept_inner=kept)
+        stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
         if self.gradient_bytes:
             kept = {self.dtype: self.gradient_bytes}
             stack = replace(stack, own_gradient_bytes=self.gradient_bytes, kept_gradient_bytes=kept)

@@ -20,7 +20,7 @@ from hpctrain.planner.prices.setup import GRADIENT_BYTES, MASTER_BYTES, Engine, 
 from hpctrain.planner.prices.work import MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from hpctrain.software.nccl import NcclNetwork, ScatteringNetwork
+from hpctrain.software.nccl import NcclNetwork
 
 CONTEXT_BYTES, NCCL_BYTES = 0.6e9, 0.23e9
 """Bytes of a device that CUDA's context and kernels take; and those of a communicator of NCCL. That has in each of 24
@@ -80,8 +80,6 @@ class SoftwareVersion(Engine):
     """Whether messages between stages go through the stream that computes."""
     buffered_bytes: float = 0.0
     """Of such a message, how much is held by the library that sends it: for this much the sender does not wait."""
-    scatters_sums: bool = False
-    """Whether sums over a tensor grid are scattered and gathered, since norms are cut over y."""
     link_share: float = 1.0
     """Of what a link gives its collectives."""
     socket_share: float = 1.0
@@ -120,8 +118,8 @@ class SoftwareSetup(Setup):
         return grid.y if self.engine.sequence_parallel else grid.position_parts
 
     def network(self, cluster: Cluster) -> NcclNetwork:
-        kind = ScatteringNetwork if self.engine.scatters_sums else NcclNetwork
-        return kind(cluster, self.engine.link_share, self.engine.socket_share)
+        engine = self.engine
+        return NcclNetwork(cluster, engine.link_share, engine.socket_share, sums=not engine.sequence_parallel)
 
     def tensor_slowdown(self, measured: float) -> float:
         return 1.0  # Transformer Engine's user buffers move bytes by copy engines

@@ -60,18 +60,19 @@ def locate_cluster(reference: str | Path) -> Path:
     return ready[str(reference)]
 
 
-def read_cluster_file(path: Path) -> ClusterFile:
-    """Read a cluster file. Raises TopologyError that names file and key."""
+def read_cluster_file(reference: str | Path) -> ClusterFile:
+    """Read a cluster file, or a ready one by its name. Raises TopologyError that names file and key."""
+    path = locate_cluster(reference)
     return parse_cluster_file(read_text(path, TopologyError), str(path))
 
 
 def load_cluster(reference: str | Path) -> Cluster:
-    """Read the cluster of a file, or a ready one by its name. Raises TopologyError."""
-    return read_cluster_file(locate_cluster(reference)).cluster
+    """Read the cluster of `read_cluster_file` alone."""
+    return read_cluster_file(reference).cluster
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
-    """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
+    """Read the cluster of `parse_cluster_file` alone; `where` is what errors call it."""
     return parse_cluster_file(text, where).cluster
 
 
