@@ -4,7 +4,7 @@ A family's module (`llama.py`, `gemma2.py`, …) returns a `Description` for the
 and has a hash: layers with equal blocks are equal.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 
@@ -26,6 +26,15 @@ class ModelShape(Protocol):
     score_divisor: float | None
     score_cap: float | None
     logit_cap: float | None
+    num_experts: int | None
+    experts_per_token: int | None
+    expert_size: int | None
+    shared_experts: int
+    dense_layers: int
+    expert_groups: int
+    groups_per_token: int
+    normalise_scores: bool
+    score_scale: float
     norm_epsilon: float
 
     @property
@@ -116,6 +125,63 @@ class Mlp:
         """Output features of the first product: gate and up together."""
         return 2 * self.inner if self.gated else self.inner
 
+    @property
+    def token_inner(self) -> int:
+        """Inner features that a token computes with."""
+        return self.inner
+
+    @property
+    def router_size(self) -> int:
+        """Output features of the router of a mixture of experts; 0 without one."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Mlp):
+    """A mixture of experts: gated feed-forward parts of `inner` features, some of which compute each token.
+
+    A router scores all experts for a token. What the chosen ones return is added, weighted by their scores. No token is
+    dropped, whatever the load of an expert.
+    """
+
+    count: int
+    chosen: int
+    """Number of experts that compute a token."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router's logits: softmax over all experts, or the sigmoid of each."""
+    normalised: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the scores."""
+    groups: int = 1
+    """Groups of consecutive experts. A token takes experts of the `chosen_groups` whose two best scores have the
+    largest sum (DeepSeek V3, arXiv 2412.19437)."""
+    chosen_groups: int = 1
+    shared_inner: int = 0
+    """Inner features of the expert that computes every token; 0: there is none."""
+    balances: bool = False
+    """Whether a bias of each expert is added to its score for the choice alone, against uneven load (Wang et al. 2024,
+    arXiv 2408.15664)."""
+
+    def __post_init__(self):
+        checks = [("experts_per_token", self.chosen, "num_experts", self.count)]
+        checks += [("groups_per_token", self.chosen_groups, "expert_groups", self.groups)]
+        for key, number, of, limit in checks:
+            if not 0 < number <= limit:
+                raise ValueError(f"{key} = {number} must be 1 to {of} = {limit}")
+        if self.count % self.groups:
+            raise ValueError(f"num_experts {self.count} is not divisible by expert_groups {self.groups}")
+        if (available := self.count // self.groups * self.chosen_groups) < self.chosen:
+            raise ValueError(f"groups_per_token = {self.chosen_groups} have {available} experts, fewer than a token's")
+
+    @property
+    def token_inner(self) -> int:
+        return self.chosen * self.inner + self.shared_inner
+
+    @property
+    def router_size(self) -> int:
+        return self.count
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -153,6 +219,23 @@ def inner_of(shape: ModelShape) -> int:
     return shape.ffn_size or 4 * shape.hidden_size
 
 
+def expert_size_of(shape: ModelShape) -> int:
+    return shape.expert_size or inner_of(shape)
+
+
 def is_global(shape: ModelShape, layer: int) -> bool:
     """Say whether a layer sees all positions, where every `global_every`-th does and others have a window."""
     return shape.window is None or (shape.global_every is not None and (layer + 1) % shape.global_every == 0)
+
+
+def with_experts(dense: Description, shape: ModelShape, inner: int, first: int = 0, **more) -> Description:
+    """Return a model with experts of `inner` features in each layer from the `first` one on; `more` is of `Experts`.
+
+    Raises ValueError without a number of experts.
+    """
+    count, chosen = shape.num_experts, shape.experts_per_token
+    if count is None or chosen is None:
+        raise ValueError("num_experts and experts_per_token are missing; a model with experts needs both")
+    experts = Experts(inner, dense.blocks[0].mlp.norm, count=count, chosen=chosen, **more)
+    blocks = (*dense.blocks[:first], *(replace(block, mlp=experts) for block in dense.blocks[first:]))
+    return replace(dense, blocks=blocks)

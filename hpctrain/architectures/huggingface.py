@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.architectures.description import head_size_of, inner_of, kv_heads_of
+from hpctrain.architectures.description import expert_size_of, head_size_of, inner_of, kv_heads_of
 
 Keys = dict[str, Any]
 """The keys of a job's `[model]`, or of a config.json."""
@@ -78,6 +78,8 @@ class HuggingFace:
     """The value of each config.json key that a config leaves out, as the transformers library defines it."""
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
     """The config.json key for each key of `[model]`."""
+    also_named: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys of config.json in some versions of the library, with the names that are read."""
     nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     """Keys of config.json that may be null, which means the same as None in `[model]`."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +100,9 @@ class HuggingFace:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each fused Hugging Face parameter, the hpctrain parameters in it, one after the other along the output
     features."""
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each hpctrain parameter that has the rows of all experts, the Hugging Face names of an expert's parts of it,
+    one after the other; `{}` stands for the expert's number."""
     read_more: Callable[[Keys], Keys] = lambda config: {}
     """Returns the keys of `[model]` that need more than a renaming of config.json keys."""
     write_more: Callable[[Any], Keys] = lambda model: {}
@@ -108,6 +113,7 @@ class HuggingFace:
 
         Raises UnknownConfigError for a key that is not followed, unless it has no effect.
         """
+        config = {self.also_named.get(key, key): value for key, value in config.items()}
         followed = {*self.keys.values(), *self.must_be, *self.read_by_rule, *self.defaults}
         harmless = WITHOUT_EFFECT.union(self.without_effect)
         if unknown := [key for key, value in config.items() if key not in followed | harmless and value is not None]:
@@ -139,6 +145,7 @@ class HuggingFace:
     def config(self, model: Any) -> Keys:
         """Return a config.json for a model."""
         resolved = {"num_kv_heads": kv_heads_of(model), "head_size": head_size_of(model), "ffn_size": inner_of(model)}
+        resolved["expert_size"] = expert_size_of(model)
         known = {theirs: resolved.get(ours, getattr(model, ours)) for ours, theirs in self.keys.items()}
         head = {"architectures": [self.class_name], "model_type": self.model_type}
         return head | dict(self.must_be) | known | self.write_more(model)
@@ -150,6 +157,8 @@ class HuggingFace:
         if not stem.startswith("blocks."):
             return f"{self.ends[stem]}.{kind}"
         _, number, part = stem.split(".", 2)
+        if named := self.parts.get(f"{part}.{kind}"):
+            return f"{self.blocks}.{number}.{named}"
         of = next((theirs for theirs, ours in self.fused.items() if part in ours), None) or self.parts[part]
         return f"{self.blocks}.{number}.{of}.{kind}"
 

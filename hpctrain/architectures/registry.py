@@ -41,6 +41,15 @@ OPTIONAL: dict[str, Any] = {
     "score_divisor": None,
     "score_cap": None,
     "logit_cap": None,
+    "num_experts": None,
+    "experts_per_token": None,
+    "expert_size": None,
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "normalise_scores": True,
+    "score_scale": 1.0,
 }
 """Keys of `[model]` that only some families have, with their default values."""
 EVERYTHING = {

@@ -35,6 +35,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Parameter, all_parameters
 
 CONFIG, TOKENIZER, SINGLE, SHARDS = "config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
@@ -54,11 +55,13 @@ KEPT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class TensorPlace(NamedTuple):
-    """The place of a parameter in files of Hugging Face."""
+    """The place of a parameter, or of some rows of it, in files of Hugging Face."""
 
     name: str
     first: int
-    """The row at which the parameter's output features begin, in a tensor that holds several parameters."""
+    """The row at which they begin, in a tensor that holds several parameters."""
+    rows: Interval
+    """The rows of the parameter: its output features."""
     is_transposed: bool
 
 
@@ -112,17 +115,23 @@ def known_names() -> dict[str, HuggingFace]:
     return {name: module.HUGGING_FACE for name, module in families().items() if hasattr(module, "HUGGING_FACE")}
 
 
-def locate(model: Model, table: HuggingFace) -> dict[str, TensorPlace]:
-    """Return the place of each parameter in Hugging Face files."""
+def locate(model: Model, table: HuggingFace) -> dict[str, list[TensorPlace]]:
+    """Return the places of each parameter in Hugging Face files, in the order of its rows."""
     parameters, result = all_parameters(model), {}
     for name, parameter in parameters.items():
         stem, kind = name.rsplit(".", 1)
         part = stem.split(".", 2)[2] if stem.startswith("blocks.") else stem
+        if part in table.experts:
+            layer = f"{table.blocks}.{stem.split('.')[1]}"
+            named = [each.format(n) for n in range(model.num_experts or 0) for each in table.experts[part]]
+            rows = cut_evenly(parameter.shape[0], len(named))
+            result[name] = [TensorPlace(f"{layer}.{n}.{kind}", 0, r, False) for n, r in zip(named, rows, strict=True)]
+            continue
         others = next((ours for ours in table.fused.values() if part in ours), (part,))
         before = [stem.removesuffix(part) + other for other in others[: others.index(part)]]
         first = sum(parameters[f"{other}.{kind}"].shape[0] for other in before)
         is_transposed = table.transposes and part != stem and len(parameter.shape) == 2
-        result[name] = TensorPlace(table.their_name(name), first, is_transposed)
+        result[name] = [TensorPlace(table.their_name(name), first, Interval(0, parameter.shape[0]), is_transposed)]
     return result
 
 
@@ -214,16 +223,22 @@ class _Weights:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a parameter of ours, fp32."""
-        theirs = self._theirs[name]
-        part, at = self._slice(theirs.name), slice(theirs.first + start, theirs.first + stop)
+        asked = Interval(start, stop)
+        shared = [(place, common) for place in self._theirs[name] if (common := place.rows.intersect(asked)).size]
+        parts = [self._read(place, common.shift(place.first - place.rows.start)) for place, common in shared]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read(self, place: TensorPlace, rows: Interval) -> np.ndarray:
+        """Return rows of a tensor of theirs, fp32."""
+        part, at = self._slice(place.name), slice(*rows)
         try:
-            values = part[:, at].t() if theirs.is_transposed else part[at]
+            values = part[:, at].t() if place.is_transposed else part[at]
         except SafetensorError as error:
-            raise CheckpointError(f"{self._describe(theirs.name)}: {error}") from None
+            raise CheckpointError(f"{self._describe(place.name)}: {error}") from None
         result = values.float().contiguous().numpy()
         if wrong := result.size - int(np.isfinite(result).sum()):
             raise CheckpointError(
-                f"{self._describe(theirs.name)}: {wrong:,} of {result.size:,} elements"
+                f"{self._describe(place.name)}: {wrong:,} of {result.size:,} elements"
                 " that were read are infinite or not a number; download the model again, or take another"
             )
         return result
@@ -265,11 +280,12 @@ class _Weights:
 
     def _check(self, parameters: dict[str, Parameter], model: Model) -> None:
         """Refuse tensors that are missing, have another shape, or are unknown."""
-        wanted = {theirs.name for theirs in self._theirs.values()}
+        wanted = {place.name for places in self._theirs.values() for place in places}
         prefix = names_of(model).ends["embedding"].split(".")[0] + "."
         if not wanted & set(self._file_of):  # files of the bare model have no prefix
-            self._theirs = {n: t._replace(name=t.name.removeprefix(prefix)) for n, t in self._theirs.items()}
-            wanted = {theirs.name for theirs in self._theirs.values()}
+            for places in self._theirs.values():
+                places[:] = [place._replace(name=place.name.removeprefix(prefix)) for place in places]
+            wanted = {name.removeprefix(prefix) for name in wanted}
         if lacking := sorted(wanted - set(self._file_of)):
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise CheckpointError(f"{self._folder}: has no tensor {lacking[0]}{more}, which {CONFIG} asks for")
@@ -281,26 +297,27 @@ class _Weights:
                 " it would be dropped"
             )
         self._check_tied(tied)
+        every = [(name, place) for name, places in self._theirs.items() for place in places]
         sizes: dict[str, int] = {}
-        for name, theirs in self._theirs.items():
-            sizes[theirs.name] = max(sizes.get(theirs.name, 0), theirs.first + parameters[name].shape[0])
-        for name, theirs in self._theirs.items():
-            expected, there = [sizes[theirs.name], *parameters[name].shape[1:]], self._slice(theirs.name)
-            expected = expected[::-1] if theirs.is_transposed else expected
+        for _, place in every:
+            sizes[place.name] = max(sizes.get(place.name, 0), place.first + place.rows.size)
+        for name, place in every:
+            expected, there = [sizes[place.name], *parameters[name].shape[1:]], self._slice(place.name)
+            expected = expected[::-1] if place.is_transposed else expected
             shape, dtype = list(there.get_shape()), there.get_dtype()
             if dtype not in READ_DTYPES:
                 raise CheckpointError(
-                    f"{self._describe(theirs.name)} has elements of {dtype}, and only"
+                    f"{self._describe(place.name)} has elements of {dtype}, and only"
                     f" {', '.join(READ_DTYPES)} are read; convert the model to one of them"
                 )
             if shape != expected:
                 raise CheckpointError(
-                    f"{self._describe(theirs.name)} has shape {shape}, and {CONFIG} asks for {expected}"
+                    f"{self._describe(place.name)} has shape {shape}, and {CONFIG} asks for {expected}"
                 )
 
     def _check_tied(self, heads: set[str]) -> None:
         """Refuse a separate head weight in a model whose config ties the head to the embedding."""
-        embedding = self._theirs["embedding.weight"].name
+        embedding = self._theirs["embedding.weight"][0].name
         for head in heads & set(self._file_of):
             ours, theirs = self._slice(head), self._slice(embedding)
             rows, columns = (*theirs.get_shape(), 1)[:2]
@@ -432,10 +449,11 @@ def export_model(
 def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype, shard_bytes: int) -> int:
     parameters = all_parameters(model)
     by_name: dict[str, list[tuple[str, TensorPlace]]] = {}
-    for name, theirs in locate(model, names_of(model)).items():
-        by_name.setdefault(theirs.name, []).append((name, theirs))
+    for name, places in locate(model, names_of(model)).items():
+        for place in places:
+            by_name.setdefault(place.name, []).append((name, place))
     sizes = {
-        theirs: dtype.itemsize * sum(int(np.prod(parameters[name].shape)) for name, _ in ours)
+        theirs: dtype.itemsize * sum(p.rows.size * int(np.prod(parameters[name].shape[1:])) for name, p in ours)
         for theirs, ours in by_name.items()
     }
     shards: list[list[str]] = [[]]
@@ -456,7 +474,11 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
 
 
 def _stored_tensor(index: Index, ours: list[tuple[str, TensorPlace]], dtype: torch.dtype) -> torch.Tensor:
-    parts = [torch.from_numpy(index.whole("model", name)) for name, _ in sorted(ours, key=lambda each: each[1].first)]
+    parts = []
+    for name, place in sorted(ours, key=lambda each: each[1].first):
+        columns = index.shape(name)[1:]
+        values = index.read("model", name, place.rows, (0, columns[0] if columns else 1))
+        parts.append(torch.from_numpy(values.reshape(-1, *columns)))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     result = (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
     if not torch.isfinite(result).all() and torch.isfinite(whole).all():

@@ -84,7 +84,7 @@ class Model(Table):
     """A published shape, see below. Other keys override its values."""
     architecture: str
     """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`,
-    `starcoder2`."""
+    `starcoder2`; with experts `mixtral`, `qwen3_moe`, `dots1`."""
     num_layers: LayerCount
     """Transformer blocks."""
     hidden_size: Width
@@ -119,6 +119,24 @@ class Model(Table):
     """gemma2: attention scores s become cap * tanh(s / cap)."""
     logit_cap: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
     """gemma2: logits become cap * tanh(logit / cap)."""
+    num_experts: Width | None = None
+    """mixtral, qwen3_moe, dots1: experts of a layer."""
+    experts_per_token: Width | None = None
+    """mixtral, qwen3_moe, dots1: experts that compute a token."""
+    expert_size: Width | None = None
+    """qwen3_moe, dots1: inner width of an expert; None: ffn_size, as in mixtral."""
+    shared_experts: Annotated[int, Field(ge=0, le=64)] = 0
+    """dots1: experts that compute every token, in addition."""
+    dense_layers: Annotated[int, Field(ge=0, le=MOST_NUMBER)] = 0
+    """qwen3_moe, dots1: first layers without experts."""
+    expert_groups: Width = 1
+    """dots1: groups of experts; a token takes experts of the best `groups_per_token`."""
+    groups_per_token: Width = 1
+    """dots1: groups that a token takes experts of."""
+    normalise_scores: bool = True
+    """qwen3_moe, dots1: whether the scores of a token's experts are divided by their sum."""
+    score_scale: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0
+    """dots1: factor of the scores."""
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Added to the variance in norms."""
     init_std: Annotated[float, Field(gt=0, le=MOST_RATE)] = 0.02

@@ -6,7 +6,7 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,8 +15,9 @@ import torch
 from hpctrain.architectures.description import Norm
 from hpctrain.config.job import Model
 from hpctrain.config.kernels import tokens_at_once
+from hpctrain.model.feed_forward import FEED_FORWARD
 from hpctrain.model.operators import rotary
-from hpctrain.model.operators.activation import activate, capped
+from hpctrain.model.operators.activation import capped
 from hpctrain.model.operators.attention import Documents, attend_at
 from hpctrain.model.operators.embedding import add_positions, embed
 from hpctrain.model.operators.linear import Linear
@@ -168,7 +169,8 @@ class Block(LayerModule):
     def __init__(self, items: Interval, context: LayerContext, recompute: str):
         super().__init__(items, context, recompute)
         block = self.description.blocks[block_of(self.items.start)]
-        attention, mlp = self.attention_description, self.mlp_description = block.attention, block.mlp
+        attention, mlp = block.attention, block.mlp
+        self.attention_description = attention
         self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
         self.attention_norm = self.make_norm("attention_norm", attention.norm)
         self.attention_out_norm = attention.out_norm and self.make_norm("attention_out_norm", attention.out_norm)
@@ -182,32 +184,31 @@ class Block(LayerModule):
             if (of := attention.head_norm)
         ]
         self._linear_dtype = self.context.dtypes.get("linear")
-        x, y, parts = self.axes.x, self.axes.y, self.context.parts
-        self.qkv, self.out, self.up, self.down = (
-            self.make_linear(
-                self.weights(*(f"{name}.weight" for name in names)),
-                self.weights(*(f"{name}.bias" for name in names)),
-                *cut_by,
-                parts,
-            )
-            for names, cut_by in zip(BLOCK_PRODUCTS, ((x, y), (y, x), (x, y), (y, x)), strict=True)
-        )
+        x, y = self.axes.x, self.axes.y
+        self.qkv, self.out = self.make_product(BLOCK_PRODUCTS[0], x, y), self.make_product(BLOCK_PRODUCTS[1], y, x)
         self.num_heads = attention.heads // y.size
         # More y than key and value heads: several y hold the same head, and the optimizer sums its gradient.
         self.num_kv_heads = max(1, attention.kv_heads // y.size)
         self.cache: Cache | None = None
-        self._dropping: Dropping | None = None
+        self.dropping: Dropping | None = None
+        """What selective recomputing drops of a forward pass, while there is one."""
+        self.feed_forward = FEED_FORWARD[type(mlp)](self, mlp) if self._has_mlp else None
+
+    def make_product(self, names: Iterable[str], input_axis: Axis, output_axis: Axis) -> Linear:
+        """Make the linear layer of some parameters, without ".weight" or ".bias"."""
+        weights, biases = (self.weights(*(f"{name}.{kind}" for name in names)) for kind in ("weight", "bias"))
+        return self.make_linear(weights, biases, input_axis, output_axis, self.context.parts)
 
     def forward(self, hidden: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the residual stream behind the block; drop what is computed again."""
         if self._recompute != "selective" or not torch.is_grad_enabled():
             return self._add_parts(hidden, documents)
-        self._dropping = Dropping()
+        self.dropping = Dropping()
         try:
-            with self._dropping.packing():
+            with self.dropping.packing():
                 return self._add_parts(hidden, documents)
         finally:
-            self._dropping = None
+            self.dropping = None
 
     def _add_parts(self, hidden: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return hidden states to which attention and feed-forward part have been added."""
@@ -216,7 +217,7 @@ class Block(LayerModule):
             hidden, x = self.normed(self.attention_norm, hidden)
             added = self.attention(x, documents)
             added = self.attention_out_norm(added) if self.attention_out_norm else added
-        if self._has_mlp:
+        if self.feed_forward:
             hidden, x = self.normed(self.ffn_norm, hidden, added)
             added = self.feed_forward(x)
             added = self.ffn_out_norm(added) if self.ffn_out_norm else added
@@ -231,17 +232,9 @@ class Block(LayerModule):
         mixed = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), documents)
         return self.linear(self.out, mixed.transpose(1, 2).flatten(2))
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the feed-forward part adds, of normed hidden states."""
-        up = self.linear(self.up, x)
-        inner = self.activated(up)
-        if self._dropping:
-            self._dropping.drop(inner, self.activated, up)
-        return self.linear(self.down, inner)
-
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """Apply a layer, in the dtype to which a job pins it."""
-        dropping, dtype = self._dropping, self._linear_dtype
+        dropping, dtype = self.dropping, self._linear_dtype
         if dtype is None or dtype == x.dtype:
             return layer(x)
         given = x.to(dtype)
@@ -255,16 +248,16 @@ class Block(LayerModule):
         """Return the residual stream with what is added to it, and its norm, which a product reads. With selective
         recomputing autograd does not keep the norm."""
         hidden, result, compute = norm.of_sum(hidden, added)
-        if self._dropping:
-            self._dropping.drop(result, compute, hidden)
+        if self.dropping:
+            self.dropping.drop(result, compute, hidden)
         return hidden, result
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values. With selective recomputing autograd does not keep queries and keys: they are
         views of one tensor, which is dropped. Values are a view of `qkv`, which is kept."""
         heads = self.normalise_and_rotate(qkv)
-        if self._dropping and (self.head_norms or self.attention_description.rotary):
-            self._dropping.drop(heads[0], lambda qkv: self.normalise_and_rotate(qkv)[0], qkv)
+        if self.dropping and (self.head_norms or self.attention_description.rotary):
+            self.dropping.drop(heads[0], lambda qkv: self.normalise_and_rotate(qkv)[0], qkv)
         return heads
 
     def normalise_and_rotate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -288,7 +281,7 @@ class Block(LayerModule):
         positions = self.axes.context(queries.shape[2], self.cache.length if self.cache else 0)
         if self.cache:
             keys, values = self.cache.extended(keys, values)
-        keys, values = context = gather_context(keys, values, self.axes.c, self._dropping)
+        keys, values = context = gather_context(keys, values, self.axes.c, self.dropping)
         backend, attention = self.kernels.attention, self.attention_description
         attending = partial(attend_at, attention=attention, positions=positions, documents=documents, backend=backend)
         if self._recompute == "selective" and attention.score_cap is not None:
@@ -296,11 +289,6 @@ class Block(LayerModule):
         mixed = self.computed_in("attention", attending, queries, keys, values)
         del context  # until here it can be computed again, where it is dropped
         return mixed
-
-    def activated(self, inner: torch.Tensor) -> torch.Tensor:
-        mlp = self.mlp_description
-        activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=self.kernels.run)
-        return self.computed_in("activation", activation, inner)
 
 
 class Head(LayerModule):

@@ -379,14 +379,18 @@ def scale_job(job: Job, width: int) -> Job:
     if width == 1:
         return job.model_copy(update={"train": train})
     model, data = job.model, job.data
-    inner = inner_of(model)
-    kept = math.gcd(inner, FFN_MULTIPLE)
+
+    def inner(size: int) -> int:
+        kept = math.gcd(size, FFN_MULTIPLE)
+        return kept * max(1, round(size / width / kept))
+
     sizes = {
         "hidden_size": model.hidden_size // width,
         "num_kv_heads": model.num_kv_heads,
         "head_size": model.head_size and model.head_size // width,
         "window": model.window and math.ceil(model.window / width),
-        "ffn_size": kept * max(1, round(inner / width / kept)),
+        "ffn_size": inner(inner_of(model)),
+        "expert_size": model.expert_size and inner(model.expert_size),
         "vocab_size": max(LEAST_VOCABULARY, math.ceil(model.num_ids / width)),
         "max_positions": math.ceil(model.max_positions / width),
     }

@@ -15,9 +15,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.sharding.grid import TensorGrid
@@ -25,6 +25,8 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of, is_attention
 
 Box = tuple[Interval, ...]
+Update = Literal["decayed", "plain", "balance"]
+"""The optimizer's update with weight decay, or without it; or that of the bias that balances experts."""
 # The linear layers of a block: of each the parameters that are computed as one product, without ".weight" or ".bias".
 BLOCK_PRODUCTS = (
     ("attention.q", "attention.k", "attention.v"),
@@ -32,6 +34,8 @@ BLOCK_PRODUCTS = (
     ("ffn.gate", "ffn.up"),
     ("ffn.down",),
 )
+SHARED_PRODUCTS = ("shared.gate", "shared.up"), ("shared.down",)
+"""The same of the expert that computes every token."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Parameter:
     """Number of heads in dim 0 of key and value projections; 1 for what all heads share; 0 for all others."""
     pad: bool = False
     """Whether dim 0 is padded to a multiple of y (vocabularies)."""
+    balances: bool = False
+    """Whether it is the bias that balances experts. Its gradient is their load."""
 
     @property
-    def decay(self) -> bool:
-        """Say whether it has weight decay: matrices have, norms and biases have none."""
-        return len(self.shape) > 1
+    def update(self) -> Update:
+        """Return how it is updated: matrices decay; norms and biases do not."""
+        return "balance" if self.balances else "decayed" if len(self.shape) > 1 else "plain"
 
     def padded_shape(self, grid: TensorGrid) -> tuple[int, ...]:
         if not self.pad:
@@ -166,6 +172,12 @@ def _branch(model: Model, item: int) -> list[Parameter]:
 
     if not is_attention(item):
         parameters = _norm(model, f"{name}.ffn_norm", mlp.norm)
+        if isinstance(mlp, Experts):
+            parameters += _experts(model, name, mlp)
+            if mlp.shared_inner:
+                parameters += layer(SHARED_PRODUCTS[0], (mlp.shared_inner,) * 2, h, ("y", "x"), mlp.bias)
+                parameters += layer(SHARED_PRODUCTS[1], (h,), mlp.shared_inner, ("x", "y"), mlp.bias, init="residual")
+            return parameters
         parts = BLOCK_PRODUCTS[2][not mlp.gated :]
         parameters += layer(parts, (mlp.inner,) * len(parts), h, ("y", "x"), mlp.bias)
         parameters += layer(BLOCK_PRODUCTS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
@@ -177,6 +189,22 @@ def _branch(model: Model, item: int) -> list[Parameter]:
         parameters += [_head_norm(f"{name}.attention.{of}_norm", attention) for of in ("q", "k")]
     parameters += layer(BLOCK_PRODUCTS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
     return parameters + (_norm(model, f"{name}.attention_out_norm", attention.out_norm) if attention.out_norm else [])
+
+
+def _experts(model: Model, name: str, experts: Experts) -> list[Parameter]:
+    """Return the router, and the rows of all experts one after the other, which y cuts by whole experts.
+
+    The first product of an expert has the rows of its gate, then those of up.
+    """
+    h, count = model.hidden_size, experts.count
+    router = [Parameter(f"{name}.router.weight", (count, h), (None, "x"), "normal")]
+    if experts.balances:
+        router.append(Parameter(f"{name}.router.balance", (count,), (None,), "zeros", balances=True))
+    return [
+        *router,
+        Parameter(f"{name}.experts.up.weight", (count * experts.up_size, h), ("y", "x"), "normal"),
+        Parameter(f"{name}.experts.down.weight", (count * h, experts.inner), ("y", None), "residual"),
+    ]
 
 
 def _norm(model: Model, name: str, norm: Norm) -> list[Parameter]:
@@ -261,8 +289,14 @@ def _check_block(model: Model, attention: Attention, mlp: Mlp, grid: TensorGrid)
     wanted = [
         ("hidden_size", model.hidden_size, "x", grid.x),
         ("num_heads", attention.heads, "y", grid.y),
-        ("ffn_size", mlp.inner, "y", grid.y),
     ]
+    if isinstance(mlp, Experts):
+        wanted.append(("num_experts", mlp.count, "y", grid.y))
+        wanted.append(("shared_experts x expert_size", mlp.shared_inner, "y", grid.y))
+        if grid.x > 1:
+            raise PlanError(f"tensor x = {grid.x}, and x does not cut experts; set x = 1, and y to cut them")
+    else:
+        wanted.append(("ffn_size", mlp.inner, "y", grid.y))
     if grid.y <= attention.kv_heads:
         wanted.append(("num_kv_heads", attention.kv_heads, "y", grid.y))
     for what, number, axis, parts in wanted:

@@ -43,6 +43,8 @@ class Train(Table):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the root of the second moment."""
+    balance_rate: Annotated[float, Field(ge=0, le=MOST_RATE)] = 0.001
+    """dots1: by how much a step moves the bias of an expert that had more, or fewer, tokens than its share."""
     clip_norm: NonNegative = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: int = 1

@@ -254,7 +254,7 @@ class Trials:
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
-        small = with_values(job, "model", num_layers=1)
+        small = with_values(job, "model", num_layers=1, dense_layers=0)
         layout = self._layout(small, zero, rows)
         kernels = make_kernels(self._kernels, self._accelerator.family)
         context = LayerContext(small.model, layout.axes, layout.store, kernels)

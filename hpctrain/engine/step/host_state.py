@@ -15,6 +15,7 @@ from hpctrain.engine.step.updates import Updated
 from hpctrain.model.storage.shard import Shard, ShardState
 from hpctrain.sharding.host_buckets import ALIGNED, SLOTS, bucket_elements
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import Update
 
 
 class Stretch(NamedTuple):
@@ -22,8 +23,7 @@ class Stretch(NamedTuple):
 
     at: Interval
     """The interval in the group's flat array."""
-    decays: bool
-    """Whether the elements have weight decay."""
+    update: Update
 
 
 class Bucket(NamedTuple):
@@ -43,9 +43,9 @@ def stretches_of(shard: Shard, state: ShardState) -> list[Stretch]:
     """Return the elements of a state that this rank updates, in order; neighbours are merged."""
     stretches: list[Stretch] = []
     for region in shard.group.regions(state.at):
-        stretch = Stretch(region.at, region.parameter.decay)
-        if stretches and stretches[-1].at.stop == stretch.at.start and stretches[-1].decays == stretch.decays:
-            stretch = Stretch(Interval(stretches.pop().at.start, stretch.at.stop), stretch.decays)
+        stretch = Stretch(region.at, region.parameter.update)
+        if stretches and stretches[-1].at.stop == stretch.at.start and stretches[-1].update == stretch.update:
+            stretch = Stretch(Interval(stretches.pop().at.start, stretch.at.stop), stretch.update)
         stretches.append(stretch)
     return stretches
 
@@ -60,7 +60,7 @@ def buckets_of(shard: Shard, most: int) -> Iterator[Bucket]:
                 left = most - (start - taken[0].at.start if taken else 0)
                 stop = stretch.at.stop if stretch.at.stop - start <= left else start + max(0, left) // ALIGNED * ALIGNED
                 if stop > start:
-                    taken.append(Stretch(Interval(start, stop), stretch.decays))
+                    taken.append(Stretch(Interval(start, stop), stretch.update))
                     start = stop
                 if start < stretch.at.stop:
                     yield Bucket(shard, state, tuple(taken))
@@ -78,10 +78,10 @@ class HostState:
         self._buckets = [bucket for shard in shards for bucket in buckets_of(shard, self._most)]
         self._shape = SLOTS, max((len(_moved(bucket)) for bucket in self._buckets), default=0), self._most
 
-    def update(self, update: Callable[[Updated, bool], None]) -> None:
+    def update(self, update: Callable[[Updated, Update], None]) -> None:
         """Update all buckets and bring new weights into use on this rank.
 
-        `update` changes tensors in place; its second argument says whether they have weight decay.
+        `update` changes tensors in place; its second argument says how.
         """
         if not self._buckets:
             return
@@ -111,16 +111,15 @@ class HostState:
             after = self._accelerator.move(moved, staged[: bucket.at.size], after)
         return after
 
-    def _update(self, bucket: Bucket, slot: torch.Tensor, update: Callable[[Updated, bool], None]) -> None:
+    def _update(self, bucket: Bucket, slot: torch.Tensor, update: Callable[[Updated, Update], None]) -> None:
         shard, at = bucket.shard, bucket.at
         staged = dict(zip(_moved(bucket), slot[:, : at.size], strict=False))
         grads, new_master = shard.grads[shard.updated.place_of(at)], staged.pop(MASTER, None)
         master = shard.master[shard.updated.place_of(at)] if new_master is None else new_master
-        for decays in (True, False):
-            cuts = [slice(*s.at.shift(-at.start)) for s in bucket.stretches if s.decays == decays]
+        for kind in dict.fromkeys(stretch.update for stretch in bucket.stretches):
+            cuts = [slice(*s.at.shift(-at.start)) for s in bucket.stretches if s.update == kind]
             moments = {name: [tensor[cut] for cut in cuts] for name, tensor in staged.items()}
-            if cuts:
-                update(Updated([master[cut] for cut in cuts], [grads[cut] for cut in cuts], moments), decays)
+            update(Updated([master[cut] for cut in cuts], [grads[cut] for cut in cuts], moments), kind)
         if new_master is not None:
             shard.group.weights_at(at).copy_(new_master)
 

@@ -23,9 +23,10 @@ from hpctrain.config.training.train import Train
 from hpctrain.engine.step.host_state import HostState, stretches_of
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.step.loss_scale import LossScale
-from hpctrain.engine.step.updates import UPDATES, Updated, UpdateStep
+from hpctrain.engine.step.updates import UPDATES, Updated, UpdateStep, update_balance
 from hpctrain.model.parallel.axes import PendingWork
 from hpctrain.model.storage.shard import make_shard
+from hpctrain.sharding.parameters import Update
 
 
 class Optimizer:
@@ -50,7 +51,7 @@ class Optimizer:
             shard.grads[shard.updated.place_of(each.at)]
             for shard in self.shards
             for each in shard.group.regions(shard.owned)
-            if each.counts
+            if each.counts and not each.parameter.balances
         ]
         self._partial_grads: dict[str, list[torch.Tensor]] = {}
         """Gradients of which each rank along an axis has a part, by axis. They are summed over the axis after all other
@@ -63,15 +64,14 @@ class Optimizer:
         self._in_flight: dict[int, PendingWork] = {}
         """Operations that were started and not waited for, by number of the shard."""
 
-    def _on_device(self) -> list[tuple[Updated, bool]]:
-        """Return the tensors that this rank updates on its device, by moments and weight decay, each with its weight
-        decay flag."""
-        result: dict[tuple, tuple[Updated, bool]] = {}
+    def _on_device(self) -> list[tuple[Updated, Update]]:
+        """Return the tensors that this rank updates on its device, by moments and by how they are updated."""
+        result: dict[tuple, tuple[Updated, Update]] = {}
         for shard in self.shards:
             for state in () if shard.is_on_host else shard.states:
-                for at, decays in stretches_of(shard, state):
+                for at, kind in stretches_of(shard, state):
                     empty = Updated([], [], {name: [] for name in state.moments})
-                    parts, _ = result.setdefault((decays, *state.moments), (empty, decays))
+                    parts, _ = result.setdefault((kind, *state.moments), (empty, kind))
                     parts.masters.append(shard.master[shard.updated.place_of(at)])
                     parts.grads.append(shard.grads[shard.updated.place_of(at)])
                     for name, moments in state.moments.items():
@@ -143,8 +143,8 @@ class Optimizer:
             for shard in self.shards:
                 shard.grads.mul_(factor)
         update = partial(self._update_parts, step)
-        for parts, decays in self._updated:
-            update(parts, decays)
+        for parts, kind in self._updated:
+            update(parts, kind)
         self._host_state.update(update)
         self.gather_updated()
         self._layout.store.zero_grads()
@@ -152,8 +152,9 @@ class Optimizer:
             scale.grow()
         return norm
 
-    def _update_parts(self, step: int, parts: Updated, decays: bool) -> None:
-        UPDATES[self._train.optimizer](parts, UpdateStep(self._train, step, decays))
+    def _update_parts(self, step: int, parts: Updated, kind: Update) -> None:
+        update = update_balance if kind == "balance" else UPDATES[self._train.optimizer]
+        update(parts, UpdateStep(self._train, step, decays=kind == "decayed"))
 
     def gather_updated(self) -> None:
         """Bring updated master weights into use on all holders, before their items compute with them.

@@ -76,5 +76,12 @@ def update_by_lion(parts: Updated, step: UpdateStep) -> None:
     torch._foreach_add_(masters, grads, alpha=-step.rate)
 
 
+def update_balance(parts: Updated, step: UpdateStep) -> None:
+    """Lower the biases of experts with too many tokens in a step, and raise the others (Wang et al. 2024,
+    arXiv 2408.15664). What is added to their gradients is by how much the load of an expert is too large."""
+    torch._foreach_sign_(parts.grads)
+    torch._foreach_add_(parts.masters, parts.grads, alpha=-step.train.balance_rate)
+
+
 UPDATES: dict[str, Callable[[Updated, UpdateStep], None]] = {"adamw": update_by_adamw, "lion": update_by_lion}
 """The update functions, by the name of the rule."""

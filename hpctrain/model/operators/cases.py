@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hpctrain.architectures.description import Attention, Layer, Norm
+from hpctrain.architectures.description import Attention, Experts, Layer, Mlp, Norm
 from hpctrain.config.job import Model
-from hpctrain.model.operators import activation, attention, embedding, linear, loss, rotary
+from hpctrain.model.operators import activation, attention, embedding, experts, linear, loss, rotary
 from hpctrain.model.operators import norm as norms
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
@@ -121,6 +121,13 @@ def _block(block: Layer, shape: tuple[int, int], hidden: int, kernels: Kernels) 
     if attended.out_norm:
         yield _norm("norm", attended.out_norm, whole, kernels)
     yield _norm_of_sum(mlp.norm, whole, kernels)
+    yield from FEED_FORWARD[type(mlp)](mlp, shape, hidden, kernels)
+    if mlp.out_norm:
+        yield _norm("norm", mlp.out_norm, whole, kernels)
+    yield Operator("residual", {"x": whole, "added": whole}, {}, lambda x, added: x + added)
+
+
+def _dense(mlp: Mlp, shape: tuple[int, int], hidden: int, kernels: Kernels) -> Iterator[Operator]:
     yield _linear("ffn.up", shape, hidden, mlp.up_size, mlp.bias)
     settings = mlp.activation, mlp.gated
     yield Operator(
@@ -132,9 +139,33 @@ def _block(block: Layer, shape: tuple[int, int], hidden: int, kernels: Kernels) 
         settings=settings,
     )
     yield _linear("ffn.down", shape, mlp.inner, hidden, mlp.bias)
-    if mlp.out_norm:
-        yield _norm("norm", mlp.out_norm, whole, kernels)
-    yield Operator("residual", {"x": whole, "added": whole}, {}, lambda x, added: x + added)
+
+
+def _experts(mixed: Experts, shape: tuple[int, int], hidden: int, kernels: Kernels) -> Iterator[Operator]:
+    """Yield the router's products and weights, and all experts as one operator. The choices are given."""
+
+    def route(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return experts.weights_of(experts.scores_of(logits, mixed), chosen, mixed)
+
+    def activated(up: torch.Tensor) -> torch.Tensor:
+        return activation.activate(up, mixed.activation, True, kernels.run)
+
+    def compute(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, up: Weight, down: Weight) -> torch.Tensor:
+        return experts.ExpertMixture(mixed, [up, down], Axes(), activated)(x, weights, chosen)
+
+    choices, count = (*shape, mixed.chosen), mixed.count
+    chosen = {"chosen": (choices, count)}
+    yield _linear("router", shape, hidden, count, False)
+    yield Operator("router.weights", {"logits": (*shape, count)}, {}, route, chosen, settings=mixed)
+    values = {"x": (*shape, hidden), "weights": choices}
+    weights = {"up": (count * mixed.up_size, hidden), "down": (count * hidden, mixed.inner)}
+    yield Operator("experts", values, weights, compute, chosen, "linear", rounds_inside=True, settings=mixed)
+    if mixed.shared_inner:
+        yield from _dense(Mlp(mixed.shared_inner, mixed.norm, activation=mixed.activation), shape, hidden, kernels)
+
+
+FEED_FORWARD: dict[type[Mlp], Callable[..., Iterator[Operator]]] = {Mlp: _dense, Experts: _experts}
+"""The operators of feed-forward parts, by what describes them."""
 
 
 def _norm(name: str, norm: Norm, shape: Shape, kernels: Kernels) -> Operator:

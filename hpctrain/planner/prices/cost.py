@@ -6,11 +6,12 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, singledispatch
 from typing import NamedTuple
 
-from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.planner.prices.devices import DeviceModel
@@ -29,6 +30,8 @@ CAPPED_SCORES_PASSED = 18, 24
 CONTEXT_OPERATIONS = 7, 6
 """Operations that c adds to attention, forward and backward, but for the copies of each interval: keys and values are
 put together and among those of others; a second interval of queries is attended to, and joined with the first."""
+EXPERT_OPERATIONS = 24, 20
+"""Operations of a mixture of experts that are no products, forward and backward: the router's, sorts, gathers, sums."""
 SQUARES_PASSED = 4
 """Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
 
@@ -131,7 +134,7 @@ def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers
     `linear_cost.py`."""
     attention, mlp = setup.branches(layer)
     branches = [_attention_branch(setup, grid, attention, rows, regathers)] if attention else []
-    branches += [_mlp_branch(setup, grid, mlp, rows, regathers)] if mlp else []
+    branches += [FEED_FORWARD[type(mlp)](setup, grid, mlp, rows, regathers)] if mlp else []
     parts = [part for branch in branches for part in branch.parts]
     backward = PassWork.joined(branch.backward_input for branch in branches)
     weight = PassWork.joined(branch.backward_weight for branch in branches)
@@ -193,6 +196,53 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
+def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, regathers: bool) -> _Branch:
+    """Return what a mixture of experts costs, see model/operators/experts.py. The load of all experts is equal.
+
+    With no expert of every token, the linear layers of the branch have no features.
+    """
+    tokens, hidden, passes = rows * setup.positions, setup.model.hidden_size, setup.passes
+    of_shared = experts.shared_inner // grid.y
+    branch = _branch(setup, grid, experts, rows, (2 * of_shared, of_shared), regathers)
+    router = linear(setup, -(-tokens // grid.position_parts), hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
+    own = experts.count // grid.y
+    pairs = tokens * experts.chosen / grid.y
+    load, up, inner = math.ceil(pairs / own), experts.up_size, experts.inner
+    is_grouped = setup.item_bytes < STATISTIC_BYTES
+
+    def grouped(m: int, k: int, n: int) -> list[MatrixProduct]:
+        """Return a product of each expert: one operation for all where the device has it, in half precision."""
+        return [MatrixProduct(m, k, n, own)] if is_grouped else [MatrixProduct(m, k, n)] * own
+
+    b, summed = setup.item_bytes, int(tokens * hidden * setup.summed_bytes)
+    # Rows are gathered, and put in the order of tokens, and added: read and written, twice; backward twice more.
+    moved = [pairs * hidden * b * times for times in (5, 9)]
+    activated, d_activated = (pairs * inner * (each + 3 * b) for each in passes.inner)
+    shared = [tokens * of_shared * each for each in passes.inner]
+    forward = PassWork(grouped(load, hidden, up) + grouped(load, inner, hidden), moved[0] + activated + shared[0])
+    backward = PassWork(grouped(load, hidden, inner) + grouped(load, up, hidden), moved[1] + d_activated + shared[1])
+    forward.operations, backward.operations = EXPERT_OPERATIONS
+    weight = PassWork([*([MatrixProduct(up, load, hidden)] * own), *([MatrixProduct(hidden, load, inner)] * own)])
+    weight.passed_bytes = passes.weight * own * (up + hidden) * inner
+    if grid.sequence_parallel:
+        gathers, scatters = Exchange("y", "all_gather", summed), Exchange("y", "reduce_scatter", summed)
+        forward.exchanges += [gathers, scatters]
+        backward.exchanges += [gathers, gathers, scatters]  # of the sum's gradient, and of the input again
+    elif grid.y > 1:
+        forward.exchanges.append(Exchange("y", "all_reduce", summed))
+        backward.exchanges.append(Exchange("y", "all_reduce", summed))
+    branch.parts[1:1] = [router.forward, forward]
+    return branch._replace(
+        backward_input=PassWork.joined((branch.backward_input, router.backward_input, backward)),
+        backward_weight=PassWork.joined((branch.backward_weight, router.backward_weight, weight)),
+        again=computed_again(setup, grid, tokens, experts, shared[0]),
+    )
+
+
+FEED_FORWARD: dict[type[Mlp], Callable[..., _Branch]] = {Mlp: _mlp_branch, Experts: _experts_branch}
+"""What a feed-forward branch costs, by what describes it."""
+
+
 @singledispatch
 def computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attention | Mlp, passed: float) -> PassWork:
     """Return what selective recomputing runs again of a branch, apart from attention's scores.
@@ -226,6 +276,8 @@ def _branch(
         second = linear(setup, tokens, into, hidden, ("y", "x"), sizes, setup.block_parts)
     residual = tokens * hidden / setup.position_parts(grid)
     ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
+    if not out:  # a mixture of experts alone
+        first = second = LayerCost(PassWork(), PassWork(), PassWork())
     costs = [norm, first, second]
     if branch.out_norm:
         costs.append(_norm(setup, grid, tokens, branch.out_norm))
@@ -324,10 +376,12 @@ def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> floa
 
 def model_flops(setup: Setup, tokens: int) -> float:
     """Return the FLOP of a step by the usual count (Chowdhery et al. 2022): 6 for each weight of a product and token,
-    and 12 x features of queries x positions seen for attention of each layer; embeddings count nothing."""
+    and 12 x features of queries x positions seen for attention of each layer; embeddings count nothing, nor do experts
+    that a token does not take."""
     hidden = setup.model.hidden_size
     weights, pairs = hidden * setup.model.num_ids, 0
     for attention, mlp in ((block.attention, block.mlp) for block in setup.blocks):
-        weights += hidden * (2 * attention.query_size + 2 * attention.key_size + mlp.up_size + mlp.inner)
+        features = (mlp.up_size // mlp.inner + 1) * mlp.token_inner + mlp.router_size
+        weights += hidden * (2 * attention.query_size + 2 * attention.key_size + features)
         pairs += attention.query_size * min(attention.window or math.inf, setup.positions * setup.context_parts)
     return tokens * (6.0 * weights + 12.0 * pairs)

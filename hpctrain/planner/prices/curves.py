@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpctrain.architectures.description import inner_of
+from hpctrain.architectures.registry import OPTIONAL
 from hpctrain.config.clusters.cluster import Cluster, Profile
 from hpctrain.config.job import Job, Model
 
@@ -31,7 +32,10 @@ class Curve:
         return self._seconds[-1] * rows / self._last
 
 
-OWN_SIZES = ("head_size", "window", "global_every", "score_cap", "logit_cap")
+OWN_SIZES = (
+    *("head_size", "window", "global_every", "score_cap", "logit_cap"),
+    *("num_experts", "experts_per_token", "expert_size", "shared_experts", "dense_layers", "expert_groups"),
+)
 
 
 def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -106,7 +110,7 @@ def describe_training(
 
 def _more(model: Model) -> str:
     """Return the sizes that most models do not have, such as `; head_size 128`."""
-    return "".join(f"; {key} {value}" for key in OWN_SIZES if (value := getattr(model, key)) is not None)
+    return "".join(f"; {key} {value}" for key in OWN_SIZES if (value := getattr(model, key)) != OPTIONAL[key])
 
 
 def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, Profile]]:

@@ -23,7 +23,7 @@ from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.setup import Engine, Setup
 from hpctrain.planner.prices.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.items import BLOCK, EMBEDDING
+from hpctrain.sharding.items import EMBEDDING
 from hpctrain.sharding.parameters import count_parameters
 
 ITEMS = "embedding", "block", "head"
@@ -69,7 +69,8 @@ class ProfiledDevice(DeviceModel):
     def _ratio(self, item: str, direction: int, rows: int) -> float:
         key = item, direction, rows
         if key not in self._ratios:
-            layer = {"embedding": EMBEDDING, "block": BLOCK, "head": self.setup.head}[item]
+            kinds = self.setup.block_kinds
+            layer = {"embedding": EMBEDDING, "block": max(kinds, key=kinds.__getitem__), "head": self.setup.head}[item]
             cost = layer_cost(self.setup, TensorGrid(), layer, rows)
             work = cost.backward if direction else cost.forward
             formula = super().work_seconds(work, self.setup.dtype, self.setup.engine)

@@ -44,12 +44,29 @@ LLAMA3 = {
 }
 GEMMA = {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12}
 ROPES = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+DOTS = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "sliding_window": None,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=32),
     "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8, rope_parameters=LINEAR),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, mlp_only_layers=[0]
+    ),
+    "dots1": lambda: transformers.Dots1Config(**SMALL, **DOTS),
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=6),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
@@ -196,7 +213,25 @@ VALUES = {
     "score_divisor": 5.0,
     "score_cap": 2.0,
     "logit_cap": 2.0,
+    "num_experts": 12,
+    "experts_per_token": 1,
+    "expert_size": 12,
+    "shared_experts": 2,
+    "dense_layers": 1,
+    "expert_groups": 2,
+    "groups_per_token": 2,
+    "normalise_scores": False,
+    "score_scale": 1.5,
 }
+OWN_SIZES = {
+    "mixtral": {"num_experts": 6, "experts_per_token": 2},
+    "qwen3_moe": {"num_experts": 6, "experts_per_token": 2},
+    "dots1": {"num_experts": 6, "experts_per_token": 2, "expert_groups": 3, "shared_experts": 1},
+}
+
+
+def sizes_of(family: str) -> dict:
+    return {"architecture": family, **SIZES, **OWN_SIZES.get(family, {})}
 
 
 @pytest.mark.parametrize("family", families())
@@ -204,15 +239,15 @@ VALUES = {
 def test_each_key_of_a_model_changes_it_or_is_refused(family, key):
     needed = {"global_every": {"window": 5}, "rope_local_base": {"window": 5}}.get(key, {})
     if key in keys_read(family, EVERYTHING):
-        plain = Model.model_validate({"architecture": family, **SIZES, **needed})
+        plain = Model.model_validate(sizes_of(family) | needed)
         assert Model.model_validate({**plain.model_dump(), key: VALUES[key]}).description != plain.description
         if needed:
             with pytest.raises(ValidationError, match=f"{key} = .* has no effect on a {family} without window"):
-                Model.model_validate({"architecture": family, **SIZES, key: VALUES[key]})
+                Model.model_validate(sizes_of(family) | {key: VALUES[key]})
         return
     having = [name for name in families() if key in keys_read(name, EVERYTHING)]
     with pytest.raises(ValidationError, match=rf"{key} = .* has no effect on a {family}.*{', '.join(having)}"):
-        Model.model_validate({"architecture": family, **SIZES, key: VALUES[key]})
+        Model.model_validate(sizes_of(family) | {key: VALUES[key]})
 
 
 def test_a_key_without_effect_is_passed_over_in_a_saved_job():
@@ -248,7 +283,7 @@ def test_what_is_exported_is_loaded_and_imported_as_the_same(tmp_path_factory, d
     if "window" not in chosen:
         chosen = {key: value for key, value in chosen.items() if key not in ("global_every", "rope_local_base")}
     tied = data.draw(st.booleans())
-    model = Model.model_validate({"architecture": family, **SIZES, "tie_head": tied, **chosen})
+    model = Model.model_validate(sizes_of(family) | {"tie_head": tied, **chosen})
     if not has_form(model):
         # Without a base of its own a layer with a window has the scaled positions too, and theirs has not.
         scales_windows = {"rope_scaling", "window"} <= set(chosen) and "rope_local_base" not in chosen
@@ -292,4 +327,4 @@ def test_what_could_not_be_exported_is_refused_at_the_start(model, said):
 
 @pytest.mark.parametrize("family", families())
 def test_a_model_whose_vocabulary_is_not_known_yet_has_a_form(family):
-    check_form(Model.model_validate({**SIZES, "architecture": family, "vocab_size": None}))
+    check_form(Model.model_validate(sizes_of(family) | {"vocab_size": None}))

@@ -45,6 +45,16 @@ ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+DOTS = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "sliding_window": None,
+}
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -52,6 +62,11 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, mlp_only_layers=[0]
+    ),
+    "dots1": lambda: transformers.Dots1Config(**SMALL, **DOTS, routed_scaling_factor=1.5, norm_topk_prob=True),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
     "starcoder2": lambda: transformers.Starcoder2Config(
         **SMALL, sliding_window=6, residual_dropout=0.0, embedding_dropout=0.0
@@ -73,6 +88,9 @@ def make_theirs(family: str) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # biases and norms too, and so that caps and windows count
         parameter.data.add_(0.2 * torch.randn(parameter.shape))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data.add_(0.2 * torch.randn(buffer.shape))
     return model.eval()
 
 
@@ -316,7 +334,7 @@ def test_a_family_without_names_there_is_refused(good, tmp_path, monkeypatch):
     monkeypatch.delattr("hpctrain.architectures.llama.HUGGING_FACE")
     with pytest.raises(CheckpointError, match="the family 'llama' has no HUGGING_FACE table in"):
         export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out")
-    with pytest.raises(CheckpointError, match="model_type = 'llama' is not known; known are: gemma2"):
+    with pytest.raises(CheckpointError, match="model_type = 'llama' is not known; known are: dots1, gemma2"):
         import_model(good, tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -112,6 +112,18 @@ CONFIGS: dict[str, dict] = {
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         "vocab_size": 50257,
     },
+    "Mixtral-8x7B-v0.1": COMMON
+    | sizes(32, 4096, 32, 8, 14336, 32768, 32000)
+    | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "router_aux_loss_coef": 0.02}
+    | {"rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False},
+    "Qwen3-30B-A3B": COMMON
+    | sizes(48, 2048, 32, 4, 6144, 40960, 151936)
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128, "hidden_act": "silu"}
+    | {"attention_bias": False, "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": []}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "rms_norm_eps": 1e-6, "rope_scaling": None}
+    | {"rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False},
     "starcoder2-3b": COMMON
     | sizes(30, 3072, 24, 2, 12288, 16384, 49152)
     | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "attention_dropout": 0.1}
@@ -132,6 +144,8 @@ PARAMETERS = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b-pt": 999_885_952,
     "gpt2": 124_439_808,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen3-30B-A3B": 30_532_122_624,
     "starcoder2-3b": 3_030_371_328,
 }
 """As their makers publish them."""

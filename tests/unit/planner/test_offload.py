@@ -43,7 +43,8 @@ def shard_of(*sizes_and_decays: tuple[int, bool]) -> Any:
     """Return what `buckets_of` asks of a shard, which begins at element 5 of its group."""
     regions, at = [], 5
     for size, decays in sizes_and_decays:
-        regions.append(SimpleNamespace(at=Interval(at, at + size), parameter=SimpleNamespace(decay=decays)))
+        parameter = SimpleNamespace(update="decayed" if decays else "plain")
+        regions.append(SimpleNamespace(at=Interval(at, at + size), parameter=parameter))
         at += size
     updated = Interval(5, at)
     states = (ShardState(updated, {}),)
@@ -59,10 +60,10 @@ def test_buckets_cover_a_shard_once_and_cut_tensors_at_aligned_places(sizes, tim
     assert seen == list(range(*shard.updated))
     whole = {}
     for run in (run for bucket in buckets_of(shard, 10**6 * ALIGNED) for run in bucket.stretches):
-        whole |= dict.fromkeys(range(*run.at), (run.at.start, run.decays))
+        whole |= dict.fromkeys(range(*run.at), (run.at.start, run.update))
     for run in (run for bucket in buckets for run in bucket.stretches):
-        start, decays = whole[run.at.start]
-        assert (run.at.start - start) % ALIGNED == 0 and run.decays == decays
+        start, update = whole[run.at.start]
+        assert (run.at.start - start) % ALIGNED == 0 and run.update == update
 
 
 def test_plan_files_keep_it_and_refuse_other_words():

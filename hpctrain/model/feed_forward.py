@@ -1,0 +1,89 @@
+"""The feed-forward part of a block: two products with an activation between them, or a mixture of experts."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from hpctrain.architectures.description import Experts, Mlp
+from hpctrain.model.operators.activation import activate
+from hpctrain.model.operators.experts import ExpertMixture, choose, scores_of, weights_of
+from hpctrain.model.operators.linear import Linear
+from hpctrain.model.operators.running import Kernels
+from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
+from hpctrain.model.recompute import Dropping
+from hpctrain.model.storage.units import Weight
+from hpctrain.sharding.parameters import BLOCK_PRODUCTS, SHARED_PRODUCTS
+
+
+class FeedForwardBlock(Protocol):
+    """The part of a block (`transformer.py`) that its feed-forward part uses."""
+
+    axes: Axes
+    kernels: Kernels
+    dropping: Dropping | None
+
+    def weights(self, *suffixes: str) -> list[Weight]: ...
+
+    def make_product(self, names: Iterable[str], input_axis: Axis, output_axis: Axis) -> Linear: ...
+
+    def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor: ...
+
+    def computed_in(
+        self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""Returns what the feed-forward part adds, of normed hidden states."""
+
+
+class Dense:
+    """Two linear layers. The first is column-parallel in y, the second row-parallel."""
+
+    def __init__(self, block: FeedForwardBlock, mlp: Mlp, names: tuple[tuple[str, ...], ...] = BLOCK_PRODUCTS[2:]):
+        x, y = block.axes.x, block.axes.y
+        self._block, self._mlp = block, mlp
+        self._up, self._down = block.make_product(names[0], x, y), block.make_product(names[1], y, x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        block = self._block
+        up = block.linear(self._up, x)
+        inner = self._activated(up)
+        if block.dropping:
+            block.dropping.drop(inner, self._activated, up)
+        return block.linear(self._down, inner)
+
+    def _activated(self, up: torch.Tensor) -> torch.Tensor:
+        mlp = self._mlp
+        activation = partial(activate, activation=mlp.activation, is_gated=mlp.gated, run=self._block.kernels.run)
+        return self._block.computed_in("activation", activation, up)
+
+
+class WithExperts:
+    """A router, the experts that it chooses for each token, and maybe one that computes every token."""
+
+    def __init__(self, block: FeedForwardBlock, experts: Experts):
+        self._block, self._experts = block, experts
+        self._router = Linear(block.weights("router.weight"), [], ONE_RANK, ONE_RANK)
+        names = "experts.up.weight", "experts.down.weight", "router.balance"
+        weights = [weight for name in names for weight in block.weights(name)]
+        activation = partial(activate, activation=experts.activation, is_gated=True, run=block.kernels.run)
+        self._mixture = ExpertMixture(
+            experts, weights, block.axes, partial(block.computed_in, "activation", activation)
+        )
+        self._shared = Dense(block, experts, SHARED_PRODUCTS) if experts.shared_inner else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        block, experts = self._block, self._experts
+        scores = scores_of(block.linear(self._router, x), experts)
+        balance = self._mixture.balance
+        chosen = choose(scores, experts, balance.data if balance else None)
+        weights = weights_of(scores, chosen, experts)
+        added = block.computed_in("linear", lambda x: self._mixture(x, weights, chosen), x)
+        return added + self._shared(x) if self._shared else added
+
+
+FEED_FORWARD: dict[type[Mlp], Callable[[FeedForwardBlock, Mlp], FeedForward]] = {Mlp: Dense, Experts: WithExperts}
+"""Modules of feed-forward parts, by what describes them."""

@@ -1,0 +1,217 @@
+"""A mixture of experts: which experts compute a token, by what weights, and the products of many experts at once.
+
+Shape suffixes: N tokens (rows x positions, flattened), E experts of the model, K chosen for each token, M pairs of a
+token and an expert of this rank, sorted by expert, H hidden features, I inner features of an expert. A rank has whole
+experts, which y cuts; it computes them for all tokens of its tile, and what its experts add is summed over y as in a
+row-parallel layer. So a choice moves no token, and none is dropped.
+
+An expert's rows are a group. `ends`, int32 [experts of the rank], has where the rows of each end.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from hpctrain.architectures.description import Experts
+from hpctrain.model.operators import activation
+from hpctrain.model.operators.linear import add_product
+from hpctrain.model.parallel.axes import Axes
+from hpctrain.model.parallel.gathering import gathered, start_scatter
+from hpctrain.model.storage.units import Weight
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+
+def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Return the scores of all experts, fp32 or wider [..., E], of the router's logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.softmax(-1) if experts.scores == "softmax" else wide.sigmoid()
+
+
+def choose(scores: torch.Tensor, experts: Experts, balance: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the experts of each token, int64 [..., K]: those with the best scores, to which `balance` [E] is added.
+
+    With groups they are of those groups whose two best scores have the largest sum.
+    """
+    wanted = scores.detach() if balance is None else scores.detach() + balance
+    if experts.groups > 1:
+        by_group = wanted.unflatten(-1, (experts.groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1).topk(experts.chosen_groups, dim=-1)
+        is_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best.indices, False)
+        wanted = by_group.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    return wanted.topk(experts.chosen, dim=-1).indices
+
+
+def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Return by what the result of each chosen expert is multiplied, [..., K]."""
+    weights = scores.gather(-1, chosen)
+    if experts.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights if experts.scale == 1.0 else weights * experts.scale
+
+
+def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the product of each group's rows and the transposed weight of its expert, [M, O]."""
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends)
+    result = x_MI.new_empty(x_MI.shape[0], weight_EOI.shape[1])
+    for expert, rows in _groups(ends):
+        torch.mm(x_MI[rows], weight_EOI[expert].t(), out=result[rows])
+    return result
+
+
+def add_grouped_products(
+    grad: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor, ends: torch.Tensor, overwrite: bool
+) -> None:
+    """Add dy^T x of each group to the gradient of its expert, of which `grad` has the rows, fp32 [E * O, I]."""
+    grad_EOI = grad.view(ends.numel(), dy_MO.shape[1], x_MI.shape[1])
+    if overwrite:
+        grad.zero_()  # experts without tokens add nothing
+    for expert, rows in _groups(ends):
+        add_product(grad_EOI[expert], dy_MO[rows], x_MI[rows], overwrite=False)
+
+
+def _groups(ends: torch.Tensor) -> list[tuple[int, slice]]:
+    """Return the experts that have tokens, each with its rows. The host waits for the device."""
+    bounds = [0, *ends.tolist()]
+    groups = enumerate(itertools.pairwise(bounds))
+    return [(expert, slice(start, stop)) for expert, (start, stop) in groups if start < stop]
+
+
+class Sorted(NamedTuple):
+    """The choices of tokens, sorted by expert."""
+
+    places: torch.Tensor
+    """The places of a rank's choices among all, flattened [N * K]: int64 [M]."""
+    ends: torch.Tensor
+
+
+def sort_choices(chosen: torch.Tensor, own: Interval, count: int) -> Sorted:
+    """Sort the choices of `count` experts [..., K], and keep those of a rank's `own` experts.
+
+    Choices of one expert keep their order. Where a rank has not all experts, the host waits for their number.
+    """
+    flat = chosen.flatten()
+    places = flat.argsort(stable=True)
+    ends = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = ends.cumsum(0)
+    if own.size == count:
+        return Sorted(places, ends.int())
+    first = ends[own.start - 1] if own.start else ends.new_zeros(())
+    rows = slice(*torch.stack([first, ends[own.stop - 1]]).tolist())
+    return Sorted(places[rows], (ends[slice(*own)] - first).int())
+
+
+def add_load(grad: torch.Tensor, chosen: torch.Tensor, overwrite: bool) -> None:
+    """Add to the gradient of balance [E] how many more tokens each expert has than its share, N K / E.
+
+    They are multiplied by E / gcd(E, K). So they are whole, and their sums exact below 2^24: no layout changes them.
+    """
+    flat, count = chosen.flatten(), grad.numel()
+    load = torch.zeros_like(grad, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+    excess = (load * count - flat.numel()).float() / math.gcd(count, chosen.shape[-1])
+    if overwrite:
+        grad.copy_(excess)
+    else:
+        grad += excess
+
+
+class ExpertMixture:
+    """The experts of a layer that a rank has."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        weights: Sequence[Weight],
+        axes: Axes,
+        activated: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        """`weights` are those of the first and of the second products, then the balance where there is one.
+
+        `activated` returns [M, I] of the results of the first products, [M, 2 I].
+        """
+        self.experts, self.activated, self.y, self.gathers = experts, activated, axes.y, axes.sequence_parallel
+        self.up, self.down, *balance = weights
+        self.balance = balance[0] if balance else None
+        self.own = cut_evenly(experts.count, axes.y.size)[axes.y.rank]
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what the chosen experts add to x [rows, positions, H]; weights and chosen are [rows, positions, K].
+
+        All ranks of y must call, and so they must for the backward pass.
+        """
+        return _ExpertMixture.apply(x, weights, chosen, self)
+
+    def weight(self, of: Weight, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of the rank's experts, [E, out, in]."""
+        data = of.data.view(self.own.size, -1, of.data.shape[1])
+        return data if data.dtype == dtype else data.to(dtype)
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of all positions, [N, ...]."""
+        return (gathered(value.contiguous(), self.y) if self.gathers else value).flatten(0, 1)
+
+    def summed(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a value of all positions, [rows, positions, ...], over y; return this rank's positions."""
+        if not self.gathers:
+            return self.y.all_reduce(value)
+        own, work = start_scatter(value, self.y)
+        work.wait()
+        return own
+
+
+class _ExpertMixture(Function):
+    """Keeps its inputs and the results of the first products; activations and sorted inputs are computed again."""
+
+    @staticmethod
+    def forward(ctx, x, weights, chosen, mixture: ExpertMixture):
+        ctx.mixture, x_NH = mixture, mixture.whole(x)
+        choices = mixture.whole(chosen)
+        places, ends = sort_choices(choices, mixture.own, mixture.experts.count)
+        given = x_NH.index_select(0, places // choices.shape[1])
+        up = grouped_product(given, mixture.weight(mixture.up, x.dtype), ends)
+        del given
+        of_pair = mixture.whole(weights).flatten()[places].unsqueeze(1)
+        inner = mixture.activated(up).mul_(of_pair)
+        added = grouped_product(inner, mixture.weight(mixture.down, x.dtype), ends)
+        ctx.save_for_backward(x, weights, chosen, up, places, ends)
+        return mixture.summed(_sum_of_pairs(added, places, choices.shape).view(x.shape[0], -1, x.shape[2]))
+
+    @staticmethod
+    def backward(ctx, dy):
+        mixture: ExpertMixture = ctx.mixture
+        x, weights, chosen, up, places, ends = ctx.saved_tensors
+        count, rows = chosen.shape[-1], x.shape[0]
+        d_added = mixture.whole(dy).index_select(0, places // count)
+        of_pair = mixture.whole(weights).flatten()[places].unsqueeze(1)
+        d_inner = grouped_product(d_added, mixture.weight(mixture.down, x.dtype).transpose(1, 2), ends)
+        inner = mixture.activated(up)
+        num_choices = x.shape[1] * count * (mixture.y.size if mixture.gathers else 1)
+        d_weights = weights.new_zeros(rows * num_choices)
+        d_weights[places] = (d_inner.to(weights.dtype) * inner).sum(-1)
+        mixture.down.accumulate(add_grouped_products, d_added, inner.mul_(of_pair), ends)
+        del d_added
+        d_up = activation.backward(d_inner.mul_(of_pair), up, activation=mixture.experts.activation)
+        del inner, d_inner
+        given = mixture.whole(x).index_select(0, places // count)
+        mixture.up.accumulate(add_grouped_products, d_up, given, ends)
+        del given
+        d_given = grouped_product(d_up, mixture.weight(mixture.up, x.dtype).transpose(1, 2), ends)
+        dx = _sum_of_pairs(d_given, places, torch.Size((d_weights.numel() // count, count)))
+        if mixture.balance is not None:
+            mixture.balance.accumulate(add_load, chosen)
+        dx = mixture.summed(dx.view(rows, -1, x.shape[2]))
+        return dx, mixture.summed(d_weights.view(rows, -1, count)), None, None
+
+
+def _sum_of_pairs(values: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return for each of N tokens the sum over its pairs, [N, H], where `shape` is [N, K].
+
+    They are summed in the order of a token's choices: the same bits in every run.
+    """
+    whole = values.new_empty if places.numel() == shape.numel() else values.new_zeros
+    return whole(shape.numel(), values.shape[1]).index_copy_(0, places, values).view(*shape, -1).sum(1)

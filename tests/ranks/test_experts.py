@@ -1,0 +1,135 @@
+"""A mixture of experts has the losses of one rank on every layout that may cut it, with the choices of one rank.
+
+Rounding can flip the choice between two experts with nearly equal scores. So choices are replayed: each token takes
+those of the token of one rank whose scores are nearest. How many would have been others is counted.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from hpctrain.data.order import open_datasets
+from hpctrain.model import feed_forward
+from hpctrain.model.operators.experts import choose
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer
+
+TOLERANCE, STEPS = 1e-5, 6
+EXPERTS = {"num_experts": 8, "ffn_size": 24, "num_layers": 2}
+SHAPES = {
+    "mixtral": EXPERTS | {"experts_per_token": 1},
+    "qwen3_moe": EXPERTS | {"experts_per_token": 8, "normalise_scores": False},
+    "dots1": EXPERTS
+    | {"experts_per_token": 2, "expert_groups": 4, "groups_per_token": 2, "shared_experts": 1, "dense_layers": 1}
+    | {"expert_size": 16},
+}
+LAYOUTS = {
+    2: [
+        ("dots1", {"tensor": {"y": 2}}),
+        ("mixtral", {"tensor": {"y": 2}, "sequence_parallel": True, "recompute": "selective"}),
+        ("qwen3_moe", {"tensor": {"z": 2}, "recompute": "full"}),
+        ("dots1", {"pipeline": 2, "schedule": "zb-h1"}),
+        ("dots1", {"data": 2, "zero": 0}),
+        ("qwen3_moe", {"tensor": {"c": 2}}),
+    ],
+    4: [
+        ("mixtral", {"tensor": {"y": 4}}),
+        ("qwen3_moe", {"tensor": {"y": 2, "z": 2}}),
+        ("dots1", {"tensor": {"y": 2}, "pipeline": 2, "sequence_parallel": True, "recompute": "full"}),
+        ("dots1", {"data": 4, "zero": 1}),
+        ("dots1", {"tensor": {"y": 2}, "data": 2, "zero": 3}),
+    ],
+}
+
+
+def job_of(tokens, family: str, plan: dict | None = None):
+    return make_job(tokens, "llama", plan, shape={"architecture": family, **SHAPES[family]})
+
+
+class Choices:
+    """The choices of one rank, which other layouts take, too."""
+
+    def __init__(self):
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.flipped = 0
+
+    def record(self, scores, experts, balance=None):
+        chosen = choose(scores, experts, balance)
+        self._made.append((scores.detach().flatten(0, -2), chosen.flatten(0, -2)))
+        return chosen
+
+    def replay(self, scores, experts, balance=None):
+        known, chosen = (torch.cat(each) for each in zip(*self._made, strict=True))
+        given = scores.detach().flatten(0, -2)
+        nearest = chosen[torch.cdist(given, known, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)]
+        own = choose(scores, experts, balance).flatten(0, -2)
+        self.flipped += int((nearest.sort(-1).values != own.sort(-1).values).any(-1).sum())
+        return nearest.unflatten(0, scores.shape[:-1])
+
+
+def run(world, job, plan=None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses, and the biases that balance the experts of this rank's layers."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    trainer = make_trainer(world, job, plan)
+    trainer.initialise()
+    losses = [trainer.step(training)[0]["loss"] for _ in range(STEPS)]
+    trainer.layout.store.await_weights()
+    biases = {
+        region.parameter.name: group.weights_at(region.at).clone()
+        for group in trainer.layout.store.groups
+        for region in group.regions(group.stored)
+        if region.parameter.balances and region.elements.size == region.parameter.shape[0]
+    }
+    return losses, biases
+
+
+@functools.cache
+def reference(tokens, family: str):
+    """Return losses, biases and choices of this rank alone."""
+    choices = Choices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed_forward, "choose", choices.record)
+        return *run(Alone(), job_of(tokens, family)), choices
+
+
+def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | None = None):
+    expected, biases, choices = reference(tokens, family)
+    assert expected[-1] < expected[0], "the reference learns"
+    choices.flipped = 0
+    with world.freeing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed_forward, "choose", choices.replay)
+        losses, own = run(world, job_of(tokens, family, plan), tiling)
+    assert largest_relative_difference(losses, expected) < TOLERANCE, (plan, choices.flipped)
+    for name, bias in own.items():
+        assert torch.equal(bias, biases[name]), (name, bias, biases[name])
+        assert bias.abs().max() > 0, "it moves"
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(240)
+def test_each_layout_has_the_losses_and_biases_of_one_rank(world, tokens):
+    for family, plan in LAYOUTS[world.size]:
+        check(world, tokens, family, plan)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_tiles_with_other_grids_share_whole_experts(world, tokens):
+    whole = Interval(0, 6)
+    tiles = Tile(whole, Interval(0, 3), (2, 0), TensorGrid(y=2)), Tile(whole, Interval(3, 4), (1,))
+    check(world, tokens, "dots1", tiling=Plan(tiles, 4, 4, unused=(3,)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, tokens, tmp_path_factory):
+    folder = world.broadcast_object(tmp_path_factory.mktemp("run") if world.rank == 0 else None)
+    job = job_of(tokens, "dots1", {"tensor": {"y": 2}})
+    plan = resolve_plan(job, world.size).plan
+    whole = go_on(world, job, plan, folder / "whole", 4, resume=False)
+    first = go_on(world, job, plan, folder / "cut", 2, resume=False)
+    assert first + go_on(world, job, plan, folder / "cut", 2, resume=True) == whole

@@ -1,0 +1,133 @@
+"""A mixture of experts: choices, products of groups, balance. Losses and gradients are in test_model.py."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.architectures.description import Experts, Norm
+from hpctrain.architectures.registry import presets
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.config.training.train import Train
+from hpctrain.engine.step.updates import Updated, UpdateStep, update_balance
+from hpctrain.model.operators.experts import (
+    add_grouped_products,
+    add_load,
+    choose,
+    grouped_product,
+    sort_choices,
+    weights_of,
+)
+from hpctrain.sharding.grid import Coordinate, TensorGrid
+from hpctrain.sharding.grid_parts import GridPart
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import all_parameters, check_grid
+from tests.unit.model.test_model import EXPERTS, GROUPS, MODELS, SMALL, by_name, make_stage
+
+
+def mixture(**more) -> Experts:
+    return Experts(4, Norm(1e-5), **{"count": 6, "chosen": 2, **more})
+
+
+def test_groups_are_taken_by_their_two_best_scores_and_the_bias_changes_the_choice_alone():
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.3]])
+    assert sorted(choose(scores, mixture())[0].tolist()) == [0, 2]
+    grouped = mixture(groups=3, chosen_groups=1)
+    assert sorted(choose(scores, grouped)[0].tolist()) == [2, 3], "1.1 is more than 1.0"
+    balance = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.5])
+    chosen = choose(scores, grouped, balance)
+    assert sorted(chosen[0].tolist()) == [4, 5]
+    weights = weights_of(scores, chosen, mixture(scale=2.0))
+    torch.testing.assert_close(weights.sort().values, torch.tensor([[0.8, 1.2]]))
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True), min_size=1, max_size=9))
+def test_products_of_groups_are_those_of_each_token_on_any_number_of_ranks(choices):
+    chosen, generator = torch.tensor(choices), torch.Generator().manual_seed(0)
+    x = torch.randn(len(choices), 3, generator=generator, dtype=torch.float64)
+    weights, dy = torch.randn(6, 5, 3, generator=generator).double(), torch.randn(len(choices), 2, 5).double()
+    expected = torch.einsum("nkoi,ni->nko", weights[chosen], x)
+    expected_grad = torch.zeros_like(weights)
+    for n, k in torch.cartesian_prod(torch.arange(len(choices)), torch.arange(2)).tolist():
+        expected_grad[chosen[n, k]] += dy[n, k].outer(x[n])
+    for ranks in (1, 2, 3):
+        result, grads = torch.full_like(dy, torch.nan), []
+        for own in cut_evenly(6, ranks):
+            places, ends = sort_choices(chosen, own, 6)
+            result.view(-1, 5)[places] = grouped_product(x[places // 2], weights[slice(*own)], ends)
+            grad = torch.full((own.size * 5, 3), torch.nan, dtype=torch.float64)
+            add_grouped_products(grad, dy.view(-1, 5)[places], x[places // 2], ends, overwrite=True)
+            grads.append(grad)
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(torch.cat(grads).view_as(weights), expected_grad)
+
+
+def test_the_bias_moves_against_the_load_by_the_rate_alone():
+    grad = torch.full((4,), torch.nan)
+    add_load(grad, torch.tensor([[[0, 1], [0, 2], [0, 1]]]), overwrite=True)
+    add_load(grad, torch.tensor([[[0, 3]]]), overwrite=False)
+    assert grad.tolist() == [2 * 4 - 4, 0, 1 * 2 - 4, 1 * 2 - 4], "4, 2, 1 and 1 of 8 choices, of which each has 2"
+    masters = torch.zeros(4)
+    step = UpdateStep(Train(balance_rate=0.5, clip_norm=0.1), 0, decays=False)
+    update_balance(Updated([masters], [grad * 1e-6], {}), step)
+    assert masters.tolist() == [-0.5, 0.0, 0.5, 0.5]
+
+
+def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
+    tokens = torch.randint(0, 17, (3, 10), generator=torch.Generator().manual_seed(1))
+    counts = []
+    for recompute in ("none", "selective", "full"):
+        stage = make_stage(MODELS["dots1"], recompute)
+        stage.forward(tokens[:, :-1], tokens[:, 1:], training=False)
+        _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], training=True)
+        stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
+        counts.append({n: g for n, g in by_name(stage, "grads").items() if n.endswith("balance")})
+    for name, load in counts[0].items():
+        assert load.sum() == 0 and load.abs().max() > 0
+        assert all(torch.equal(load, other[name]) for other in counts)
+
+
+@pytest.mark.parametrize("y", [1, 2, 3])
+def test_a_rank_has_whole_experts(y):
+    model, covered = MODELS["mixtral"], []
+    up, down = (all_parameters(model)[f"blocks.0.experts.{name}.weight"] for name in ("up", "down"))
+    for place in range(y):
+        part = GridPart(TensorGrid(y=y), Coordinate(y=place))
+        rows = [(part.box(up)[0], 20), (part.box(down)[0], 24)]
+        assert all(box.start % of_expert == box.stop % of_expert == 0 for box, of_expert in rows)
+        (experts,) = {Interval(box.start // of_expert, box.stop // of_expert) for box, of_expert in rows}
+        covered.append(experts)
+    assert covered == list(cut_evenly(6, y))
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (TensorGrid(x=2), "tensor x = 2, and x does not cut experts; set x = 1, and y to cut them"),
+        (TensorGrid(y=4), "model.num_experts 6 is not divisible by tensor y = 4; set y to one of 1, 2, 3, 6"),
+    ],
+)
+def test_grids_that_would_cut_inside_of_experts_are_refused(grid, message):
+    with pytest.raises(PlanError) as error:
+        check_grid(MODELS["mixtral"], grid)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"experts_per_token": 7}, "experts_per_token = 7 must be 1 to num_experts = 6"),
+        ({"expert_groups": 4}, "num_experts 6 is not divisible by expert_groups 4"),
+        ({"expert_groups": 6, "groups_per_token": 1}, "groups_per_token = 1 have 1 experts, fewer than a token's"),
+        ({"num_experts": None}, "num_experts and experts_per_token are missing"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Model.model_validate({"architecture": "dots1", **SMALL, **EXPERTS, **GROUPS, **keys})
+
+
+def test_presets_with_experts_have_first_layers_without():
+    model = Model.model_validate(presets()["tiny-moe"] | {"vocab_size": 300})
+    assert [isinstance(block.mlp, Experts) for block in model.description.blocks] == [False, True, True, True]
