@@ -27,6 +27,8 @@ LONGEST_FITTED = 3000
 """Stages x microbatches of such a row: longer ones take seconds to simulate, some hundred times over."""
 FEWEST_LAYOUTS = 4
 """Of a job, for Kendall's tau of them alone."""
+TELLING_SHARE = 0.75
+"""A run that ran says something of "fits" where it is predicted to need so much of its device, or more."""
 UNTOUCHED = {"product_share": 0.7, "memory_share": 0.8, "dispatch_seconds": 10e-6, "link_share": 0.8}
 
 
@@ -144,9 +146,21 @@ def table(sets: Sequence[PublishedSet], every: Sequence[PublishedSet]) -> None:
             f"{right} of {len(rows) + len(each.out_of_memory)}",
         ]
         print(f"| {each.name} | {len(rows)} | {' | '.join(figures)} |", flush=True)
+    telling = [each for of_set in sets for each in _fits_that_tell(of_set)]
+    print(f"fits: {sum(telling)} of {len(telling)} runs that tell are right ({sum(telling) / len(telling):.0%})")
     off = [predicted / published - 1 for _, published, predicted in golden_memory()]
     mean, bias = statistics.mean(map(abs, off)), statistics.mean(off)
     print(f"Megatron-LM's functional tests, memory of {len(off)} runs: mean error {mean:.1%}, bias {bias:+.1%}")
+
+
+def _fits_that_tell(of_set: PublishedSet) -> list[bool]:
+    """Return of the runs that ran out of memory, or nearly filled it, whether that is predicted."""
+    result = [not SHIPPED.predict(row).fits for row in of_set.out_of_memory]
+    for row in of_set.rows:
+        stages = row.run.memory()
+        if max(stage.memory.total / stage.available_bytes for stage in stages) >= TELLING_SHARE:
+            result.append(all(stage.fits for stage in stages))
+    return result
 
 
 def model_share(row: Measured, seconds: float) -> float:

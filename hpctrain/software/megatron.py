@@ -51,6 +51,9 @@ MEGATRON_CORE = replace(
     flash=FLASH_2,
     native_attention=True,
     sequence_parallel=True,
+    copies_for_update=True,  # DistributedOptimizer._copy_model_grads_to_main_grads, in `step`
+    loss_bytes={2: 4, 4: 4},  # exponentials and their gradient are computed in place (tensor_parallel/cross_entropy.py)
+    keeps_fp8=True,  # Transformer Engine's linear layers save their inputs quantized
 )
 # Until 2024 its attention was FlashAttention 2, on Hopper too, where cuDNN was not chosen.
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", native_attention=False)

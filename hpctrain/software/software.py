@@ -69,6 +69,10 @@ class SoftwareVersion(Engine):
     """Whether attention drops scores, and so keeps them twice, and a mask."""
     sums_in_place: bool = False
     """Whether a distributed optimizer updates from the very gradients that it has summed, not from a copy of them."""
+    copies_for_update: bool = False
+    """Whether that copy is there only while weights are updated, when activations are gone."""
+    keeps_fp8: bool = False
+    """Whether products in fp8 keep their inputs in it for the backward pass."""
     stores_halves: bool = True
     """Whether weights in half precision are stored with their fp32 masters, not cast anew for each use."""
     kept_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -160,7 +164,7 @@ def _(
     software, b = setup.engine, setup.item_bytes
     weights = (updated if zero == 3 else stored) if software.stores_halves or b >= MASTER_BYTES else 0.0
     gradients = (updated if zero >= 2 else stored) * software.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
-    if zero == 1 and num_holders > 1 and not software.sums_in_place:
+    if zero == 1 and num_holders > 1 and not (software.sums_in_place or software.copies_for_update):
         gradients += updated * GRADIENT_BYTES
     return State(b * weights + b * packed, gradients, updated * state_bytes)
 
@@ -182,7 +186,11 @@ def _(
     num_groups = sum(size > 1 for size in (num_holders, *tile.tensor.sizes.values(), plan.path_length(tile)))
     software = setup.engine
     taken = int(software.reserved_bytes) + int(software.overhead_share * available)
-    return replace(parts, buffers=parts.buffers + taken + int(num_groups * software.communicator_bytes))
+    parts = replace(parts, buffers=parts.buffers + taken + int(num_groups * software.communicator_bytes))
+    if tile.zero == 1 and num_holders > 1 and software.copies_for_update and not software.sums_in_place:
+        copy = int(parts.moments / setup.state_bytes() * GRADIENT_BYTES)
+        return replace(parts, gradients=parts.gradients + max(0, copy - parts.activations))
+    return parts
 
 
 @computed_again.register
@@ -214,7 +222,11 @@ def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute
         return (2 * b + 1) * hidden + _inner_kept(setup, grid, branch, recompute)
     kept_by_ours = branch_kept.dispatch(Setup)
     if recompute == "selective" and software.again_operations is None:  # there are no scores to drop
-        return kept_by_ours(setup, grid, branch, "none", 1)
+        recompute, rows = "none", 1
+    if software.keeps_fp8 and setup.linear_dtype == "fp8" and recompute == "none":
+        return kept_by_ours(setup, grid, branch, recompute, rows) + _fp8_kept(setup, grid, branch)
+    if recompute == "none":
+        return kept_by_ours(setup, grid, branch, recompute, rows)
     own = kept_by_ours(setup, grid, branch, recompute, rows)
     if recompute != "selective":
         return own
@@ -223,6 +235,17 @@ def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute
         gate = positions * branch.inner / grid.y if branch.gated and "gate" in software.dropped else 0.0
         return own - b * gate
     return own - b * positions * heads_on(branch, grid)[1] * ("keys" in software.dropped)
+
+
+def _fp8_kept(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp) -> float:
+    """Return how many bytes more a branch keeps of a row where inputs of its products are kept in fp8: normed input,
+    and the inner features that go into the last product, which is less. Attention keeps its output beside that of the
+    last product."""
+    saved, positions = setup.item_bytes - ITEM_BYTES["fp8"], setup.positions
+    normed = -saved * positions * setup.model.hidden_size / grid.x / setup.position_parts(grid)
+    if isinstance(branch, Mlp):
+        return normed - saved * positions * branch.inner / grid.y
+    return normed + ITEM_BYTES["fp8"] * positions * heads_on(branch, grid)[0]
 
 
 def _inner_kept(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute: str) -> float:

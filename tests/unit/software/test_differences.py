@@ -221,3 +221,23 @@ def test_memory_follows_what_a_run_says_of_its_optimizer_and_of_sequence_paralle
     assert narrow.moments == pytest.approx(plain.moments / 2, rel=1e-3), "moments of 2 bytes each, 16 bits of masters"
     assert narrow.gradients == pytest.approx(plain.gradients / 2, rel=1e-3)
     assert whole.activations > 1.5 * plain.activations, "Megatron-Core cuts norms over y unless it is told not to"
+
+
+def test_inputs_of_products_in_fp8_are_kept_in_it():
+    """Of each block: normed inputs and inner features are kept in one byte in place of two. Attention's output is kept
+    twice, since the kernel needs it in half precision."""
+    run = DescribedRun(1024, 2, 8, 1024, 1, 1, 1, 1, 1, "H100", ffn=4096, architecture="llama", stack="megatron-core")
+    run = replace(run, dtype="bf16")
+    half, eighth = (
+        stages[0].memory.activations for stages in (run.memory(), replace(run, linear_dtype="fp8").memory())
+    )
+    assert half - eighth == 2 * 1024 * (1024 + 4096)
+
+
+def test_megatron_core_copies_gradients_for_the_update_when_activations_are_gone():
+    run = DescribedRun(1024, 8, 8, 1024, 1, 1, 2, 8, 16, "H100", dtype="bf16", stack="megatron-core", zero=1)
+    run = replace(run, overlapped=True)
+    many, few = (each.memory()[0].memory for each in (run, replace(run, microbatch=1, positions=128)))
+    assert many.gradients == many.weights, "activations are more than the copy"
+    copy = few.moments / 12 * 4
+    assert few.gradients == pytest.approx(few.weights + copy - few.activations, abs=4)
