@@ -31,6 +31,7 @@ SECTIONS = {
     "comm": "Comm",
     "observe": "Observe",
     "watch": "Watch",
+    "recovery": "Recovery",
 }
 TYPES = {
     "Count": "whole number >= 1",

@@ -18,8 +18,6 @@ from hpctrain.model.storage.shard import Shard
 
 MESSAGE_ELEMENTS = 1 << 20
 """The most fp32 elements of a message, 4 MiB: one comes and one goes at a time."""
-ROUND_ELEMENTS = 1 << 26
-"""Elements, 256 MiB, after which a rank gets what it asked for: so much host memory it needs for its device."""
 ASKED = np.dtype("<i8")
 """A rectangle of a stream that is asked for: where it begins, the stream's row length, rows and columns."""
 
@@ -56,24 +54,13 @@ class LiveState(StateSource):
 
     def fill(self, shards: Sequence[Shard]) -> None:
         """Fill the masters and moments that this rank updates. All ranks must call, with the shards of one plan."""
-        targets = [
-            (tensor.kind, region, tensor.values[tensor.at.place_of(region.at)])
-            for shard in shards
-            for tensor in tensors_of(shard)
-            for region in shard.group.regions(tensor.at)
-        ]
-        rounds, size = [[]], 0
-        for target in targets:
-            if size > ROUND_ELEMENTS:
-                rounds.append([])
-                size = 0
-            rounds[-1].append(target)
-            size += target[1].at.size
-        for number in range(int(self._world.largest(len(rounds)))):
+        for number in range(int(self._world.largest(len(shards)))):  # host memory for one of them at a time
             values = []
-            for kind, region, target in rounds[number] if number < len(rounds) else ():
-                values.append((target, host_values(target)))
-                read_values(self, kind, region, values[-1][1])
+            for tensor in tensors_of(shards[number]) if number < len(shards) else ():
+                for region in shards[number].group.regions(tensor.at):
+                    target = tensor.values[tensor.at.place_of(region.at)]
+                    values.append((target, host_values(target)))
+                    read_values(self, tensor.kind, region, values[-1][1])
             self.check_all()
             for target, arrived in values:
                 if arrived is not target:

@@ -33,6 +33,7 @@ from hpctrain.config.other_names import OTHER_NAMES
 from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
+from hpctrain.config.recovery import Recovery
 from hpctrain.config.saved import KEY, SCHEMA, saved_job, say_on_stderr
 from hpctrain.config.tables import (
     AUTO,
@@ -289,6 +290,7 @@ class Job(Table):
     comm: Comm = Comm()
     observe: Observe = Observe()
     watch: Watch = Watch()
+    recovery: Recovery = Recovery()
 
     other_names: ClassVar = OTHER_NAMES
 

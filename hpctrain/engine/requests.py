@@ -60,6 +60,8 @@ class Requests:
     """Folder of request files; set on one rank alone."""
     end_time: float | None = None
     """End of the batch job, in seconds since 1970; set on one rank alone."""
+    is_unbalanced: Callable[[], bool] = lambda: False
+    """Says whether devices were found to have other speeds; asked on one rank alone."""
     now: Callable[[], float] = time.time
     longest_step: float = field(default=0.0, init=False)
     longest_save: float = field(default=0.0, init=False)
@@ -67,7 +69,7 @@ class Requests:
     def check(self) -> StepRequests:
         """Return the requests that this rank notices now."""
         has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
-        moves = has(RESIZE_FILE) or has(NEXT_PLAN_FILE)
+        moves = has(RESIZE_FILE) or has(NEXT_PLAN_FILE) or self.is_unbalanced()
         interrupt = bool(self.signals.received) or self._is_late()
         return StepRequests(interrupt, has(STOP_FILE), has(SAVE_FILE), moves=moves)
 

@@ -26,7 +26,7 @@ from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import Saves
 from hpctrain.engine.start.facts import Described, Prepared
-from hpctrain.engine.start.replan import WHY, replan
+from hpctrain.engine.start.replan import WHY, Unbalanced, predict_compute, replan
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
 from hpctrain.observe.anomalies import Jump, JumpWatch
@@ -49,6 +49,7 @@ from hpctrain.observe.metrics import RunMetrics, add_shares
 from hpctrain.observe.overrun import OverrunWatch
 from hpctrain.observe.prediction_check import PredictionTracker
 from hpctrain.observe.sample import StepSample
+from hpctrain.observe.speeds import SpeedWatch
 from hpctrain.observe.torch_profile import TorchProfile
 from hpctrain.observe.trace import RunTrace
 from hpctrain.planner.prediction.predictor import Predictor
@@ -57,6 +58,9 @@ from hpctrain.planner.yardstick import format_yardstick, keep_families, sum_of_f
 from hpctrain.sharding.parameters import count_parameters
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
+
+STEPS_BETWEEN_REBALANCES = 50
+"""A plan by measured speeds is searched for at most once in so many steps."""
 
 
 class Run:
@@ -87,6 +91,8 @@ class Run:
         fit.
         """
         self.signals, self.requested = signals or StopSignals(), job
+        self.rebalanced_at: int | None = None
+        """The step after which a plan by measured speeds was searched for last; on rank 0."""
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():
             self.lock = RunLock(self.path) if world.rank == 0 else None
@@ -215,6 +221,7 @@ class Leg:
     def __init__(self, run: Run, world: World, prepared: Prepared, change: PlanChange | None = None):
         """Make weights and observers, and say what is trained. Raises TrainingError where they do not fit."""
         self._run, self._world, self._prepared = run, world, prepared
+        since = time.monotonic()
         self.job, self._described = prepared.job, prepared.described
         self._num_before = world.num_made
         """Number of the world's groups and channels that do not belong to this leg."""
@@ -222,20 +229,21 @@ class Leg:
         self._saver: Saver | None = None
         self.change: PlanChange | None = None
         """The change by which this leg ends, once there is one."""
-        accelerator = bind_accelerator(world)
+        self._accelerator = accelerator = bind_accelerator(world)
         self._observers = self._make_observers(accelerator)
         with world.all_or_none():
             writers = make_writers(self.job, run.path) if run.lock else []
-        self._live = LiveMetrics(run.folder, prepared.plan, writers)
+        self._speeds = self._watch_speeds() if run.lock else None
+        self._live = LiveMetrics(run.folder, prepared.plan, writers, self._speeds)
         self._metrics = RunMetrics(self._observed, self._live.write_step)
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
         if change and change.state:
-            since = time.monotonic()
+            moving_since = time.monotonic()
             self._trainer.take(change.state)
             change.state.close()
             change.state = None
-            change.seconds["moved"] += time.monotonic() - since
+            change.seconds["moved"] += time.monotonic() - moving_since
         elif run.checkpoint:
             self._trainer.resume(run.checkpoint)
         else:
@@ -246,6 +254,20 @@ class Leg:
         if not change:  # later legs look for signals at each step, and save
             refuse_if_interrupted(world, run.signals)
         self._introduce()
+        self._stall_seconds = time.monotonic() - since
+        """What a change of plans takes, as far as it is known: what this leg took to be made."""
+
+    def _watch_speeds(self) -> SpeedWatch | None:
+        """Return an object that finds devices with other speeds, where the run may get a plan by these; on rank 0.
+
+        Host times of processors are noise of shared cores, and those of real devices are not known: only the times of
+        pretended devices tell.
+        """
+        prepared, rebalance = self._prepared, self.job.recovery.rebalance == "auto" and self.job.plan is None
+        rebalance &= prepared.speeds is not None and self._described.is_rehearsed
+        if not (rebalance and prepared.prediction):
+            return None
+        return SpeedWatch(predict_compute(prepared), self._world.topology.places)
 
     def _make_observers(self, accelerator) -> list[Observer]:
         self._recorder, described = StepRecorder(accelerator), self._described
@@ -287,6 +309,7 @@ class Leg:
     def train(self, until: int) -> tuple[dict, EarlyEnd | None]:
         """Train to a step; return the metrics of the last one, and why it ended early, if it did."""
         run, trainer, prepared = self._run, self._trainer, self._prepared
+        self._until = until
         if trainer.steps_done >= until:
             run.console.say(f"{run.path}: nothing to do, {trainer.steps_done} steps are done")
         last: dict = {}
@@ -317,7 +340,12 @@ class Leg:
         run.hear(observer.start(trainer.steps_done) for observer in self._observers)
         self._recorder.begin_step()
         is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
-        requests = Requests(run.signals, run.path if is_first else None, end_of_batch_job() if is_first else None)
+        requests = Requests(
+            run.signals,
+            run.path if is_first else None,
+            end_of_batch_job() if is_first else None,
+            self._is_unbalanced,
+        )
         saves = Saves(
             trainer.saver(run.path, self._about()),
             self.job.checkpoint,
@@ -337,10 +365,21 @@ class Leg:
         run.checkpoint = saves.latest
         return last, None if self.change else ended
 
+    def _is_unbalanced(self) -> bool:
+        """Say whether devices have other speeds, and no plan was searched for that in the last steps; on rank 0."""
+        last, done = self._run.rebalanced_at, self._trainer.steps_done
+        is_early = last is not None and done < last + STEPS_BETWEEN_REBALANCES
+        return self._speeds is not None and self._speeds.has_news and not is_early
+
     def _replan(self) -> bool:
         """Choose the plan that was asked for; say whether the leg ends for it. All ranks must call."""
         run, since = self._run, time.monotonic()
-        chosen = replan(self._prepared, run.requested, run.path if run.lock else None)
+        unbalanced, steps = None, self._trainer.steps_done
+        if self._speeds and self._speeds.has_news:
+            run.rebalanced_at = steps
+            stall = self._stall_seconds / self._accelerator.time_scale
+            unbalanced = Unbalanced(self._speeds.take_factors(), self._speeds.text, self._until - steps, stall)
+        chosen = replan(self._prepared, run.requested, run.path if run.lock else None, unbalanced)
         if isinstance(chosen, str):
             run.console.say(f"no other plan: {chosen}; training continues by the same one")
         else:

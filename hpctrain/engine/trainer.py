@@ -150,7 +150,7 @@ class Trainer:
         batch = Batch.of_step(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
-            taken, since = self.accelerator.step_stopwatch(), self.world.tracer.now()
+            taken, since = self.accelerator.step_stopwatch(step + 1), self.world.tracer.now()
             self.accelerator.launches.blocks = not self._is_warm
             totals = self.pipeline.train(batch, step, max(1, num_targets), asked)
             self.accelerator.launches.blocks, self._is_warm = False, True

@@ -14,6 +14,7 @@ from hpctrain.observe.folder.run_folder import END, LEG, RECOVERY, SAVE, SLOWER,
 from hpctrain.observe.folder.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.observe.metrics import FIGURES
 from hpctrain.observe.sample import SAMPLED_STEP
+from hpctrain.observe.speeds import SpeedWatch
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Prediction
 
@@ -24,10 +25,13 @@ RANKS_SECONDS = 60.0
 class LiveMetrics:
     """Writes what rank 0 knows of a run while it lasts."""
 
-    def __init__(self, files: RunFolder, plan: Plan, writers: Sequence[MetricsWriter] = ()):
-        """`writers` get every line, in addition to the run folder."""
+    def __init__(
+        self, files: RunFolder, plan: Plan, writers: Sequence[MetricsWriter] = (), speeds: SpeedWatch | None = None
+    ):
+        """`writers` get every line, in addition to the run folder. `speeds` compares ranks with their prediction, where
+        there is one that is better than other ranks."""
         self._files, self._plan, self._writers = files, plan, writers
-        self._watch = StragglerWatch(plan)
+        self._watch = speeds or StragglerWatch(plan)
         self._figures: np.ndarray | None = None
         self._step = self._count = 0
         self._written = time.monotonic()

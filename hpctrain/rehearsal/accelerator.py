@@ -3,7 +3,7 @@
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.comm.accelerators.base import DeviceMemory, Event
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.config.clusters.truth import PretendDevice
+from hpctrain.config.clusters.truth import DeviceEvent, PretendDevice
 from hpctrain.rehearsal.clock import Clock, DeviceQueue
 
 MEASURED_SIZE = 256
@@ -70,10 +70,18 @@ class RehearsedAccelerator(CpuAccelerator):
         self._makes_host_buffer = False
         self._host_queues = DeviceQueue(), DeviceQueue()
         """Copies from and to host memory, each of which has a stream of its own."""
+        self.events: Sequence[DeviceEvent] = ()
+        """Changes of this device's speed, which come with steps."""
+        self._slower = 1.0
         self.overcommits = False
         """Whether it only notes what does not fit, as its peak, and continues."""
         self.slow_network: Callable[[float], None] | None = None
         """Lets the pretended network take so many times as long; one rank of all has it."""
+
+    def step_stopwatch(self, step: int) -> Callable[[], float]:
+        past = [event for event in self.events if event.step <= step]
+        self._slower = max(past, key=lambda event: event.step).slower if past else 1.0
+        return self.stopwatch()
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._truth.memory_bytes, self._used, self._peak)
@@ -178,7 +186,7 @@ class RehearsedAccelerator(CpuAccelerator):
         if seconds:
             if truth.jitter_share:
                 seconds *= max(0.0, self._random.gauss(1.0, truth.jitter_share))
-            clock.charge(clock.slowed(seconds * self.time_scale, truth.overlap_slowdown))
+            clock.charge(clock.slowed(seconds * self._slower * self.time_scale, truth.overlap_slowdown))
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor for as long as it lives. Raises torch.OutOfMemoryError as a device would."""

@@ -133,6 +133,7 @@ def scale_truth(truth: Truth, dtypes: Mapping[str, str], scale: Scale) -> Truth:
         bandwidth_to_compute_scale=scale.num_bytes / scale.flops,
         width_scale=scale.width,
         devices=scaled,
+        events=truth.events,
     )
 
 

@@ -92,7 +92,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
         _, training, _ = open_datasets(job.data, job.train.seed)
         trainer = make_trainer(pretended, job, accelerator=pretended.device)
         trainer.initialise()
-        with patch.object(pretended.device, "step_stopwatch", lambda: lambda: 1.0):  # as that of a real device
+        with patch.object(pretended.device, "step_stopwatch", lambda step: lambda: 1.0):  # as that of a real device
             trainer.step(training)
             with counted_waits(pretended.device) as waits:
                 trainer.step(training)

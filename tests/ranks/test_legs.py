@@ -1,12 +1,13 @@
 """A run is a sequence of legs in the same processes: each begins where the one before it ended."""
 
 import json
+import statistics
 import threading
 from pathlib import Path
 
 import pytest
 
-from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.cluster_file import parse_cluster, parse_cluster_file
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
 from hpctrain.engine.run import Run
@@ -14,7 +15,7 @@ from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.uniform import resolve_plan
-from tests.ranks.small_runs import largest_relative_difference, make_job, world_of
+from tests.ranks.small_runs import largest_relative_difference, make_job, rehearsed_world, world_of
 
 STEPS, FIRST_LEG = 6, 3
 DEVICES = """
@@ -75,7 +76,7 @@ def test_a_second_leg_continues_the_first_by_the_same_plan_or_another(own, token
             assert events.count("start") == 2 and events.count("checkpoint") == 2 and events[-1] == "end"
 
 
-def train_with_requests(run: Run, requests: dict[int, tuple[str, str]]) -> dict:
+def train_with_requests(run: Run, requests: dict[int, tuple[str, str]], ended: bool = False) -> dict:
     """Train to the end; rank 0 writes a file with a text into the run folder after some steps."""
     step = run.console.step
 
@@ -86,8 +87,8 @@ def train_with_requests(run: Run, requests: dict[int, tuple[str, str]]) -> dict:
             (run.path / name).write_text(text)
 
     run.console.step = step_is_done
-    summary, ended = run.train()
-    assert ended is None
+    summary, early = run.train()
+    assert (early is not None) == ended
     return summary
 
 
@@ -146,3 +147,56 @@ def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, t
             assert [leg["step"] for leg in legs_of(run)] == [2, 6]
             assert (run.path / "next-plan.refused.toml").read_text() == wrong
             assert load_plan(run.path / "plan.toml") == load_plan(Path(run.path / "legs" / "003" / "plan.toml"))
+
+
+REHEARSED = """
+[families.a]
+kind = "cpu"
+memory_bytes = 4e9
+memory_bytes_per_second = 4e9
+sustained_flops_per_second = {fp32 = 2e9}
+
+[[nodes]]
+devices = {a = 4}
+link_latency_seconds = 1e-5
+link_bytes_per_second = 2e8
+
+[truth]
+time_scale = 12.0
+
+[truth.devices.a]
+memory_bytes = 4e9
+memory_bytes_per_second = 4e9
+flops_per_second = {fp32 = 2e9}
+"""
+SLOW_FROM, SLOW_RANK, SLOWER = 8, 2, 1.4
+
+
+def rehearse_events(world, tokens, folder, events: str, last: int, cluster: str = REHEARSED):
+    """Rehearse to step `last` of many; return metrics and events. All ranks must call."""
+    file = parse_cluster_file(cluster + events, "a test")
+    described = Described(file.cluster, "a test", is_rehearsed=True, truth=file.truth)
+    with rehearsed_world(world, file.cluster, file.truth) as own:
+        job = make_job(tokens, "llama", shape={"vocab_size": 64}, steps=3000, global_batch=60)
+        run = Run(own, job, folder, described)
+        train_with_requests(run, {last - 1: ("stop", "")}, ended=True)
+        own.agree(None)
+    lines = [(folder / name).read_text().splitlines() for name in ("metrics.jsonl", "events.jsonl")]
+    return tuple([json.loads(line) for line in of] for of in lines)
+
+
+@pytest.mark.measured
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+def test_a_device_that_becomes_slow_is_named_and_gets_less_to_do(world, tokens, folder):
+    slow = f"\n[[truth.events]]\nstep = {SLOW_FROM}\nrank = {SLOW_RANK}\nslower = {SLOWER}\n"
+    metrics, events = rehearse_events(world, tokens, folder, slow, last=20)
+    seconds = {line["step"]: line["step_seconds"] for line in metrics}
+    named = next(event for event in events if event["event"] == "straggler")
+    assert named["rank"] == SLOW_RANK and named["step"] < SLOW_FROM + 5
+    assert named["text"] == "rank 2 computes 1.40 times as long as predicted, on a device of a of host node0"
+    (leg,) = [event for event in events if event["event"] == "leg"]
+    assert leg["step"] < SLOW_FROM + 7 and leg["reason"].startswith(named["text"])
+    before, after = seconds[leg["step"]], statistics.median(seconds[step] for step in range(leg["step"] + 2, 21))
+    assert after < 0.85 * before, "four devices with 1.4 times the time of one of them on the others"
+    assert abs(leg["predicted_seconds"] / after - 1) < 0.1

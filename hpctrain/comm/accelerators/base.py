@@ -160,8 +160,8 @@ class Accelerator(ABC):
 
         return read
 
-    def step_stopwatch(self) -> Callable[[], float]:
-        """Start to measure a step; return a function that returns its seconds.
+    def step_stopwatch(self, step: int) -> Callable[[], float]:
+        """Start to measure a step, counted from 1; return a function that returns its seconds.
 
         A step waits for the device in its middle. Work queued after that wait counts to the next step, which a device
         with a queue begins at once.

@@ -127,7 +127,7 @@ class TorchAccelerator(Accelerator):
         """Wait until all work queued on any stream is done, collectives included."""
         self._module.synchronize()
 
-    def step_stopwatch(self) -> Callable[[], float]:
+    def step_stopwatch(self, step: int) -> Callable[[], float]:
         start = time.perf_counter()
         return lambda: time.perf_counter() - start
 

@@ -41,18 +41,13 @@ def _factor(name: str, family: str) -> float:
 
 
 def _slower(family: Family, factor: float) -> Family:
-    return family.model_copy(
-        update={
-            "memory_bytes_per_second": family.memory_bytes_per_second / factor,
-            "products": tuple(
-                each.model_copy(update={"flops_per_second": each.flops_per_second / factor}) for each in family.products
-            ),
-            **{
-                key: {dtype: speed / factor for dtype, speed in getattr(family, key).items()}
-                for key in ("peak_flops_per_second", "sustained_flops_per_second")
-            },
-        }
+    speeds = "peak_flops_per_second", "sustained_flops_per_second"
+    changes: dict = {key: {dtype: speed / factor for dtype, speed in getattr(family, key).items()} for key in speeds}
+    changes["memory_bytes_per_second"] = family.memory_bytes_per_second / factor
+    changes["products"] = tuple(
+        each.model_copy(update={"flops_per_second": each.flops_per_second / factor}) for each in family.products
     )
+    return family.model_copy(update=changes)
 
 
 def _nodes(cluster: Cluster, names: Sequence[str]) -> list[Nodes]:

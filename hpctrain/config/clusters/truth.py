@@ -13,7 +13,7 @@ from pydantic import Field
 from hpctrain.config.bounds import MOST_NUMBER, Count, Latency, Rate, Scale, Slowdown
 from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, DType, Name
 from hpctrain.config.clusters.figures import Bytes
-from hpctrain.config.tables import Table
+from hpctrain.config.tables import Several, Table
 
 
 class PretendDevice(Table):
@@ -59,6 +59,16 @@ class PretendDevice(Table):
         return max(self.launch_seconds, num_bytes / self.memory_bytes_per_second)
 
 
+class DeviceEvent(Table):
+    """A change of the speed of one pretend device."""
+
+    step: Count
+    """The first step with that speed."""
+    rank: Annotated[int, Field(ge=0)]
+    slower: Slowdown
+    """The factor by which it takes longer than its family from now on; 1: it is well again."""
+
+
 class Truth(Table):
     """The pretend devices, and how the rehearsal is scaled.
 
@@ -76,3 +86,5 @@ class Truth(Table):
     """The number by which widths and positions of the job were divided, in a finished miniature."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)
     """The device of each family."""
+    events: Several[DeviceEvent] = ()
+    """What happens to single devices while a job trains."""

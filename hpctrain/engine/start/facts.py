@@ -67,6 +67,9 @@ class Prepared:
     """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
     job_to_keep: Job | None = None
     """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
+    speeds: Mapping[int, float] | None = field(default_factory=dict)
+    """The times of devices as factors of their family's, by rank, where other ones were measured while training; None
+    where a plan was asked for, which stays whatever is measured."""
     prediction: "Prediction | None" = None
     """Prediction of a step; on rank 0."""
 

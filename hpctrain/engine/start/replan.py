@@ -4,10 +4,13 @@ RUN/resize           a number of ranks: the first so many get a plan, the others
 RUN/next-plan.toml   a plan
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.measured_speeds import names_by_speed, with_speeds
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
@@ -28,9 +31,15 @@ from hpctrain.engine.start.resolve_overlap import setups_by_plan
 from hpctrain.plan import checks
 from hpctrain.plan.file import parse_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.plan.uniform import resolve_plan
+from hpctrain.plan.uniform import resolve_plan, with_families
 from hpctrain.planner.choose import choose_plan
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import Setup
 
+EQUAL = 0.03
+"""A device whose time differs from its family's by no more is as fast as others."""
+WORTH_STALLS = 3.0
+"""A plan by measured speeds is to gain so many times what the change costs, in the steps that are left."""
 WHY = "another plan"
 """The choice whose reason is why a run got another plan."""
 
@@ -75,39 +84,105 @@ def plan_for(run: Prepared, requested: Job, num_ranks: int) -> Plan:
     return replace(plan, unused=tuple(sorted({*plan.unused, *range(num_ranks, world.size)})))
 
 
-def with_plan(run: Prepared, requested: Job, plan: Plan, why: str) -> Prepared:
+class Unbalanced(NamedTuple):
+    """Devices that were found to have other speeds than predicted."""
+
+    times: Mapping[int, float]
+    """Of each such rank how many times as long as predicted it computes."""
+    text: str
+    steps_left: int
+    stall_seconds: float
+    """What a change of plans costs, in seconds of the devices."""
+
+
+def rebalanced_plan(run: Prepared, requested: Job, unbalanced: Unbalanced) -> tuple[Plan, str, dict[int, float]]:
+    """Return the plan by measured speeds, the reason, and the speeds; for one rank.
+
+    Raises PlanError where it gains too little.
+    """
+    before = run.speeds or {}
+    now_measured = {rank: before.get(rank, 1.0) * time for rank, time in unbalanced.times.items()}
+    speeds = {rank: time for rank, time in {**before, **now_measured}.items() if abs(time - 1) > EQUAL}
+    measured = run.but(speeds=speeds)
+    without = run.job.model_copy(update={"overlap": requested.overlap})
+    job, cluster, _ = as_measured(without_plan(measured.but(job=without)))
+    setup_of = setups_by_plan(job, job, run.world.topology)
+    plan = with_families(choose_plan(job, cluster, run.described.name, setup_of).plan, run.families)
+    now, then = (predict_measured(measured.but(plan_or_none=each)).predict().step_seconds for each in (run.plan, plan))
+    gain, why = (now - then) * unbalanced.steps_left, unbalanced.text
+    if plan == run.plan or gain <= WORTH_STALLS * unbalanced.stall_seconds:
+        raise PlanError(
+            f"{why}; a plan by these speeds would gain {max(0.0, gain):.3g} s in {unbalanced.steps_left} steps, and the"
+            f" change takes about {unbalanced.stall_seconds:.2g} s"
+        )
+    return plan, f"{why}; a step takes {then:.4g} s instead of {now:.4g} s", speeds
+
+
+def as_measured(run: Prepared) -> tuple[Job, Cluster, list[str]]:
+    """Return the job as it is priced, the cluster, and the family of each rank, by the speeds that were measured."""
+    cluster, job = run.described.cluster, priced(run)
+    names = names_by_speed(cluster, run.speeds or {}, cluster.num_devices)
+    own = {name: family for name, family in zip(names, run.families, strict=True) if name != family}
+
+    def with_measured(by_family: Mapping) -> dict:
+        return {**by_family, **{name: by_family[family] for name, family in own.items() if family in by_family}}
+
+    precision = job.precision.model_copy(update={"by_family": with_measured(job.precision.by_family)})
+    keys = ("fused_by_family", "attention_by_family")
+    kernels = job.kernels.model_copy(update={key: with_measured(getattr(job.kernels, key)) for key in keys})
+    job = job.model_copy(update={"precision": precision, "kernels": kernels})
+    return job, with_speeds(cluster, names) if own else cluster, names
+
+
+def predict_measured(run: Prepared) -> Predictor:
+    """Return the predictor of a run's plan by the speeds that were measured."""
+    job, cluster, names = as_measured(run)
+    return Predictor(Setup.of_job(job), with_families(run.plan, names), cluster)
+
+
+def predict_compute(run: Prepared) -> dict[int, float]:
+    """Return in how many seconds of a step each rank is predicted to compute, of those that do."""
+    seconds = predict_measured(run).simulated.exposed
+    by_ranks = {tile.ranks: parts["compute"] for tile, parts in seconds.items()}
+    return {rank: seconds for ranks, seconds in by_ranks.items() for rank in ranks if seconds}
+
+
+def with_plan(run: Prepared, requested: Job, plan: Plan, why: str, speeds: Mapping[int, float] | None) -> Prepared:
     """Return a run with another plan, and with the choices that depend on it. All ranks must call.
 
     The same plan keeps every choice, and so every bit. Raises HpctrainError on all ranks.
     """
     reasons = {"plan": f"{plan.describe()}: {why}", WHY: why}
     if plan == run.plan:
-        return run.but(reasons)
+        return run.but(reasons, speeds=speeds)
     kernels, _ = continued_kernels(requested.kernels, run.job.kernels)
     kernels = kernels.model_copy(update={"logits_mib": run.job.kernels.logits_mib})
     job = run.job.model_copy(update={"plan": None, "overlap": requested.overlap, "kernels": kernels})
-    run = run.but(reasons, job=job, plan_or_none=plan, previous=None)
+    run = run.but(reasons, job=job, plan_or_none=plan, previous=None, speeds=speeds)
     for resolver in (switch_overlaps, check_plan, bridge_families, predict_step, choose_kernels):
         run = resolver(run)
+    if run.prediction and speeds:
+        run = run.but(prediction=predict_measured(run).predict())
     return run
 
 
-def replan(run: Prepared, requested: Job, folder: Path | None) -> Prepared | str:
-    """Return the run with the plan that a file of `folder` (on rank 0) asks for, or why not. All ranks must call.
+def replan(run: Prepared, requested: Job, folder: Path | None, unbalanced: Unbalanced | None = None) -> Prepared | str:
+    """Return the run with the plan that a file of `folder` asks for, else by what was `unbalanced`; or why not.
 
-    The file is removed; a plan that is refused stays, under another name.
+    Both are on rank 0. The file is removed; a plan that is refused stays, under another name. All ranks must call.
     """
 
-    def choose() -> tuple[Plan, str]:
+    def choose() -> tuple[Plan, str, dict[int, float] | None]:
         assert folder is not None, "of rank 0"
+        if unbalanced and not any((folder / name).exists() for name in (RESIZE_FILE, NEXT_PLAN_FILE)):
+            return rebalanced_plan(run, requested, unbalanced)
         try:
-            return requested_plan(run, requested, folder)
+            return *requested_plan(run, requested, folder), None
         finally:
             (folder / RESIZE_FILE).unlink(missing_ok=True)
 
     try:
-        plan, why = run.world.on_first_rank(choose)
-        result = with_plan(run, requested, plan, why)
+        result = with_plan(run, requested, *run.world.on_first_rank(choose))
     except HpctrainError as error:
         result = str(error)
     if folder is not None and (given := folder / NEXT_PLAN_FILE).exists():
