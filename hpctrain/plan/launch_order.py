@@ -1,6 +1,6 @@
 """Proves that devices which do one collective at a time come to the end of a step: no two wait for each other.
 
-A rank launches the operations of all its groups in the order in which it executes its schedule (`comm.launches`). An
+A rank launches the operations of all its groups in the order in which it executes its schedule (`LaunchOrder`). An
 operation ends when all ranks of its group have come to it. These orders fit together if there is one order of all
 operations that contains each of them; then the first operation that has not ended is one that nobody is kept from.
 
@@ -92,7 +92,7 @@ class Meeting:
 
 
 @dataclass
-class Launches:
+class RunnerLog:
     """The operations of one runner, and what it knows of messages of device memory."""
 
     scattering: deque[Interval | None] = field(default_factory=deque)
@@ -134,10 +134,10 @@ class LaunchOrderRun(ScheduleRun):
         at the latest."""
         super().__init__(plan, schedules)
         self._overlaps_z, self._bridge, self._held = overlaps_z, bridge, held or {}
-        self._launches = {runner: Launches() for runner in self.runners.values()}
+        self._runner_logs = {runner: RunnerLog() for runner in self.runners.values()}
         self._meetings: dict[int, Meeting] = {}
         self._outgoing: dict[Runner, list[Wire]] = {}
-        self._logs: dict[Wire, WireLog] = {}
+        self._wire_logs: dict[Wire, WireLog] = {}
 
     def connect(self, runners: Sequence[Runner]) -> None:
         super().connect(runners)
@@ -146,7 +146,7 @@ class LaunchOrderRun(ScheduleRun):
                 self._meetings.setdefault(item, Meeting()).size += 1
         self._meetings[TIED] = Meeting(sum(map(self._has_an_end, runners)))
         for wire in self.wires:
-            self._logs[wire] = WireLog()
+            self._wire_logs[wire] = WireLog()
             if self._bridge.joins(*wire.ends):
                 self._outgoing.setdefault(wire.source, []).append(wire)
 
@@ -157,25 +157,25 @@ class LaunchOrderRun(ScheduleRun):
 
     def may_pass(self, runner: Runner, step: Instruction) -> bool:
         """Say whether the sums that are launched in an instruction have met all who share them."""
-        launches = self._launches[runner]
-        if launches.listed < runner.place:
-            launches.listed = runner.place
-            launches.sums.extend(self._started(runner, step))
-        while launches.sums:
-            meeting = self._meetings[launches.sums[0]]
+        log = self._runner_logs[runner]
+        if log.listed < runner.place:
+            log.listed = runner.place
+            log.sums.extend(self._started(runner, step))
+        while log.sums:
+            meeting = self._meetings[log.sums[0]]
             meeting.arrived.add(runner)
             if len(meeting.arrived) < meeting.size:
                 runner.waits_for = meeting
                 return False
             for other in meeting.arrived:
                 self.wake(other, meeting)
-            launches.sums.popleft()
+            log.sums.popleft()
         return True
 
     def _started(self, runner: Runner, step: Instruction) -> Iterator[int]:
         """Yield the items whose sums an instruction launches, in that order: behind each layer, or, where gradients go
         over z first, when there is no other buffer for those of the next layer; the others at the end of the step."""
-        scattering = self._launches[runner].scattering
+        scattering = self._runner_logs[runner].scattering
         if step.op in ADDING:
             tile = runner.virtual_stages[step.virtual_stage]
             buffers = OVERLAPPED_BUFFERS if self._overlaps_z and tile.tensor.stored_parts > 1 else 0
@@ -196,33 +196,35 @@ class LaunchOrderRun(ScheduleRun):
         held = self._held.get(wire.ends)
         if not wire.microbatches or held is None:
             return bool(wire.microbatches)
-        operations = self._launches[wire.source].operations
-        return held[self._logs[wire].received] <= (operations[-1][0] if operations else -1)
+        operations = self._runner_logs[wire.source].operations
+        return held[self._wire_logs[wire].received] <= (operations[-1][0] if operations else -1)
 
     def compute(self, runner: Runner, step: Instruction) -> None:
         """Take note of the operations of an instruction, which have ended: its messages need not be late any more."""
         if self._bridge.launches(runner.virtual_stages[step.virtual_stage], step):
-            launches = self._launches[runner]
-            launches.operations.append((runner.place, dict(launches.arrived)))
+            log = self._runner_logs[runner]
+            log.operations.append((runner.place, dict(log.arrived)))
             for wire in self._outgoing.get(runner, ()):
                 self.wake(wire.target, wire)
 
     def send(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None:
         if not self._outgoing:
             return
-        arrived = self._launches[runner].arrived
+        arrived = self._runner_logs[runner].arrived
         for wire in wires:
-            self._logs[wire].sent += 1  # of a full channel the first message has arrived before another one is sent
-            arrived[wire.ends] = max(arrived.get(wire.ends, 0), self._logs[wire].sent - wire.depth)
+            self._wire_logs[
+                wire
+            ].sent += 1  # of a full channel the first message has arrived before another one is sent
+            arrived[wire.ends] = max(arrived.get(wire.ends, 0), self._wire_logs[wire].sent - wire.depth)
         for wire in wires:
-            self._logs[wire].known.append(dict(arrived))
+            self._wire_logs[wire].known.append(dict(arrived))
 
     def receive(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None:
         if not self._outgoing:
             return
-        arrived = self._launches[runner].arrived
+        arrived = self._runner_logs[runner].arrived
         for wire in wires:
-            log = self._logs[wire]
+            log = self._wire_logs[wire]
             log.received += 1
             for ends, count in (log.known.popleft() | {wire.ends: log.received}).items():
                 arrived[ends] = max(arrived.get(ends, 0), count)
@@ -230,20 +232,20 @@ class LaunchOrderRun(ScheduleRun):
 
     def run(self) -> None:
         super().run()
-        for runner, launches in self._launches.items():
-            if launches.sums:
+        for runner, log in self._runner_logs.items():
+            if log.sums:
                 tile = runner.virtual_stages[0]
-                raise PlanError(f"{label(tile)} waits for ever to sum the gradients of item {launches.sums[0]}")
+                raise PlanError(f"{label(tile)} waits for ever to sum the gradients of item {log.sums[0]}")
 
     def latest(self) -> dict[Ends, list[int]]:
         """Return, of a run that has ended, the last place of its sender before which each message may be on its way:
         an instruction with operations that was reached without knowing of the arrival; -1: there is none."""
         result = {}
         for runner, wires in self._outgoing.items():
-            operations = self._launches[runner].operations
+            operations = self._runner_logs[runner].operations
             for wire in wires:
                 known = [arrived.get(wire.ends, 0) for _, arrived in operations]
-                last = [bisect_right(known, number) - 1 for number in range(self._logs[wire].sent)]
+                last = [bisect_right(known, number) - 1 for number in range(self._wire_logs[wire].sent)]
                 result[wire.ends] = [operations[at][0] if at >= 0 else -1 for at in last]
         return result
 

@@ -91,7 +91,7 @@ class ClusterNetwork:
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
         """`link_share` is the share of a data sheet's bandwidth that collectives reach, see
-        `config.links.message_seconds`."""
+        `config.clusters.links.message_seconds`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._numbers: dict[PairLink, int] = {}
