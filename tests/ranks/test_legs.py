@@ -200,3 +200,26 @@ def test_a_device_that_becomes_slow_is_named_and_gets_less_to_do(world, tokens, 
     before, after = seconds[leg["step"]], statistics.median(seconds[step] for step in range(leg["step"] + 2, 21))
     assert after < 0.85 * before, "four devices with 1.4 times the time of one of them on the others"
     assert abs(leg["predicted_seconds"] / after - 1) < 0.1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_signal_during_a_change_of_plans_saves_after_the_next_step(own, tokens, folder):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
+    go_on = run._go_on
+
+    def interrupted(change) -> None:
+        go_on(change)
+        if own.rank == 1:
+            run.signals.received = "SIGTERM"
+
+    run._go_on = interrupted
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    train_with_requests(run, {1: (NEXT_PLAN_FILE, other)}, ended=True)
+    with own.all_or_none():
+        if own.rank == 0:
+            assert [leg["step"] for leg in legs_of(run)] == [2] and len(losses_of(run)) == 3
+            assert run.checkpoint.name == "step-00000003"
+            end = json.loads((run.path / "events.jsonl").read_text().splitlines()[-1])
+            assert end["event"] == "end" and end["stopped_by"] == "SIGTERM on rank 1"

@@ -110,12 +110,13 @@ def rebalanced_plan(run: Prepared, requested: Job, unbalanced: Unbalanced) -> tu
     plan = with_families(choose_plan(job, cluster, run.described.name, setup_of).plan, run.families)
     now, then = (predict_measured(measured.but(plan_or_none=each)).predict().step_seconds for each in (run.plan, plan))
     gain, why = (now - then) * unbalanced.steps_left, unbalanced.text
+    change = f"the change takes about {unbalanced.stall_seconds:.2g} s"
     if plan == run.plan or gain <= WORTH_STALLS * unbalanced.stall_seconds:
         raise PlanError(
-            f"{why}; a plan by these speeds would gain {max(0.0, gain):.3g} s in {unbalanced.steps_left} steps, and the"
-            f" change takes about {unbalanced.stall_seconds:.2g} s"
+            f"{why}; a plan by these speeds would gain {max(0.0, gain):.3g} s in {unbalanced.steps_left} steps, and"
+            f" {change}"
         )
-    return plan, f"{why}; a step takes {then:.4g} s instead of {now:.4g} s", speeds
+    return plan, f"{why}; a step takes {then:.4g} s instead of {now:.4g} s, and {change}", speeds
 
 
 def as_measured(run: Prepared) -> tuple[Job, Cluster, list[str]]:
