@@ -82,8 +82,11 @@ def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:
     grid = shared_value(NAME, "tensor grids", (tile.tensor for tile in plan.tiles))
     zero = shared_value(NAME, "ZeRO stages", (tile.zero for tile in plan.tiles))
     recompute = shared_value(NAME, "recompute", (tile.recompute for tile in plan.tiles))
-    if grid.x > 1 or grid.z > 1:
-        raise PlanError(f"Megatron-LM has no tensor grid of {grid}, but y alone: set tensor.x and tensor.z to 1")
+    if grid.size > grid.y:
+        raise PlanError(
+            f"Megatron-LM has no tensor grid of {grid}, but y alone, and context parallelism of another kind than c: set"
+            " tensor.x, tensor.z and tensor.c to 1"
+        )
     if zero > 1:
         raise PlanError(f"Megatron-LM has no ZeRO {zero} with such plans, but 0 and 1: set zero to one of these")
     rows = shared_value(NAME, "numbers of rows", (tile.rows.size for tile in plan.tiles))

@@ -118,6 +118,10 @@ class SoftwareSetup(Setup):
         own = self.engine.optimizer_bytes
         return super().state_bytes(parts) if own is None else own
 
+    @property
+    def context_sizes(self) -> list[int]:
+        return []  # context parallelism is part of a run, by `context_parts`
+
     def position_parts(self, grid: TensorGrid) -> int:
         return grid.y if self.engine.sequence_parallel else grid.position_parts
 

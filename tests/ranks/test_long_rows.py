@@ -5,12 +5,20 @@ import functools
 import numpy as np
 import pytest
 
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
+from hpctrain.data.order import open_datasets
 from hpctrain.data.tokens import TokenWriter
+from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
-from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.network import ClusterNetwork
+from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import (
     VOCAB,
     Alone,
@@ -20,6 +28,7 @@ from tests.ranks.small_runs import (
     largest_relative_difference,
     losses,
     make_job,
+    rehearsed_world,
 )
 
 TOLERANCE = 1e-5
@@ -220,3 +229,53 @@ def test_c_moves_the_keys_and_values_of_each_block(world, tokens, recompute, mon
     passes = 2 if recompute == "none" else 3
     sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c])
     assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
+
+
+FLOPS, MEMORY, MEMORY_SPEED = 1e9, 400_000_000, 4e9
+DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
+NODE = parse_cluster(
+    f"""
+    [families.equal]
+    origin = "measured"
+    kind = "cuda"
+    memory_bytes = {MEMORY}
+    memory_bytes_per_second = {MEMORY_SPEED}
+    peak_flops_per_second = {{fp32 = {FLOPS}}}
+    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
+    [fabrics.slow]
+    origin = "measured"
+    latency_seconds = 1e-4
+    [[nodes]]
+    count = 4
+    origin = "measured"
+    devices = {{equal = 1}}
+    nics = [{{fabric = "slow", send_bytes_per_second = 2e7, receive_bytes_per_second = 2e7, origin = "measured"}}]
+    """,
+    "a test",
+)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("grid", [TensorGrid(c=4), TensorGrid(y=2, c=2)], ids=str)
+def test_a_rehearsed_step_takes_as_long_as_predicted(world, tokens, grid, recompute):
+    """One row of 32 times the positions of other tests, attention being most of its work."""
+    shape = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "max_positions": 512}
+    job = make_job(tokens, "llama", shape=shape, global_batch=1, validation_sequences=1)
+    data = job.data.model_copy(update={"sequence_length": 512})
+    job = job.model_copy(update={"data": data, "overlap": Overlap(tensor=False, data=False, z=False)})
+    plan = even_plan(job.model.num_items, grid, 1, 1, 1, 1, family="equal", recompute=recompute)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    predicted = predict(Setup.of_job(job), plan, NODE)
+    measurement = Measurement(world)
+    with rehearsed_world(world, NODE, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
+        own.configure(network=ClusterNetwork(NODE))
+        trainer = Trainer(own, own.accelerator, job, plan)
+        trainer.initialise()
+        seconds, overrun = punctual_step(own, trainer, training)
+        del trainer
+    if world.rank == 0:
+        print(f"{grid}, {recompute}: {seconds:.4f} s, {predicted.step_seconds:.4f} predicted; overrun {overrun:.2%}")
+    with measurement.checking(overrun):
+        assert seconds == pytest.approx(predicted.step_seconds, rel=0.05)

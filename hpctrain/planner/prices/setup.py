@@ -15,7 +15,7 @@ from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.sharding.grid import AXES, STORED, TensorGrid
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, divisors
 from hpctrain.sharding.items import block_of, is_attention
 from hpctrain.sharding.parameters import all_parameters, padded_vocabulary
 
@@ -130,6 +130,10 @@ def mean_by_weight(parts: Iterable[tuple[Shape, float]], value: Callable[[Shape]
 @lru_cache(maxsize=64)
 def _mean_of_model(model: Model, value: Callable[[Shape], float]) -> float:
     return mean_by_weight(((p.shape, math.prod(p.shape)) for p in all_parameters(model).values()), value)
+
+
+LEAST_CONTEXT = 8192
+"""Positions of a row that a rank has at the least, where a search cuts them by c. Shorter rows fit without it."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,11 @@ class Setup:
             own = replace(self, positions=-(-self.positions // parts), context_parts=self.context_parts * parts)
             self._by_parts[parts] = own
         return self._by_parts[parts]
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """The sizes of c that a search tries: by which each rank has many positions of a row."""
+        return [c for c in divisors(self.positions // 2) if 1 < c <= self.positions // LEAST_CONTEXT]
 
     def position_parts(self, grid: TensorGrid) -> int:
         """Return the number of parts into which y cuts the positions of hidden states."""

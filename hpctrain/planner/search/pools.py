@@ -7,7 +7,7 @@ how many devices each has matters: a search never looks at pairs of ranks.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,11 +49,17 @@ class Pool:
             self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
         return self._slots[size]
 
-    def grids(self) -> list[TensorGrid]:
-        """Return all tensor grids that fit on a node, small ones first."""
+    def grids(self, context_sizes: Iterable[int] = ()) -> list[TensorGrid]:
+        """Return all tensor grids that fit on a node, small ones first.
+
+        Those of y alone are there with c of some sizes too: it cuts rows that are so long that there are few, which x
+        and z do not help.
+        """
         most = max(map(len, self.nodes))
         sizes = (each for each in itertools.product(range(1, most + 1), repeat=3) if math.prod(each) <= most)
-        return sorted(itertools.starmap(TensorGrid, sizes), key=lambda grid: (grid.size, grid.x, grid.z))
+        grids = list(itertools.starmap(TensorGrid, sizes))
+        grids += [TensorGrid(y=y, c=c) for c in context_sizes for y in range(1, most // c + 1)]
+        return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z, grid.c))
 
 
 def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:

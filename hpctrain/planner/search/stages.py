@@ -242,14 +242,14 @@ class StageCosts:
         less.
         """
         result = []
-        for grid in self.pools[number].grids():
+        for grid in self.pools[number].grids(self.setup.context_sizes):
             try:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
             cut = grid._replace(sequence_parallel=True)
             is_finer = self.setup.position_parts(cut) > self.setup.position_parts(grid)
-            if not is_finer or self.setup.positions % cut.position_parts:
+            if not is_finer or self.setup.positions % (cut.context_parts * cut.position_parts):
                 result.append(grid)
                 continue
             both = [[self.passes(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]

@@ -1,0 +1,281 @@
+"""Rows whose positions c cuts: the losses of one rank, the same bits again, the bytes of the group of c."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.clusters.truth import PretendDevice, Truth
+from hpctrain.config.parallelism import Overlap
+from hpctrain.data.order import open_datasets
+from hpctrain.data.tokens import TokenWriter
+from hpctrain.engine.trainer import Trainer
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.network import ClusterNetwork
+from hpctrain.planner.prices.setup import Setup
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from tests.ranks.punctual import Measurement, punctual_step
+from tests.ranks.small_runs import (
+    VOCAB,
+    Alone,
+    by,
+    bytes_of_a_step,
+    go_on,
+    largest_relative_difference,
+    losses,
+    make_job,
+    rehearsed_world,
+)
+
+TOLERANCE = 1e-5
+ROWS, MICROBATCHES, BLOCKS = 4, 2, 2
+LAST = 2 * BLOCKS + 2
+MODELS = {
+    "gpt2": {},
+    "llama": {"ffn_size": 24},
+    "mistral": {"architecture": "mistral", "window": 5, "ffn_size": 24},
+    "gemma3": {
+        "architecture": "gemma3",
+        "window": 5,
+        "global_every": 2,
+        "rope_local_base": 100.0,
+        "score_divisor": 6.0,
+        "head_size": 8,
+        "ffn_size": 24,
+        "tie_head": True,
+    },
+    "gemma2": {
+        "architecture": "gemma2",
+        "window": 5,
+        "global_every": 2,
+        "score_divisor": 6.0,
+        "score_cap": 2.0,
+        "logit_cap": 4.0,
+        "head_size": 8,
+        "ffn_size": 24,
+        "tie_head": True,
+    },
+}
+
+
+def tile(items, rows, ranks, **options) -> Tile:
+    """A tile, whose grid has the options that are its own."""
+    grid = {name: options.pop(name) for name in list(options) if name in TensorGrid._fields}
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(**grid), **options)
+
+
+def whole(ranks, **options) -> tuple[Tile, ...]:
+    return (tile((0, LAST), (0, ROWS), ranks, **options),)
+
+
+TILINGS = {
+    2: {
+        "c": whole((0, 1), c=2),
+        "c of one row at a time, selectively recomputed": whole((1, 0), c=2, recompute="selective", row_chunks=4),
+        "c and all recomputed": whole((0, 1), c=2, recompute="full"),
+    },
+    4: {
+        "c of four": whole((0, 1, 2, 3), c=4),
+        "x and c": whole((0, 1, 2, 3), x=2, c=2, recompute="full"),
+        "y and c": whole((3, 1, 2, 0), y=2, c=2, recompute="selective"),
+        "y that cuts positions, and c": whole((0, 1, 2, 3), y=2, c=2, sequence_parallel=True),
+        "z and c": whole((0, 1, 2, 3), z=2, c=2, zero=0),
+        "from c to whole rows": (tile((0, 3), (0, 4), (0, 1), c=2), tile((3, LAST), (0, 4), (2, 3), y=2)),
+        "from whole rows to c": (tile((0, 3), (0, 4), (0, 1), z=2), tile((3, LAST), (0, 4), (3, 2), c=2)),
+        "from y's positions to c": (
+            tile((0, 3), (0, 4), (0, 1), y=2, sequence_parallel=True),
+            tile((3, LAST), (0, 4), (2, 3), c=2),
+        ),
+        "replicas of unlike grids": (
+            tile((0, LAST), (0, 3), (0, 1), c=2),
+            tile((0, LAST), (3, 4), (2, 3), y=2),
+        ),
+        "replicas that share weights": (
+            tile((0, LAST), (0, 3), (0, 1), c=2, zero=3),
+            tile((0, LAST), (3, 4), (2, 3), c=2, zero=3, state_share=2),
+        ),
+        "replicas that share gradients": (
+            tile((0, LAST), (0, 2), (0, 1), c=2, zero=2),
+            tile((0, LAST), (2, 4), (2, 3), c=2, zero=2),
+        ),
+        "virtual stages": tuple(
+            tile(items, (0, 4), ranks, c=2)
+            for items, ranks in (((0, 2), (0, 1)), ((2, 3), (2, 3)), ((3, 4), (0, 1)), ((4, LAST), (2, 3)))
+        ),
+        "zero-bubble": (tile((0, 3), (0, 4), (0, 1), c=2), tile((3, LAST), (0, 4), (2, 3), c=2)),
+    },
+    8: {
+        "c of eight": whole(tuple(range(8)), c=8),
+        "x, y and c": whole(tuple(range(8)), x=2, y=2, c=2),
+        "y, z and c": whole(tuple(range(8)), y=2, z=2, c=2, sequence_parallel=True),
+        "c of four, then of two": (
+            tile((0, 3), (0, 4), (0, 1, 2, 3), c=4),
+            tile((3, LAST), (0, 2), (4, 5), c=2, zero=0),
+            tile((3, LAST), (2, 4), (6, 7), x=2, zero=0),
+        ),
+    },
+}
+
+
+def plan_of(name: str, size: int) -> Plan:
+    schedule = "zb-h1" if name == "zero-bubble" else "1f1b"
+    return Plan(TILINGS[size][name], MICROBATCHES, ROWS, schedule)
+
+
+def pytest_generate_tests(metafunc):
+    if "tiling" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        names = TILINGS.get(MPI.COMM_WORLD.size, {})
+        models = list(MODELS)
+        metafunc.parametrize(("model", "tiling"), [(models[i % len(models)], name) for i, name in enumerate(names)])
+
+
+def job_of(tokens, model: str, **more):
+    shape = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4, "vocab_size": VOCAB} | MODELS[model]
+    kind = "gpt2" if model == "gpt2" else "llama"
+    job = make_job(tokens, kind, shape=shape, global_batch=ROWS * MICROBATCHES, learning_rate=1e-2)
+    return job.model_copy(update=more)
+
+
+@functools.cache
+def one_rank(world, tokens, model: str, steps: int) -> list[float]:
+    return world.on_first_rank(lambda: losses(Alone(), job_of(tokens, model), steps, plan=Plan(whole((0,)), 2, ROWS)))
+
+
+def curve(world, job, plan: Plan, steps: int) -> list[float]:
+    with world.freeing():
+        return losses(world, job, steps, plan=plan)
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.timeout(120)
+def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling):
+    plan, expected = plan_of(tiling, world.size), one_rank(world, tokens, model, steps)
+    check_plan(job_of(tokens, model), plan, "the plan")
+    result = curve(world, job_of(tokens, model), plan, steps)
+    difference = largest_relative_difference(result, expected)
+    if world.rank == 0:
+        print(f"{model}, {tiling}: {difference:.1e} {plan.describe()}")
+    assert expected[steps - 1] < 0.98 * expected[0], "the reference learns"
+    assert difference < TOLERANCE
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_and_caps_have_the_losses_of_one_rank(world, tokens, steps, model):
+    result = curve(world, job_of(tokens, model), plan_of("c", 2), steps)
+    assert largest_relative_difference(result, one_rank(world, tokens, model, steps)) < TOLERANCE
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "mistral"])
+def test_documents_and_prompts_have_the_losses_of_one_rank(world, folder, model):
+    if world.rank == 0:
+        rng = np.random.default_rng(2)
+        with TokenWriter(folder / "packed.h5", VOCAB) as writer:
+            for size in rng.integers(2, 40, size=300):
+                writer.begin_document()
+                writer.append(rng.integers(VOCAB, size=size // 2), learnt=False)
+                writer.append(rng.integers(VOCAB, size=size - size // 2))
+    world.agree(None)
+    job = job_of(folder / "packed.h5", model)
+    job = job.model_copy(update={"data": job.data.model_copy(update={"mask_documents": True})})
+    expected = world.on_first_rank(lambda: losses(Alone(), job, 4, plan=Plan(whole((0,)), 2, ROWS)))
+    for name in ["c"] if world.size == 2 else ["c of four", "y that cuts positions, and c"]:
+        assert largest_relative_difference(curve(world, job, plan_of(name, world.size), 4), expected) < TOLERANCE, name
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["y and c", "replicas that share weights"])
+def test_what_is_overlapped_changes_no_bit(world, tokens, name):
+    plan = plan_of(name, 4)
+    off, on = (
+        curve(world, job_of(tokens, "llama", overlap=Overlap(tensor=on, data=on, z=on)), plan, 4)
+        for on in (False, True)
+    )
+    assert on == off
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, dtype):
+    name = {2: "c", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
+    job, plan = job_of(tokens, "gpt2"), plan_of(name, world.size)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
+    uninterrupted = go_on(world, job, plan, folder, 4, resume=False)
+    halves = [go_on(world, job, plan, folder, 2, resume) for resume in (False, True)]
+    assert halves[0] + halves[1] == uninterrupted
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_c_moves_the_keys_and_values_of_each_block(world, tokens, recompute, monkeypatch):
+    """fp32; n ranks send together n - 1 times what they gather, and as much of what they scatter: keys and values of
+    each block forward, once more where they are not kept, and their gradients."""
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
+    n = world.size
+    job = make_job(tokens, "llama", {"tensor": {"c": n}, "microbatch": 8, "recompute": recompute})
+    numbers, key_size = 16 * 16, job.model.num_kv_heads * job.model.hidden_size // job.model.num_heads
+    passes = 2 if recompute == "none" else 3
+    sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c])
+    assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
+
+
+FLOPS, MEMORY, MEMORY_SPEED = 1e9, 400_000_000, 4e9
+DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
+NODE = parse_cluster(
+    f"""
+    [families.equal]
+    origin = "measured"
+    kind = "cuda"
+    memory_bytes = {MEMORY}
+    memory_bytes_per_second = {MEMORY_SPEED}
+    peak_flops_per_second = {{fp32 = {FLOPS}}}
+    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
+    [fabrics.slow]
+    origin = "measured"
+    latency_seconds = 1e-4
+    [[nodes]]
+    count = 4
+    origin = "measured"
+    devices = {{equal = 1}}
+    nics = [{{fabric = "slow", send_bytes_per_second = 2e7, receive_bytes_per_second = 2e7, origin = "measured"}}]
+    """,
+    "a test",
+)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("grid", [TensorGrid(c=4), TensorGrid(y=2, c=2)], ids=str)
+def test_a_rehearsed_step_takes_as_long_as_predicted(world, tokens, grid, recompute):
+    """One row of 32 times the positions of other tests, attention being most of its work."""
+    shape = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "max_positions": 512}
+    job = make_job(tokens, "llama", shape=shape, global_batch=1, validation_sequences=1)
+    data = job.data.model_copy(update={"sequence_length": 512})
+    job = job.model_copy(update={"data": data, "overlap": Overlap(tensor=False, data=False, z=False)})
+    plan = even_plan(job.model.num_items, grid, 1, 1, 1, 1, family="equal", recompute=recompute)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    predicted = predict(Setup.of_job(job), plan, NODE)
+    measurement = Measurement(world)
+    with rehearsed_world(world, NODE, Truth(time_scale=40.0, devices={"equal": DEVICE})) as own:
+        own.configure(network=ClusterNetwork(NODE))
+        trainer = Trainer(own, own.accelerator, job, plan)
+        trainer.initialise()
+        seconds, overrun = punctual_step(own, trainer, training)
+        del trainer
+    if world.rank == 0:
+        print(f"{grid}, {recompute}: {seconds:.4f} s, {predicted.step_seconds:.4f} predicted; overrun {overrun:.2%}")
+    with measurement.checking(overrun):
+        assert seconds == pytest.approx(predicted.step_seconds, rel=0.05)
