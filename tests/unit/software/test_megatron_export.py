@@ -65,7 +65,7 @@ def _swapped(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of(TensorGrid(x=2)), "Megatron-LM has no tensor grid of .* set tensor.x and tensor.z to 1"),
+        (plan_of(TensorGrid(x=2)), "Megatron-LM has no tensor grid of .* set tensor.x, tensor.z and tensor.c to 1"),
         (plan_of(zero=2), "Megatron-LM has no ZeRO 2 with such plans"),
         (_uneven(plan_of()), r"cuts 8 blocks evenly, and this plan's stages begin with items \[0, 7\]"),
         (_swapped(plan_of()), r"replicas of a stage on ranks \[0, 1, 2, 3\], and this plan on \[6, 7, 0, 1\]"),
