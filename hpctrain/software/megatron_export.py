@@ -84,8 +84,8 @@ def _layout_flags(plan: Plan, num_layers: int) -> dict[str, str]:
     recompute = shared_value(NAME, "recompute", (tile.recompute for tile in plan.tiles))
     if grid.size > grid.y:
         raise PlanError(
-            f"Megatron-LM has no tensor grid of {grid}, but y alone, and context parallelism of another kind than c: set"
-            " tensor.x, tensor.z and tensor.c to 1"
+            f"Megatron-LM has no tensor grid of {grid}, but y alone, and context parallelism of another kind than c:"
+            " set tensor.x, tensor.z and tensor.c to 1"
         )
     if zero > 1:
         raise PlanError(f"Megatron-LM has no ZeRO {zero} with such plans, but 0 and 1: set zero to one of these")
