@@ -20,6 +20,7 @@ from benchmarks.evidence.held_out import golden_memory, held_out_sets
 from benchmarks.evidence.published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS
 from hpctrain.planner.prices.cost import model_flops
+from hpctrain.software.advice import own_engine
 
 MOST_FITTED = 20
 """Rows of a set that a fit looks at, evenly chosen: 749 say little more, and each set counts the same."""
@@ -29,6 +30,8 @@ FEWEST_LAYOUTS = 4
 """Of a job, for Kendall's tau of them alone."""
 TELLING_SHARE = 0.75
 """A run that ran says something of "fits" where it is predicted to need so much of its device, or more."""
+MOST_SEARCHED, SEARCH_SECONDS = 64, 10.0
+"""Devices and seconds of a search for our own best plan, next to a published run."""
 UNTOUCHED = {"product_share": 0.7, "memory_share": 0.8, "dispatch_seconds": 10e-6, "link_share": 0.8}
 
 
@@ -172,19 +175,25 @@ def model_share(row: Measured, seconds: float) -> float:
 
 
 def best_published(sets: Sequence[PublishedSet]) -> None:
-    """Print the best published run of each accelerator and dtype, with what is predicted of it."""
+    """Print the best published run of each accelerator and dtype, with what is predicted of it and of our best plan.
+
+    That plan is for the same job and machine, where it has at most `MOST_SEARCHED` devices and no fp8."""
     best: dict[tuple[str, str], Measured] = {}
     for row in (row for each in sets for row in each.rows if not row.layers):
         key = row.run.accelerator, row.run.linear_dtype or row.run.dtype
         best[key] = max(row, best.get(key, row), key=lambda row: model_share(row, row.seconds))
-    print("| accelerator | dtype | best published run | MFU | predicted of it | error |")
-    print("|---|---|---|--:|--:|--:|")
+    print("| accelerator | dtype | best published run | MFU | predicted of it | error | predicted of our best plan |")
+    print("|---|---|---|--:|--:|--:|--:|")
     off = []
     for (accelerator, dtype), row in sorted(best.items()):
         seconds = SHIPPED.predict(row).step_seconds
         measured, predicted = model_share(row, row.seconds), model_share(row, seconds)
         off.append(seconds / row.seconds - 1)
-        print(f"| {accelerator} | {dtype} | {row.name} | {measured:.1%} | {predicted:.1%} | {off[-1]:+.1%} |")
+        own = ""
+        if row.run.num_devices <= MOST_SEARCHED and not row.run.linear_dtype and row.run.dtype != "fp32":
+            own = f"{model_share(row, own_engine(row.run, SEARCH_SECONDS).prediction.step_seconds):.1%}"
+        figures = f"{measured:.1%} | {predicted:.1%} | {off[-1]:+.1%} | {own}"
+        print(f"| {accelerator} | {dtype} | {row.name} | {figures} |", flush=True)
     print(f"{len(off)} best runs: mean error {statistics.mean(map(abs, off)):.1%}, bias {statistics.mean(off):+.1%}")
 
 
