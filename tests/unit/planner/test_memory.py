@@ -80,6 +80,22 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(tokens, layout, is_over
     check_memory(job.model_copy(update={"overlap": overlap}), least)
 
 
+@pytest.mark.parametrize(
+    ("family", "plan", "least"),
+    [
+        ("qwen3_moe", {"data": 4}, 0.01),
+        ("qwen3_moe", {"data": 4, "recompute": "selective"}, 0.01),
+        ("dots1", PIPELINE | {"schedule": "zb-h1"}, 0.04),
+        ("dots1", {"tensor": {"y": 2}, "data": 2}, 0.06),
+    ],
+    ids=str,
+)
+def test_experts_take_what_is_predicted(tokens, family, plan, least):
+    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 48}
+    own = {"shared_experts": 1, "dense_layers": 1} if family == "dots1" else {}
+    check_memory(job_of("llama", tokens, plan, architecture=family, **sizes, **own), least)
+
+
 @pytest.mark.parametrize("plan", [{"data": 4, "zero": 0}, {"data": 2, "pipeline": 2} | HOST], ids=str)
 def test_an_optimizer_of_one_moment_takes_what_is_predicted(tokens, plan):
     check_memory(job_of("llama", tokens, plan | {"microbatch": 2}, optimizer="lion"), 0.01)
