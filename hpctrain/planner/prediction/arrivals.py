@@ -1,6 +1,7 @@
 """Prices the messages between the tiles of a plan: activations forward, their gradients back. Pure."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, common_parts, everywhere, gathers, receives
-from hpctrain.planner.prices.network import ClusterNetwork, Port
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 
 
@@ -40,6 +41,9 @@ class _Part(NamedTuple):
     sender: int
     receiver: int
     num_bytes: float
+    ports: tuple[tuple[int, tuple, float], ...]
+    """The ports that it passes: the place of the node among those of the arrival, which of its ports, and how fast that
+    is."""
 
 
 class _Arrival(NamedTuple):
@@ -49,11 +53,13 @@ class _Arrival(NamedTuple):
     sources: tuple[Tile, ...]
     forward: bool
     kind: "_Kind"
+    nodes: tuple[int, ...]
+    """The nodes of its ranks, in the order of places."""
 
-    def messages(self) -> Iterator[tuple[_Part, int, int]]:
-        """Yield each message with the ranks that send and receive it."""
-        for part in self.kind.parts:
-            yield part, self.sources[part.source].ranks[part.sender], self.tile.ranks[part.receiver]
+    def crossings(self) -> Iterator[tuple[int, bool, int]]:
+        """Yield for each node the place between items where the messages cross, their direction, and the node."""
+        crosses = self.tile.items.start if self.forward else self.tile.items.stop
+        return ((crosses, self.forward, node) for node in self.nodes)
 
 
 class _Kind:
@@ -61,8 +67,12 @@ class _Kind:
 
     def __init__(self, parts: list[_Part], gather_seconds: float):
         self.parts, self.gather_seconds = parts, gather_seconds
-        self.by_flows: dict[tuple[float, ...], dict[int, MessageCost]] = {}
-        """What the message of each source takes, by the flows that share the NICs of each part."""
+        self.by_traffic: dict[tuple[Traffic, ...], dict[int, MessageCost]] = {}
+        """What the message of each source takes, by what else passes the nodes of the arrival."""
+
+
+Traffic = frozenset[tuple[tuple[_Kind, int], int]]
+"""How many arrivals of each kind pass a node at once, in each place of the arrival."""
 
 
 class _Messages:
@@ -70,56 +80,53 @@ class _Messages:
 
     Those of all replicas that cross the same place between items in the same direction are in flight at once. They
     share the NICs that they leave and enter by max-min fairly: until a message is there, a NIC has passed as many bytes
-    of each of the others, or all of those that are smaller.
+    of each of the others, or all of those that are smaller. Arrivals of one kind that pass nodes of equal traffic take
+    equally long, and are priced once.
     """
 
     def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
         self._setup, self._plan, self._network = setup, plan, network
         self._row = RowShape(setup.positions, setup.model.hidden_size)
         self._kinds: dict[tuple, _Kind] = {}
-        self._passed: dict[tuple[int, bool, Port], Counter[float]] = {}
-        """How many messages of each size a NIC passes at once, by the place between items where they cross, and the
-        direction."""
-        self._known: dict[tuple, float] = {}
+        devices = network.cluster.devices
+        # The node of each of some ranks, and their places.
+        self._where = lru_cache(None)(lambda ranks: ([devices[r].node for r in ranks], [*map(network.place, ranks)]))
+        self._passed = lru_cache(None)(_passed)
 
     def all(self) -> dict[tuple[Tile, Tile], MessageCost]:
         """Return the messages."""
         every = []
         for tile, forward in itertools.product(self._plan.tiles, (True, False)):
             if sources := self._plan.upstream(tile) if forward else self._plan.downstream(tile):
-                every.append(_Arrival(tile, sources, forward, self._kind(tile, sources, forward)))
-        passing = [self._ports(arrival) for arrival in every]
-        for arrival, ports in zip(every, passing, strict=True):
-            for part, of_part in zip(arrival.kind.parts, ports, strict=True):
-                for port, _ in of_part:
-                    self._passed.setdefault(port, Counter())[part.num_bytes] += 1
+                every.append(self._arrival(tile, sources, forward))
+        passing: dict[tuple[int, bool, int], Counter[tuple[_Kind, int]]] = {}
+        for arrival in every:
+            for place, key in enumerate(arrival.crossings()):
+                passing.setdefault(key, Counter())[arrival.kind, place] += 1
+        interned: dict[Traffic, Traffic] = {}
+        traffic: dict[tuple[int, bool, int], Traffic] = {}
+        for key, arrivals_there in passing.items():
+            equal = frozenset(arrivals_there.items())
+            traffic[key] = interned.setdefault(equal, equal)
         result: dict[tuple[Tile, Tile], MessageCost] = {}
-        for arrival, ports in zip(every, passing, strict=True):
-            kind = arrival.kind
-            flows = tuple(self._flows(*pair) for pair in zip(ports, kind.parts, strict=True))
-            if flows not in kind.by_flows:
-                kind.by_flows[flows] = self._costs(arrival, flows)
-            for source, cost in kind.by_flows[flows].items():
+        for arrival in every:
+            own, known = tuple(traffic[key] for key in arrival.crossings()), arrival.kind.by_traffic
+            if own not in known:
+                known[own] = self._costs(arrival, own)
+            for source, cost in known[own].items():
                 result[arrival.sources[source], arrival.tile] = cost
         return result
 
-    def _ports(self, arrival: _Arrival) -> list[list[tuple[tuple[int, bool, Port], float]]]:
-        """Return for each part of an arrival the ports that it passes and how fast these are, as `_passed` names
-        them."""
-        crosses = arrival.tile.items.start if arrival.forward else arrival.tile.items.stop
-        return [
-            [((crosses, arrival.forward, port), times) for port, times in self._network.ports(sender, receiver)]
-            for _, sender, receiver in arrival.messages()
-        ]
-
-    def _costs(self, arrival: _Arrival, flows: Sequence[float]) -> dict[int, MessageCost]:
+    def _costs(self, arrival: _Arrival, traffic: Sequence[Traffic]) -> dict[int, MessageCost]:
         """Return what it takes until the last rank of a tile has what it is sent, by the source's place."""
         result: dict[int, MessageCost] = {}
         inside: dict[tuple[int, int], MessageCost] = {}
-        for (part, sender, receiver), shared in zip(arrival.messages(), flows, strict=True):
+        for part in arrival.kind.parts:
+            sender, receiver = arrival.sources[part.source].ranks[part.sender], arrival.tile.ranks[part.receiver]
             latency = self._network.latency_seconds(sender, receiver)
-            if shared:
-                cost = MessageCost(self._network.seconds(sender, receiver, part.num_bytes, shared), latency)
+            if part.ports:
+                flows = self._flows(part, traffic)
+                cost = MessageCost(self._network.seconds(sender, receiver, part.num_bytes, flows), latency)
                 result[part.source] = max(result.get(part.source, cost), cost)
             elif sender != receiver:  # one after the other, by the receiver's link
                 seconds, key = self._network.seconds(sender, receiver, part.num_bytes), (part.source, part.receiver)
@@ -131,16 +138,14 @@ class _Messages:
         gather = arrival.kind.gather_seconds  # as if it came so much later
         return {source: MessageCost(seconds + gather, late + gather) for source, (seconds, late) in result.items()}
 
-    def _flows(self, ports: Sequence[tuple[tuple[int, bool, Port], float]], part: _Part) -> float:
-        """Return how many messages like a part share its NICs; 0 where it passes none."""
-        most = 0.0
-        for port, times_as_fast in ports:
-            key = port, part.num_bytes
-            if key not in self._known:
-                passed = self._passed[port]
-                self._known[key] = sum(min(size, part.num_bytes) * n for size, n in passed.items()) / part.num_bytes
-            most = max(most, self._known[key] / times_as_fast)
-        return max(1.0, most) if ports else 0.0
+    def _flows(self, part: _Part, traffic: Sequence[Traffic]) -> float:
+        """Return how many messages like a part share its NICs."""
+        most = 1.0
+        for place, port, times_as_fast in part.ports:
+            sizes = self._passed(traffic[place])[port]
+            shared = math.fsum(min(size, part.num_bytes) * n for size, n in sizes.items()) / part.num_bytes
+            most = max(most, shared / times_as_fast)
+        return most
 
     def _gather_seconds(self, tile: Tile, forward: bool) -> float:
         """Return what the ranks of a tile take to gather over y what each of them was sent a part of."""
@@ -152,23 +157,29 @@ class _Messages:
         concurrent = self._network.concurrent(tile.ranks)
         return max(self._network.group_seconds("all_gather", num_bytes, group, concurrent) for group in groups)
 
-    def _kind(self, tile: Tile, sources: tuple[Tile, ...], forward: bool) -> _Kind:
+    def _arrival(self, tile: Tile, sources: tuple[Tile, ...], forward: bool) -> _Arrival:
         """Return what the ranks of a tile are sent of a microbatch, and gather; once for tiles in equivalent places."""
-        ranks = [rank for each in (tile, *sources) for rank in each.ranks]
-        devices, start = self._network.cluster.devices, tile.rows.start
-        nodes = _numbered([devices[rank].node for rank in ranks])
+        start, nodes, places = tile.rows.start, [], []
+        for each in (tile, *sources):
+            of_tile = self._where(each.ranks)
+            nodes += of_tile[0]
+            places += of_tile[1]
         rows = tuple((each.rows.start - start, each.rows.stop - start) for each in (tile, *sources))
         grids = tuple(each.tensor for each in (tile, *sources))
-        key = _numbered(ranks), nodes, tuple(map(self._network.place, ranks)), rows, grids, forward
+        ranks = _numbered([rank for each in (tile, *sources) for rank in each.ranks])
+        distinct = tuple(dict.fromkeys(nodes))
+        key = ranks, _numbered(nodes), tuple(places), rows, grids, forward
         if key not in self._kinds:
+            each_bytes = self._setup.item_bytes / self._position_parts(tile)
             parts = [
-                _Part(*place, receiver, transfer.num_elements * self._setup.item_bytes / self._position_parts(tile))
+                _Part(*_place(transfer.sender, sources), receiver, transfer.num_elements * each_bytes, ports)
                 for receiver, rank in enumerate(tile.ranks)
                 for transfer in receives(self._plan, tile, rank, self._row, forward, self._near(tile))
-                for place in [_place(transfer.sender, sources)]
+                for passed in [self._network.ports(transfer.sender, rank)]
+                for ports in [tuple((distinct.index(port.node), port[1:], times) for port, times in passed)]
             ]
             self._kinds[key] = _Kind(parts, self._gather_seconds(tile, forward))
-        return self._kinds[key]
+        return _Arrival(tile, sources, forward, self._kinds[key], distinct)
 
     def _position_parts(self, tile: Tile) -> int:
         # What y cuts without the grid saying so is sent so, and not gathered.
@@ -177,6 +188,17 @@ class _Messages:
     def _near(self, tile: Tile) -> Callable[[int, int], bool]:
         gathers_parts = self._setup.engine.gathers_parts and self._position_parts(tile) == 1
         return self._network.is_near if gathers_parts else everywhere
+
+
+def _passed(traffic: Traffic) -> dict[tuple, Counter[float]]:
+    """Return how many messages of each size pass each port of a node at once."""
+    result: dict[tuple, Counter[float]] = {}
+    for (kind, at), count in traffic:
+        for part in kind.parts:
+            for place, port, _ in part.ports:
+                if place == at:
+                    result.setdefault(port, Counter())[part.num_bytes] += count
+    return result
 
 
 def _numbered(values: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ without that cause alone, by `simulate`. Two causes may hide each other, or both
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from math import fsum
 from typing import Self
 
@@ -83,7 +84,8 @@ def waterfall(predictor: Predictor) -> dict[str, float]:
         plain = Predictor(predictor.setup, replace(plan, tiles=kept), predictor.cluster, prices=predictor.prices)
     plain_costs = dict(zip(plan.tiles, (plain.costs.tiles[tile] for tile in kept), strict=True))
     ranks = {tile: plan.virtual_stages(tile) for tile in plan.first_tiles}
-    work = {first: fsum(_flops(predictor, tile) for tile in tiles) for first, tiles in ranks.items()}
+    flops = lru_cache(None)(partial(_row_flops, predictor.setup))
+    work = {first: fsum(tile.rows.size * flops(tile.items) for tile in tiles) for first, tiles in ranks.items()}
     speed = {first: work[first] / _busy_seconds(tiles, plain_costs) for first, tiles in ranks.items()}
     used, unused = fsum(speed.values()), _unused_speed(predictor, speed)
     own = {first: fsum(_seconds_apart(costs.tiles[tile]) for tile in tiles) for first, tiles in ranks.items()}
@@ -117,14 +119,11 @@ def _busy_seconds(tiles: Collection[Tile], costs: Mapping[Tile, TileCost]) -> fl
     return fsum(each.compute - each.slowed for each in passes)
 
 
-def _flops(predictor: Predictor, tile: Tile) -> float:
-    """Return the FLOP of the products of a tile's forward pass: its share of the work."""
-    return tile.rows.size * fsum(_layer_flops(predictor, layer) for layer in layers(tile.items))
-
-
-def _layer_flops(predictor: Predictor, layer: Interval) -> float:
-    cost = layer_cost(predictor.setup, ONE_RANK, layer, 1, "none", 1)
-    return fsum(2.0 * each.m * each.k * each.n * each.batch * each.share for each in cost.forward.products)
+def _row_flops(setup: Setup, items: Interval) -> float:
+    """Return the FLOP of the products of some items' forward pass, for each row: their share of the work."""
+    costs = (layer_cost(setup, ONE_RANK, layer, 1, "none", 1) for layer in layers(items))
+    products = (product for cost in costs for product in cost.forward.products)
+    return fsum(2.0 * each.m * each.k * each.n * each.batch * each.share for each in products)
 
 
 def _unused_speed(predictor: Predictor, speed: Mapping[Tile, float]) -> float:
@@ -148,7 +147,7 @@ def _unused_speed(predictor: Predictor, speed: Mapping[Tile, float]) -> float:
             except PlanError:  # it does not compute in the dtype
                 by_family[device.family] = 0.0
                 continue
-            by_family[device.family] = rows * _layer_flops(predictor, BLOCK) / fsum(each.compute for each in passes)
+            by_family[device.family] = rows * _row_flops(predictor.setup, BLOCK) / fsum(each.compute for each in passes)
     return fsum(by_family[device.family] for device in idle)
 
 
