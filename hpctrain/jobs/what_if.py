@@ -7,6 +7,7 @@ import click
 from hpctrain.config.clusters.changed_cluster import ClusterChanges
 from hpctrain.config.clusters.cluster_file import locate_cluster
 from hpctrain.config.prices import load_prices
+from hpctrain.engine.start.resolve_overlap import setups_by_plan, topology_of
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     PATH,
@@ -17,10 +18,9 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import load_job_for, write_out
-from hpctrain.jobs.plan import search_and_summarise
 from hpctrain.jobs.predict import with_overlap
 from hpctrain.observe.machines import format_machines
-from hpctrain.planner.choose import with_dtypes
+from hpctrain.planner.choose import search_best, with_dtypes
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits
@@ -84,9 +84,12 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
             assumed.append("links of the cluster file were measured before what is set; they are scaled with it")
         machines.append(PossibleMachine(name, file.cluster, tuple(assumed)))
 
-    def search(machine):
-        where = replace(described, cluster=machine)
-        return search_and_summarise(loaded, where, Limits(scored=budget))[0].best.predictor
+    def search(machine, known_seconds):
+        asked, _ = with_dtypes(loaded, machine, sorted(machine.families), described.name)
+        job, _ = with_overlap(asked, replace(described, cluster=machine))
+        setup_of = setups_by_plan(asked, job, topology_of(machine, described.is_rehearsed))
+        limits = Limits(scored=budget, known_seconds=known_seconds)
+        return search_best(job, machine, limits, described.name, setup_of=setup_of).best.predictor
 
     def predict(machine, plan):
         used = sorted({machine.devices[rank].family for tile in plan.tiles for rank in tile.ranks})

@@ -1,12 +1,13 @@
 """Compares machines for a job: the best plan on each, its speed, energy and price, and where its step goes. Pure.
 
-Each machine is searched with the same budget. Then the first machine tries the best plans of all others, and these try
-its best plan, where they have the devices. So more devices, bytes or bandwidth are never worse. A difference below
-the tolerance of the search is none.
+Each machine is searched with the same budget. The others begin with the best plan of the first machine, where they have
+its devices. Then the first machine tries the best plans of all others. So more devices, bytes or bandwidth are never
+worse. A difference below the tolerance of the search is none.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,7 @@ class ComparedMachine:
 
 def what_if(
     machines: Sequence[PossibleMachine],
-    search: Callable[[Cluster], Predictor],
+    search: Callable[[Cluster, float], Predictor],
     predict: Callable[[Cluster, Plan], Predictor],
     prices: PriceFile | None = None,
     mtbf_seconds: float | None = None,
@@ -118,39 +119,47 @@ def what_if(
 ) -> list[ComparedMachine]:
     """Return what each machine is worth, compared with the first one.
 
-    `search` returns the best plan of a cluster, and `predict` that of a given plan; both raise HpctrainError where none
-    fits. `mtbf_seconds` is the mean time between failures of one device.
+    `search` returns the best plan of a cluster, where a plan of so many seconds is known, and `predict` that of a given
+    plan; both raise HpctrainError where none fits. `mtbf_seconds` is the mean time between failures of one device.
     """
     results: list[Predictor | HpctrainError] = []
-    for machine in machines:
+
+    def moved(number: int, other: int) -> Predictor | None:
+        """Return the plan of another machine on a machine; None where it does not run or fit there."""
+        theirs, here = results[other], machines[number].cluster
+        plan = moved_plan(theirs.plan, machines[other].cluster, here) if isinstance(theirs, Predictor) else None
+        if plan is None:
+            return None
+        with suppress(HpctrainError):  # such as a family that computes in another dtype here
+            predictor = predict(here, plan)
+            return predictor if predictor.predict().fits else None
+        return None
+
+    def faster(result: Predictor | HpctrainError, other: Predictor | None) -> Predictor | HpctrainError:
+        if other is None or (isinstance(result, Predictor) and _seconds(result) <= _seconds(other)):
+            return result
+        return other
+
+    for number, machine in enumerate(machines):
+        start = moved(number, 0) if number else None
         try:
-            results.append(search(machine.cluster))
+            own: Predictor | HpctrainError = search(machine.cluster, _seconds(start) if start else math.inf)
         except HpctrainError as error:
-            results.append(error)
-
-    def best_of(number: int, others: Iterable[int]) -> Predictor | HpctrainError:
-        """Return the best of a machine's own plan and the plans of other machines that run and fit on it."""
-        here, result = machines[number].cluster, results[number]
-        for other in others:
-            theirs = results[other]
-            plan = moved_plan(theirs.plan, machines[other].cluster, here) if isinstance(theirs, Predictor) else None
-            if plan is None:
-                continue
-            with suppress(HpctrainError):  # such as a family that computes in another dtype here
-                moved = predict(here, plan)
-                is_own_slower = not isinstance(result, Predictor) or (
-                    moved.simulated.step_seconds < result.simulated.step_seconds
-                )
-                if is_own_slower and moved.predict().fits:
-                    result = moved
-        return result
-
-    results[0] = best_of(0, range(1, len(machines)))
-    results[1:] = [best_of(number, [0]) for number in range(1, len(machines))]
+            own = error
+        results.append(faster(own, start))
+    first = results[0]
+    for other in range(1, len(machines)):
+        results[0] = faster(results[0], moved(0, other))
+    if results[0] is not first:
+        results[1:] = [faster(results[number], moved(number, 0)) for number in range(1, len(machines))]
     rows: list[ComparedMachine] = []
     for machine, best in zip(machines, results, strict=True):
         rows.append(_row(machine, best, rows[:1], prices, mtbf_seconds, checkpoint_steps))
     return rows
+
+
+def _seconds(predictor: Predictor) -> float:
+    return predictor.simulated.step_seconds
 
 
 def _row(

@@ -76,6 +76,8 @@ class Limits:
     """How many layouts that fit are simulated. None: all are, whatever the estimate says of them, with all changes."""
     per_group: int | None = PER_GROUP
     seconds: float | None = None
+    known_seconds: float = math.inf
+    """The step of a plan that is known: after a first plan, only what may be faster is refined."""
 
 
 SCORE_ALL = Limits(scored=None, simulated=40, per_group=None)
@@ -229,10 +231,15 @@ class Search:
                 self._queue = [(self._priority(candidate), number, candidate) for _, number, candidate in self._queue]
                 heapq.heapify(self._queue)
             _, _, candidate = heapq.heappop(self._queue)
-            if self._least_seconds(candidate) >= self._best_seconds or not self._is_affordable(candidate):
+            fastest = min(self._best_seconds, self._known_seconds)
+            if self._least_seconds(candidate) >= fastest or not self._is_affordable(candidate):
                 self._is_complete = False
             else:
                 self._push(self._refined(candidate))
+
+    @property
+    def _known_seconds(self) -> float:
+        return self._limits.known_seconds if self._plans else math.inf
 
     def _push(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
@@ -386,7 +393,8 @@ class Search:
         One that cannot be near the best so far counts as scored, and as one that does not fit.
         """
         may_skip = self._limits.scored is not None and self._space.cut == BEST
-        if may_skip and self.scorer.optimistic_seconds(shape) > self._best_score * (1 + ESTIMATE_ERROR):
+        least = min(self._best_score, self._known_seconds)
+        if may_skip and self.scorer.optimistic_seconds(shape) > least * (1 + ESTIMATE_ERROR):
             self._num_scored += 1
             self._is_complete = False
             return

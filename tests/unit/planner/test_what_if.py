@@ -1,5 +1,7 @@
 """What another machine is worth: never less for more, plans that move with their devices, energy, prices, losses."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,8 +21,9 @@ FEW = Limits(scored=6, simulated=1)
 
 
 def rows_of(*clusters: Cluster, limits: Limits = FEW, **options) -> list[ComparedMachine]:
-    def best(cluster: Cluster) -> Predictor:
-        return search(SETUP, BATCH, cluster, space=Space(zero=(1,)), limits=limits).best.predictor
+    def best(cluster: Cluster, known_seconds: float) -> Predictor:
+        seeded = replace(limits, known_seconds=known_seconds)
+        return search(SETUP, BATCH, cluster, space=Space(zero=(1,)), limits=seeded).best.predictor
 
     machines = [PossibleMachine(f"machine {number}", cluster) for number, cluster in enumerate(clusters)]
     return what_if(machines, best, lambda cluster, plan: Predictor(SETUP, plan, cluster), **options)
@@ -45,6 +48,20 @@ def test_more_of_anything_is_never_worse(tables, more, bandwidth, memory):
     )
     for less, greater in (rows_of(small, large), rows_of(large, small)[::-1]):
         assert greater.tokens_per_second >= less.tokens_per_second * (1 - 1e-3)
+
+
+def test_where_a_plan_is_known_only_what_may_be_faster_is_refined():
+    cluster = cluster_of([("a", 2, 1), ("b", 1, 2), ("c", 1, 2)], nic=1e7)
+
+    def searched(known_seconds: float) -> tuple[float, int]:
+        limits = Limits(scored=40, simulated=8, known_seconds=known_seconds)
+        result = search(SETUP, BATCH, cluster, space=Space(zero=(1,)), limits=limits)
+        return result.best.seconds, result.searched["scored"] + result.searched["timed"]
+
+    best, work = searched(float("inf"))
+    assert searched(1.001 * best)[0] == best, "a plan that is slower changes nothing"
+    seconds, less = searched(0.5 * best)
+    assert seconds >= best and less < work
 
 
 def test_a_plan_moves_with_its_devices():
