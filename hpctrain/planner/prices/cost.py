@@ -208,10 +208,10 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     own = experts.count // grid.y
     pairs = tokens * experts.chosen / grid.y
     load, up, inner = math.ceil(pairs / own), experts.up_size, experts.inner
-    is_grouped = setup.item_bytes < STATISTIC_BYTES
+    is_grouped = setup.dtype == "bf16"
 
     def grouped(m: int, k: int, n: int) -> list[MatrixProduct]:
-        """Return a product of each expert: one operation for all where the device has it, in half precision."""
+        """Return a product of each expert: one operation for all in bf16, where devices have it."""
         return [MatrixProduct(m, k, n, own)] if is_grouped else [MatrixProduct(m, k, n)] * own
 
     b, summed = setup.item_bytes, int(tokens * hidden * setup.summed_bytes)
