@@ -219,3 +219,12 @@ def test_ranges_of_ranks_that_mean_nothing_are_refused(ranks, message):
         parse_plan(
             f'microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = "{ranks}"\n', "a test"
         )
+
+
+def test_c_is_written_where_it_is_more_than_one():
+    plans = [
+        Plan((Tile(Interval(0, 3), Interval(0, 1), (0, 1), grid),), 1, 1) for grid in (TensorGrid(z=2), TensorGrid(c=2))
+    ]
+    texts = [dump_plan(plan) for plan in plans]
+    assert "tensor = {x = 1, y = 1, z = 2}" in texts[0] and "tensor = {x = 1, y = 1, z = 1, c = 2}" in texts[1]
+    assert [parse_plan(text, "a plan") for text in texts] == plans
