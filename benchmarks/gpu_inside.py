@@ -16,17 +16,20 @@ from pathlib import Path
 
 import click
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gpu import PARTIAL_VARIABLE
 from benchmarks.plain_llama import PlainBlock, PlainLlama
-from hpctrain.architectures.description import Attention
+from hpctrain.architectures.description import Attention, Experts
+from hpctrain.architectures.registry import presets
 from hpctrain.cli import main
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.errors import HpctrainError
-from hpctrain.config.job import Job, load_job
+from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import started_world, with_vocabulary
+from hpctrain.model.operators.running import run_eagerly
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -378,7 +381,7 @@ def attention(small: bool):
     dtype, result = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32, {}
     for shape, (rows, heads, kv_heads, length, size) in ATTENTION_SHAPES.items():
         rows, length = (1, 128) if small else (rows, length)
-        described = Attention(heads=heads, kv_heads=kv_heads, head_size=size, norm=Norm("rms", 1e-5))
+        described = Attention(heads=heads, kv_heads=kv_heads, head_size=size, norm=Norm(1e-5))
         inputs = [
             torch.randn(rows, n, length, size, device=DEVICE, dtype=dtype, requires_grad=True)
             for n in (heads, kv_heads, kv_heads)
@@ -410,6 +413,74 @@ def attention(small: bool):
             except Exception as error:  # whatever a compiler or a package raises
                 entry["could_not"] = f"{type(error).__name__}: {error}"[:300]
             keep(result)
+    print(json.dumps(result))
+
+
+EXPERTS = "qwen3-30b-a3b"
+"""The preset of which one layer's experts are measured."""
+FEW_EXPERTS = {"hidden_size": 64, "num_experts": 8, "experts_per_token": 2, "expert_size": 16}
+
+
+@command.command()
+@click.option("--small", is_flag=True, help="Few experts and tokens, in fp32 without a GPU.")
+def experts(small: bool):
+    """Seconds of one layer's experts, forward and both ways, and of torch's grouped products alone; whether bits are
+    the same twice. Grouped products have inputs that are sorted by expert, and their gradients are not in fp32."""
+    from hpctrain.model.operators import experts as operator
+    from hpctrain.model.operators.activation import activate
+    from hpctrain.model.parallel.axes import Axes
+    from hpctrain.model.storage.units import Weight
+
+    model = Model.model_validate(presets()[EXPERTS] | {"vocab_size": 512} | (FEW_EXPERTS if small else {}))
+    mixed, hidden = model.description.blocks[0].mlp, model.hidden_size
+    assert isinstance(mixed, Experts), "the preset has them in each layer"
+    dtype, count = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32, mixed.count
+    torch.manual_seed(1)
+    x = torch.randn(4, 64 if small else 4096, hidden, device=DEVICE, dtype=dtype, requires_grad=True)
+    dy, num_pairs = torch.randn_like(x), x.shape[0] * x.shape[1] * mixed.chosen
+    up, down = Weight("up"), Weight("down")
+    for weight, outputs, inputs in ((up, mixed.up_size, hidden), (down, hidden, mixed.inner)):
+        weight.data = (torch.randn(count * outputs, inputs, device=DEVICE) * inputs**-0.5).to(dtype)
+        weight.grad = torch.zeros(count * outputs, inputs, device=DEVICE)
+    scores = operator.scores_of(torch.randn(*x.shape[:2], count, device=DEVICE), mixed)
+    chosen = operator.choose(scores, mixed)
+    weights = operator.weights_of(scores, chosen, mixed).requires_grad_()
+    activated = partial(activate, activation=mixed.activation, is_gated=True, run=run_eagerly)
+    mixture = operator.ExpertMixture(mixed, [up, down], Axes(), activated)
+    places, ends = operator.sort_choices(chosen, mixture.own, count)
+    in_order = x.detach().flatten(0, 1)[places // mixed.chosen].requires_grad_()
+    up_EOI, down_EOI = (mixture.weight(weight, dtype).detach().requires_grad_() for weight in (up, down))
+    d_up = torch.randn(num_pairs, mixed.up_size, device=DEVICE, dtype=dtype)
+    d_added = torch.randn(num_pairs, hidden, device=DEVICE, dtype=dtype)
+
+    def both() -> list[torch.Tensor]:
+        x.grad = weights.grad = None
+        output = mixture(x, weights, chosen)
+        output.backward(dy)
+        return [output.detach(), *(each.grad for each in (x, weights, up, down) if each.grad is not None)]
+
+    def grouped() -> tuple[torch.Tensor, ...]:
+        inner = activated(F.grouped_mm(in_order, up_EOI.transpose(1, 2), offs=ends))
+        added = F.grouped_mm(inner, down_EOI.transpose(1, 2), offs=ends)
+        return torch.autograd.grad(added, [in_order, up_EOI, down_EOI], d_added)
+
+    results = []
+    for _ in range(2):
+        up.is_unwritten = down.is_unwritten = True
+        results.append([each.clone() for each in both()])
+    gradients = {
+        "fp32, by expert": partial(operator.add_grouped_products, up.grad, d_up, in_order.detach(), ends, False),
+        "grouped": partial(F.grouped_mm, d_up.t(), in_order.detach(), offs=ends),
+    }
+    result: dict = {"tokens": x.shape[0] * x.shape[1], "same_bits": all(map(torch.equal, *results))}
+    for name, work in (("forward_seconds", partial(mixture, x.detach(), weights.detach(), chosen)), ("seconds", both)):
+        result[name] = seconds_of(work)
+        keep(result)
+    result["flops_per_second"] = 3 * 2 * num_pairs * hidden * (mixed.up_size + mixed.inner) / result["seconds"]
+    result["grouped_products_seconds"] = seconds_of(grouped)
+    result["to_grouped_products"] = result["seconds"] / result["grouped_products_seconds"]
+    keep(result)
+    result["seconds_of_gradient_of_up"] = {name: seconds_of(work) for name, work in gradients.items()}
     print(json.dumps(result))
 
 

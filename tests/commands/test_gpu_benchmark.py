@@ -33,6 +33,7 @@ CHECKS = {
     "fused": lambda result: result["kernels_of_a_block"]["separate"] > 10 and result["operators"]["norm"],
     "prediction": lambda result: result["predicted_to_measured"] > 0,
     "families": lambda result: result["fraction_of_the_sum"] > 0,
+    "experts": lambda result: result["same_bits"] and result["to_grouped_products"] > 0 < result["forward_seconds"],
     "checkpoints": lambda result: result["bytes"] > 0,
 }
 """By section, what its figures must show on any machine."""
