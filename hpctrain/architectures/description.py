@@ -4,6 +4,7 @@ A family's module (`llama.py`, `gemma2.py`, …) returns a `Description` for the
 and has a hash: layers with equal blocks are equal.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -58,11 +59,15 @@ class Norm:
 class RotaryScaling(Protocol):
     """A job's table `[model.rope_scaling]`, which says what each key is."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_factor: float
     high_factor: float
     original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    truncate: bool
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,14 @@ class Description:
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     """Logits l become cap * tanh(l / cap)."""
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """Return what YaRN multiplies cos and sin by where frequencies are divided by `factor` (arXiv 2309.00071, eq. 22).
+
+    `mscale` is of DeepSeek: configs that have it take the quotient of two such numbers.
+    """
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 def kv_heads_of(shape: ModelShape) -> int:

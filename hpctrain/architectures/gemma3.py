@@ -71,6 +71,8 @@ def _read_more(config: Keys) -> Keys:
         raise UnknownConfigError(f"rope_parameters has {odd[0]!r}, and a table for each kind of layer is expected")
     whole = (given.get("full_attention") or {}) | (config.get("rope_scaling") or {})
     keys = rotary_keys(whole, config.get("rope_theta") or 1000000.0, longest)
+    if not keys.get("rope_scaling", {}).get("truncate", True):
+        raise UnknownConfigError("truncate = false, and the library rounds in a model with two ropes all the same")
     local = rotary_keys(given.get("sliding_attention") or {}, config.get("rope_local_base_freq") or 10000.0, longest)
     if "rope_scaling" in local:
         raise UnknownConfigError("rope_parameters scales layers with a window, which cannot be followed")

@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.architectures.description import expert_size_of, head_size_of, inner_of, kv_heads_of
+from hpctrain.architectures.description import (
+    expert_size_of,
+    head_size_of,
+    inner_of,
+    kv_heads_of,
+    yarn_attention_factor,
+)
 
 Keys = dict[str, Any]
 """The keys of a job's `[model]`, or of a config.json."""
@@ -33,11 +39,13 @@ LLAMA_KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "init_std": "initializer_range",
 }
-LLAMA3_SCALING = {
-    "low_factor": "low_freq_factor",
-    "high_factor": "high_freq_factor",
-    "original_positions": "original_max_position_embeddings",
+ORIGINAL = {"original_positions": "original_max_position_embeddings"}
+SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
+    "linear": {},
+    "llama3": {"low_factor": "low_freq_factor", "high_factor": "high_freq_factor"} | ORIGINAL,
+    "yarn": {key: key for key in ("beta_fast", "beta_slow", "attention_factor", "truncate")} | ORIGINAL,
 }
+"""For each kind of `[model.rope_scaling]`, the config.json key of each of its keys but `factor`."""
 
 
 class UnknownConfigError(ValueError):
@@ -185,7 +193,7 @@ def read_rope(config: Keys) -> Keys:
         parameters.get("rope_type") or parameters.get("type"),
         config.get("original_max_position_embeddings"),
     )
-    if kind == "llama3" and original:
+    if original and kind in ("llama3", "yarn"):
         parameters = parameters | {"original_max_position_embeddings": original}
     base, partial = config.get("rope_theta") or 10000.0, config.get("partial_rotary_factor")
     return rotary_keys(parameters, base, config["max_position_embeddings"], partial)
@@ -198,20 +206,29 @@ def rotary_keys(parameters: Keys, base: float, original_positions: int, partial:
     """
     parameters = {"partial_rotary_factor": partial, **parameters}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise UnknownConfigError(f"rope_type = {kind!r}, and only default, linear and llama3 can be followed")
+    if kind not in ("default", *SCALING_KEYS):
+        raise UnknownConfigError(f"rope_type = {kind!r}, and only default, linear, llama3 and yarn can be followed")
     if parameters.pop("partial_rotary_factor") not in (None, 1.0):
         raise UnknownConfigError("partial_rotary_factor is not 1, and only whole heads can be rotated")
     keys: Keys = {"rope_base": float(parameters.get("rope_theta") or base)}
-    own = () if kind == "default" else ("factor", *LLAMA3_SCALING.values()) if kind == "llama3" else ("factor",)
-    if odd := [key for key in parameters if key not in ("rope_theta", "rope_type", "type", *own)]:
+    own = {} if kind == "default" else {"factor": "factor", **SCALING_KEYS[kind]}
+    more = ("mscale", "mscale_all_dim") if kind == "yarn" else ()
+    if odd := [key for key in parameters if key not in ("rope_theta", "rope_type", "type", *own.values(), *more)]:
         raise UnknownConfigError(f"{odd[0]} = {parameters[odd[0]]!r:.60} is not known in a rope of type {kind}")
     if kind != "default":
         given = {"original_max_position_embeddings": original_positions, **parameters}
-        if lacking := [key for key in own if given.get(key) is None]:
+        optional = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+        if lacking := [key for key in own.values() if key not in optional and given.get(key) is None]:
             raise UnknownConfigError(f"a rope of type {kind} has no {lacking[0]}")
-        more = {ours: given[theirs] for ours, theirs in LLAMA3_SCALING.items() if theirs in own}
-        keys["rope_scaling"] = {"kind": kind, "factor": float(given["factor"]), **more}
+        given["factor"] = float(given["factor"])
+        if kind == "yarn":
+            given["truncate"] = bool(given.get("truncate", True))  # null is false in the library
+            scales = [given.get(key) for key in more]
+            if given.get("attention_factor") is None and all(scales):
+                above, below = (yarn_attention_factor(given["factor"], scale) for scale in scales)
+                given["attention_factor"] = above / below
+        scaling = {ours: given[theirs] for ours, theirs in own.items() if given.get(theirs) is not None}
+        keys["rope_scaling"] = {"kind": kind, **scaling}
     return keys
 
 
@@ -219,9 +236,9 @@ def write_rope(model: Any) -> Keys:
     """Return the keys of a config for rotary positions, as older and newer readers know them."""
     parameters: Keys = {"rope_type": "default"}
     if scaling := model.rope_scaling:
+        own = {theirs: getattr(scaling, ours) for ours, theirs in SCALING_KEYS[scaling.kind].items()}
         parameters = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            parameters |= {theirs: getattr(scaling, ours) for ours, theirs in LLAMA3_SCALING.items()}
+        parameters |= {key: value for key, value in own.items() if value is not None}
     keys: Keys = {"rope_theta": model.rope_base, "rope_parameters": parameters | {"rope_theta": model.rope_base}}
     return keys | ({"rope_scaling": parameters} if model.rope_scaling else {})
 

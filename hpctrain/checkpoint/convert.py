@@ -206,7 +206,7 @@ def _model_of(config: dict[str, Any], path: Path) -> Model:
         raise CheckpointError(f"{path}: {error}") from None
     except ValidationError as error:
         raise CheckpointError(f"{path}: {'; '.join(text for _, text in explain(error, Model))}") from None
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: is not a config of {kind}: {error!r}") from None
 
 

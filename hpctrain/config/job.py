@@ -66,8 +66,8 @@ READY_MADE = Path(__file__).parents[1] / "jobs"
 class RopeScaling(Table):
     """A change of rotary frequencies for sequences longer than those of pre-training."""
 
-    kind: Literal["linear", "llama3"]
-    """`linear`: all are divided by `factor`. `llama3`: the long wavelengths are."""
+    kind: Literal["linear", "llama3", "yarn"]
+    """`linear`: all are divided by `factor`. `llama3`, `yarn`: those of long wavelengths are."""
     factor: Annotated[float, Field(ge=1, le=MOST_NUMBER)]
     """What frequencies are divided by."""
     low_factor: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0
@@ -75,7 +75,25 @@ class RopeScaling(Table):
     high_factor: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 4.0
     """llama3: wavelengths below original_positions / high_factor stay."""
     original_positions: TokenCount = 8192
-    """llama3: the longest sequence of pre-training."""
+    """llama3, yarn: the longest sequence of pre-training."""
+    beta_fast: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 32.0
+    """yarn: pairs that turn more often than this in original_positions stay."""
+    beta_slow: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0
+    """yarn: pairs that turn less often than this in original_positions are divided."""
+    attention_factor: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
+    """yarn: what cos and sin are multiplied by; None: 0.1 * ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: whether the first and the last pair between both are rounded to whole pairs."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast = {self.beta_fast} is below beta_slow = {self.beta_slow}; exchange them")
+        fields = type(self).model_fields
+        for key in ("beta_fast", "beta_slow", "attention_factor", "truncate"):
+            if self.kind != "yarn" and getattr(self, key) != fields[key].default:
+                raise ValueError(f'{key} = {getattr(self, key)} has no effect on kind = "{self.kind}"; remove it')
+        return self
 
 
 class Model(Table):

@@ -4,12 +4,13 @@ Shapes: x [rows, positions, heads, head size]; cos and sin fp32 [positions, 1, h
 keys and values become one, that of the product which made them, in the pass that turns the first two back.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch.autograd import Function
 
-from hpctrain.architectures.description import Attention, Rotary
+from hpctrain.architectures.description import Attention, Rotary, yarn_attention_factor
 from hpctrain.model.operators.running import Run
 from hpctrain.sharding.intervals import Interval
 
@@ -83,9 +84,18 @@ def frequencies(rotary: Rotary, half: int) -> torch.Tensor:
         return result
     if scaling.kind == "linear":
         return result / scaling.factor
-    # Llama 3: waves longer than those of pre-training are stretched, short ones stay, between both it is a mixture.
-    waves_in_training = scaling.original_positions * result / (2 * torch.pi)
-    share = (waves_in_training - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    # Waves longer than those of pre-training are stretched, short ones stay, between both it is a mixture.
+    if scaling.kind == "yarn":  # linear in the number of the pair; bounds and 0.001 are of the transformers library
+        turns = (scaling.beta_fast, scaling.beta_slow)
+        waves = [math.log(scaling.original_positions / (each * 2 * math.pi)) for each in turns]
+        first, last = (half * wave / math.log(rotary.base) for wave in waves)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        share = 1 - (torch.arange(half, dtype=torch.float64) - first) / (last - first or 0.001)
+    else:  # Llama 3: linear in the number of waves
+        waves_in_training = scaling.original_positions * result / (2 * torch.pi)
+        share = (waves_in_training - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
     return result * (share.clamp(0, 1) + (1 - share.clamp(0, 1)) / scaling.factor)
 
 
@@ -95,9 +105,11 @@ def angles(rotary: Rotary, positions: int, half: int) -> torch.Tensor:
 
 
 def tables(rotary: Rotary, positions: int, half: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of the angles, rounded to fp32 on a device."""
-    exact = angles(rotary, positions, half)
-    return exact.cos().float().to(device), exact.sin().float().to(device)
+    """Return cos and sin of the angles, rounded to fp32 on a device; YaRN multiplies both by its attention factor."""
+    exact, scaling, scale = angles(rotary, positions, half), rotary.scaling, 1.0
+    if scaling is not None and scaling.kind == "yarn":
+        scale = scaling.attention_factor or yarn_attention_factor(scaling.factor)
+    return (exact.cos() * scale).float().to(device), (exact.sin() * scale).float().to(device)
 
 
 class Tables:

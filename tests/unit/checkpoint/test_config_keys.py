@@ -42,6 +42,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FULL_YARN = YARN | {"rope_theta": 100.0, "beta_fast": 2.5, "beta_slow": 0.5, "truncate": False}
+FULL_YARN |= {"mscale": 0.7, "mscale_all_dim": 1.5, "attention_factor": None}
 GEMMA = {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12}
 ROPES = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
 DOTS = {
@@ -59,7 +62,7 @@ DOTS = {
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=32),
     "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
-    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True, rope_parameters=FULL_YARN),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8, rope_parameters=LINEAR),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
@@ -72,12 +75,12 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
 }
 KINDS = [["full_attention", "sliding_attention"] * 2, ["full_attention"] * 4, ["sliding_attention"] * 4]
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ADDED: dict[str, list] = {
     "rope_scaling": [YARN, LINEAR, {"type": "linear", "factor": 3.0}, {"rope_type": "llama3", "factor": 2.0}],
     "rope_parameters": [YARN, {"rope_theta": 77.0}, {"factor": 3.0}, {}],
     "rope_theta": [77.0],
     "partial_rotary_factor": [0.5],
+    "attention_factor": [1.7],
     "original_max_position_embeddings": [8],
     "layer_types": [*KINDS, [*KINDS[0]][:3], KINDS[0][::-1]],
     "sliding_window": [3, None],

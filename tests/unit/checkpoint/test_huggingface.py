@@ -228,8 +228,8 @@ BAD = {
     "no sizes": (damage_config(lambda c: {"model_type": "llama"}), "has no num_hidden_layers"),
     "another activation": (damage_config(lambda c: c | {"hidden_act": "relu"}), "hidden_act = 'relu', and only 'silu'"),
     "another rope": (
-        damage_config(lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
-        "rope_type = 'yarn'",
+        damage_config(lambda c: c | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}),
+        "rope_type = 'longrope', and only default, linear, llama3 and yarn can be followed",
     ),
     "not a number": (damage_config(lambda c: c | {"hidden_size": "many"}), "hidden_size = 'many'"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), "is not a table of keys"),

@@ -31,6 +31,12 @@ MODELS = {
         rope_scaling={"kind": "llama3", "factor": 8.0, "original_positions": 16, "low_factor": 0.5, "high_factor": 2.0},
         **SMALL,
     ),
+    "llama yarn": Model(
+        architecture="llama",
+        rope_base=100.0,
+        rope_scaling={"kind": "yarn", "factor": 8.0, "original_positions": 64, "beta_fast": 4.0, "truncate": False},
+        **SMALL,
+    ),
     "qwen2": Model(architecture="qwen2", **SMALL),
     "qwen3": Model(architecture="qwen3", head_size=8, **SMALL),
     "mistral": Model(architecture="mistral", window=3, **SMALL),
@@ -82,7 +88,8 @@ def plain_loss(model: Model, p: dict[str, torch.Tensor], ids: torch.Tensor, targ
         frequencies = torch.tensor([turns_of(rotary, i / half) for i in range(half)], dtype=x.dtype)
         angle = torch.arange(x.shape[2])[:, None] * frequencies
         a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        scale = 1 + math.log(8) / 10 if rotary.scaling and rotary.scaling.kind == "yarn" else 1
+        return scale * torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
     x = p["embedding.weight"][ids] * made_of.embedding_scale
     if "positions.weight" in p:
@@ -147,10 +154,18 @@ def plain_experts(x: torch.Tensor, of: Experts, p: dict[str, torch.Tensor], name
 
 
 def turns_of(rotary, share: float) -> float:
-    """Return by what angle a pair turns at each position, as the Llama 3 code says it: in cases."""
+    """Return by what angle a pair turns at each position, in cases, as the code of Llama 3 and the paper of YaRN do."""
     turn, scaling = rotary.base**-share, rotary.scaling
     if scaling is None:
         return turn
+    if scaling.kind == "yarn":
+        shares = [math.log(64 / (2 * math.pi * turns), rotary.base) for turns in (scaling.beta_fast, scaling.beta_slow)]
+        if share <= shares[0]:
+            return turn
+        if share >= shares[1]:
+            return turn / scaling.factor
+        stretched = (share - shares[0]) / (shares[1] - shares[0])
+        return (1 - stretched) * turn + stretched * turn / scaling.factor
     wave = 2 * math.pi / turn
     if wave < scaling.original_positions / scaling.high_factor:
         return turn
