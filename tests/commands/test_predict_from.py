@@ -36,4 +36,4 @@ def test_what_cannot_be_predicted_is_said_in_one_line(hpctrain, tmp_path):
         done = hpctrain("predict", "--from", "megatron", flags, "--cluster", "a100-80-40", *more, cwd=tmp_path)
         assert done.code == code and message in done.err and "Traceback" not in done.err, done.err
     done = hpctrain("predict", "--cluster", "a100-80-40", cwd=tmp_path)
-    assert done.code == 2 and "give JOB and --plan, or --from megatron 'FLAGS'" in done.err
+    assert done.code == 2 and "give JOB and --plan, or --from SOFTWARE LINE" in done.err
