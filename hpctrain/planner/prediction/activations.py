@@ -5,7 +5,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
-from hpctrain.planner.prices.cost import heads_on
+from hpctrain.planner.prices.cost import computed_pairs, heads_on
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -98,7 +98,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         overlapped = kept / 2
     # Masks of documents are there from the first attention of a pass to its end.
     has_mask = setup.masks_documents and (layer == setup.head or (setup.is_block(layer) and is_attention(layer.start)))
-    mask = _seen_pairs(setup, grid, None) if has_mask else 0
+    mask = computed_pairs(setup, None) if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
         is_whole = recompute == "full"
         overlapped = _whole_hidden_states(setup, grid, layer, is_whole, rows, overlapped)
@@ -167,17 +167,7 @@ def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
     heads = attention.heads / grid.y
     if attention.score_cap is None:
         return setup.positions * heads * STATISTIC_BYTES
-    return _seen_pairs(setup, grid, attention.window) * heads * CAPPED_BYTES
-
-
-def _seen_pairs(setup: Setup, grid: TensorGrid, window: int | None) -> float:
-    """Return how many pairs of a query and a key a rank's masks have: each interval of queries with the keys up to its
-    end, from the first one that a window shows. Without c there is one interval, and all keys."""
-    if grid.context_parts == 1:
-        return setup.positions**2
-    size, parts = setup.positions / 2, 2 * grid.context_parts
-    keys = ((number + 1) * size for number in (0, parts - 1))  # of the rank with the first and the last interval
-    return size * sum(min(count, size + (window or count) - 1) for count in keys)
+    return computed_pairs(setup, attention.window) * heads * CAPPED_BYTES
 
 
 @singledispatch
@@ -193,7 +183,7 @@ def mask_bytes(setup: Setup, grid: TensorGrid, attention: Attention, recompute: 
     is_masked = is_windowed or is_capped or setup.masks_documents
     if not is_masked or (is_capped and recompute == "selective"):
         return 0.0
-    size = _seen_pairs(setup, grid, attention.window) * (1 if is_capped else setup.item_bytes)
+    size = computed_pairs(setup, attention.window) * (1 if is_capped else setup.item_bytes)
     return size if setup.masks_documents else size / rows
 
 

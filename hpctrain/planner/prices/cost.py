@@ -20,7 +20,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import CONTEXT, STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
-from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag
 from hpctrain.sharding.parameters import item_units
 
 RECOMPUTE = ("none", "selective", "full")
@@ -305,16 +305,27 @@ def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) 
     flash, passes = setup.engine.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
-    share = seen_share(attention, positions * grid.context_parts) if flash and not setup.masks_documents else 1.0
-    share *= setup.context_parts
+    pairs = computed_pairs(setup, attention.window)
+    share = pairs / positions**2
+    if flash and not setup.masks_documents:
+        share = seen_share(attention, positions * setup.context_parts) * setup.context_parts
     works = []
     for fused, passed in zip(flash or (None, None), passes, strict=True):
         scores = MatrixProduct(positions, size, positions, batch, share, fused)
         mixed = MatrixProduct(positions, positions, size, batch, share, fused)
-        works.append(PassWork([scores, mixed], batch * positions * positions * passed))
+        works.append(PassWork([scores, mixed], batch * pairs * passed))
     forward, backward = works
     backward.products += [mixed, scores] + ([scores] if flash else [])
     return forward, backward
+
+
+def computed_pairs(setup: Setup, window: int | None) -> int:
+    """Return the pairs of a query and a key that masks and scores of a row have, on the rank with the most.
+
+    Queries of each interval of positions have all keys up to its end, from the first one that a window shows.
+    """
+    parts = cut_zigzag(setup.positions * setup.context_parts, setup.context_parts)
+    return max(sum(own.size * min(own.stop, own.size + (window or own.stop) - 1) for own in part) for part in parts)
 
 
 def seen_share(attention: Attention, positions: int) -> float:

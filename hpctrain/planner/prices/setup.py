@@ -282,7 +282,8 @@ class Setup:
     @property
     def context_sizes(self) -> list[int]:
         """The sizes of c that a search tries: by which each rank has many positions of a row."""
-        return [c for c in divisors(self.positions // 2) if 1 < c <= self.positions // LEAST_CONTEXT]
+        is_even = self.positions % 2 == 0  # c cuts a row into 2 * c equal intervals
+        return [c for c in divisors(self.positions // 2) if is_even and 1 < c <= self.positions // LEAST_CONTEXT]
 
     def position_parts(self, grid: TensorGrid) -> int:
         """Return the number of parts into which y cuts the positions of hidden states."""

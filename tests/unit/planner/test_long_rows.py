@@ -3,15 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hpctrain.config.errors import PlanError
-from hpctrain.planner.prediction.activations import layer_kept, row_bytes
+from hpctrain.model.operators import attention as attention_of_model
+from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
 from hpctrain.planner.prices.buffers import message_bytes
-from hpctrain.planner.prices.cost import heads_on, layer_cost
+from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
 from hpctrain.planner.prices.setup import LEAST_CONTEXT, Setup
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import search
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
+from hpctrain.sharding.intervals import cut_zigzag
 from hpctrain.sharding.items import BLOCK
 from tests.pretended import cluster_with
 from tests.unit.planner.test_predict import SETUP
@@ -60,6 +63,43 @@ def test_short_rows_have_no_more_grids_and_long_ones_those_of_y_and_c():
     assert sizes == [2, 3, 4, 6]
     more = set(pool.grids(sizes)) - set(pool.grids())
     assert more == {TensorGrid(y=y, c=c) for c in sizes for y in range(1, 8 // c + 1)}
+
+
+def test_a_row_of_odd_length_is_not_cut():
+    assert replace(SETUP, positions=2 * LEAST_CONTEXT + 1).context_sizes == []
+
+
+@pytest.mark.parametrize("window", [None, 8, 24, 1000])
+@pytest.mark.parametrize("c", [1, 2, 4, 8])
+def test_masks_and_scores_are_those_of_the_rank_with_the_most_pairs(monkeypatch, c, window):
+    """The pairs are those of the keys that attention is given for the queries of each interval."""
+    shapes: list[int] = []
+
+    def count(queries, keys, *_):
+        shapes[-1] += queries.shape[2] * keys.shape[2]
+        return queries
+
+    monkeypatch.setattr(attention_of_model, "attend", count)
+    grid, attention = TensorGrid(c=c), replace(SETUP.branches(BLOCK)[0], window=window)
+    row = torch.empty(1, 1, SETUP.positions, 1)
+    for intervals in cut_zigzag(SETUP.positions, c):
+        shapes.append(0)
+        attention_of_model.attend_at(row[:, :, : SETUP.positions // c], row, row, attention, intervals)
+    setup = replace(SETUP, masks_documents=True).on(grid)
+    assert computed_pairs(setup, window) == max(shapes)
+    assert mask_bytes(setup, grid, attention, "none", 1) == max(shapes) * setup.item_bytes
+
+
+@pytest.mark.parametrize("cap", [None, 50.0])
+def test_documents_and_caps_are_priced_by_the_pairs_that_are_computed(cap):
+    """Without a window the last rank computes (2c + 2) / 4c of c times its own positions squared."""
+    attention = replace(SETUP.branches(BLOCK)[0], score_cap=cap)
+    setup = replace(SETUP, masks_documents=True)
+    (whole, _), (own, _) = (_attention(setup.on(grid), attention, ROWS, grid) for grid in (ONE_RANK, GRID))
+    flops, own_flops = (sum(p.m * p.k * p.n * p.batch * p.share for p in work.products) for work in (whole, own))
+    assert own_flops / flops == pytest.approx((C + 1) / 2 / C**2)
+    assert own.passed_bytes == pytest.approx(whole.passed_bytes * (C + 1) / 2 / C**2)
+    assert (whole.passed_bytes > 0) == (cap is not None)
 
 
 def test_a_row_that_fits_in_no_other_way_is_cut_by_c(monkeypatch):
