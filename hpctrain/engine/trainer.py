@@ -165,6 +165,8 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
+        if totals.load:
+            metrics["expert_load"], metrics["expert_load_layer"] = totals.load
         if not num_targets:
             del metrics["loss"]
         if scale := self.optimizer.loss_scale:

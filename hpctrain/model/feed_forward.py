@@ -70,18 +70,16 @@ class WithExperts:
         names = "experts.up.weight", "experts.down.weight", "router.balance"
         weights = [weight for name in names for weight in block.weights(name)]
         activation = partial(activate, activation=experts.activation, is_gated=True, run=block.kernels.run)
-        self._mixture = ExpertMixture(
-            experts, weights, block.axes, partial(block.computed_in, "activation", activation)
-        )
+        self.mixture = ExpertMixture(experts, weights, block.axes, partial(block.computed_in, "activation", activation))
         self._shared = Dense(block, experts, SHARED_PRODUCTS) if experts.shared_inner else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         block, experts = self._block, self._experts
         scores = scores_of(block.linear(self._router, x), experts)
-        balance = self._mixture.balance
+        balance = self.mixture.balance
         chosen = choose(scores, experts, balance.data if balance else None)
         weights = weights_of(scores, chosen, experts)
-        added = block.computed_in("linear", lambda x: self._mixture(x, weights, chosen), x)
+        added = block.computed_in("linear", lambda x: self.mixture(x, weights, chosen), x)
         return added + self._shared(x) if self._shared else added
 
 

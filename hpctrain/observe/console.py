@@ -171,6 +171,8 @@ def progress_parts(
         parts.append(f"{format_duration(seconds_left)} left")
     if "overrun" in metrics:
         parts.append(f"overrun {metrics['overrun']:.1%}")
+    if "expert_load" in metrics:
+        parts.append(f"expert load {metrics['expert_load']:.2f}")
     if "fraction_of_sum" in metrics:
         parts.append(f"{metrics['fraction_of_sum']:.2f} of the families' sum")
     elif "mfu" in metrics:

@@ -71,12 +71,12 @@ class Choices:
         return nearest.unflatten(0, scores.shape[:-1])
 
 
-def run(world, job, plan=None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses, and the biases that balance the experts of this rank's layers."""
+def run(world, job, plan=None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Return the losses, the loads of experts, and the biases that balance the experts of this rank's layers."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(world, job, plan)
     trainer.initialise()
-    losses = [trainer.step(training)[0]["loss"] for _ in range(STEPS)]
+    metrics = [trainer.step(training)[0] for _ in range(STEPS)]
     trainer.layout.store.await_weights()
     biases = {
         region.parameter.name: group.weights_at(region.at).clone()
@@ -84,12 +84,12 @@ def run(world, job, plan=None) -> tuple[list[float], dict[str, torch.Tensor]]:
         for region in group.regions(group.stored)
         if region.parameter.balances and region.elements.size == region.parameter.shape[0]
     }
-    return losses, biases
+    return [line["loss"] for line in metrics], [line["expert_load"] for line in metrics], biases
 
 
 @functools.cache
 def reference(tokens, family: str):
-    """Return losses, biases and choices of this rank alone."""
+    """Return losses, loads, biases and choices of this rank alone."""
     choices = Choices()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward, "choose", choices.record)
@@ -97,13 +97,14 @@ def reference(tokens, family: str):
 
 
 def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | None = None):
-    expected, biases, choices = reference(tokens, family)
+    expected, loads, biases, choices = reference(tokens, family)
     assert expected[-1] < expected[0], "the reference learns"
     choices.flipped = 0
     with world.freeing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward, "choose", choices.replay)
-        losses, own = run(world, job_of(tokens, family, plan), tiling)
+        losses, own_loads, own = run(world, job_of(tokens, family, plan), tiling)
     assert largest_relative_difference(losses, expected) < TOLERANCE, (plan, choices.flipped)
+    assert own_loads == loads and (min(loads) > 1 or family == "qwen3_moe"), "qwen3_moe has all experts for each token"
     for name, bias in own.items():
         assert torch.equal(bias, biases[name]), (name, bias, biases[name])
         assert bias.abs().max() > 0, "it moves"

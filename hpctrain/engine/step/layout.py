@@ -14,6 +14,7 @@ from hpctrain.comm.progress.instruments import UNTRACED, Tracer
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.engine.step.expert_load import ExpertLoad
 from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.stage import Stage
@@ -44,6 +45,7 @@ class Layout:
     """Weights of all tiles."""
     stages: tuple[Stage, ...]
     """Stages, one for each tile."""
+    expert_load: ExpertLoad
     transfers: tuple[Transfers, ...]
     """Transfers of activations, for each tile."""
     channels: dict[tuple[int, int], Channel]
@@ -114,6 +116,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
         groups,
         store,
         stages,
+        ExpertLoad(job.model, stages, accelerator.device),
         role.transfers,
         channels,
         dtype,

@@ -13,6 +13,7 @@ from hpctrain.comm.groups.channel import Channel
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import Batch
+from hpctrain.engine.step.expert_load import LargestLoad
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from hpctrain.engine.step.optimizer import Optimizer
@@ -164,6 +165,8 @@ class Totals:
     """For each flag, whether any rank has set it."""
     skipped: bool = False
     """Whether the gradient overflowed in fp16, so that no weights were changed."""
+    load: LargestLoad | None = None
+    """The largest load of an expert, in a training step with experts."""
 
 
 class Pipeline:
@@ -259,8 +262,9 @@ class Pipeline:
                 f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient {totals.norm};"
                 " the weights were not updated"
             )
+        largest_load = self._layout.expert_load.start_sum(self._layout.everyone)  # the device is idle: no further wait
         norm = self._optimizer.update(step, totals.norm)
-        return replace(totals, norm=norm or 0.0, skipped=norm is None)
+        return replace(totals, norm=norm or 0.0, skipped=norm is None, load=largest_load())
 
     def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
         """Sum over all ranks; of those that computed the same loss one brings it (`GridPart.counts_loss`).

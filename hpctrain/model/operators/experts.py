@@ -138,6 +138,8 @@ class ExpertMixture:
         self.up, self.down, *balance = weights
         self.balance = balance[0] if balance else None
         self.own = cut_evenly(experts.count, axes.y.size)[axes.y.rank]
+        self.load: torch.Tensor | None = None
+        """Tokens of each expert of the rank, to which backward passes add, where they are counted."""
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return what the chosen experts add to x [rows, positions, H]; weights and chosen are [rows, positions, K].
@@ -202,6 +204,8 @@ class _ExpertMixture(Function):
         del given
         d_given = grouped_product(d_up, mixture.weight(mixture.up, x.dtype).transpose(1, 2), ends)
         dx = _sum_of_pairs(d_given, places, torch.Size((d_weights.numel() // count, count)))
+        if mixture.load is not None:
+            mixture.load += ends.diff(prepend=ends.new_zeros(1))
         if mixture.balance is not None:
             mixture.balance.accumulate(add_load, chosen)
         dx = mixture.summed(dx.view(rows, -1, x.shape[2]))

@@ -98,6 +98,9 @@ class SavedMetrics(SavedFigures, SavedLosses):
     """A line of metrics.jsonl."""
 
     learning_rate: NotRequired[float]
+    expert_load: NotRequired[Positive]
+    """The largest load of an expert over the mean of its layer, in the layer where that is largest."""
+    expert_load_layer: NotRequired[int]
     loss_scale: NotRequired[float]
     skipped: NotRequired[float]
     step_seconds: Positive

@@ -40,6 +40,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
         return plan_panel(run.plan, f"{counted(len(run.plan.tiles), 'tile')} on {run.cluster.describe()}", colours)
 
     norms = partial(draw_curves, runs, key="grad_norm", title="norm", single_name="measured")  # before it is clipped
+    loads = partial(draw_curves, runs, key="expert_load", title="load", single_name="worst layer")
     rates = partial(draw_curves, runs, key="learning_rate", title="rate", single_name="set")
     sections = [
         {"anchor": anchor, "name": name, "panels": [panel]}
@@ -48,7 +49,9 @@ def render_report(runs: Sequence[RunRecord]) -> str:
             ("speed", "Speed", speed_panel(runs)),
             ("norm", "Gradient norm", Panel("Norm of the gradients, by step", norms)),
             ("rate", "Learning rate", Panel("Learning rate, by step", rates)),
+            ("load", "Load of experts", Panel("Largest load of an expert over the mean of its layer, by step", loads)),
         )
+        if anchor != "load" or any("expert_load" in line for run in runs for line in run.metrics)
     ]
     sections += [
         {"anchor": anchor, "name": name, "panels": [panel(run) for run in runs]}

@@ -10,6 +10,7 @@ from hpctrain.architectures.registry import presets
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.config.training.train import Train
+from hpctrain.engine.step.expert_load import ExpertLoad
 from hpctrain.engine.step.updates import Updated, UpdateStep, update_balance
 from hpctrain.model.operators.experts import (
     add_grouped_products,
@@ -19,6 +20,7 @@ from hpctrain.model.operators.experts import (
     sort_choices,
     weights_of,
 )
+from hpctrain.model.parallel.axes import ONE_RANK
 from hpctrain.sharding.grid import Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -76,13 +78,21 @@ def test_the_bias_moves_against_the_load_by_the_rate_alone():
 
 def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
     tokens = torch.randint(0, 17, (3, 10), generator=torch.Generator().manual_seed(1))
-    counts = []
+    model, counts = MODELS["dots1"], []
     for recompute in ("none", "selective", "full"):
-        stage = make_stage(MODELS["dots1"], recompute)
+        stage = make_stage(model, recompute)
+        counted = ExpertLoad(model, [stage], torch.device("cpu"))
         stage.forward(tokens[:, :-1], tokens[:, 1:], training=False)
         _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], training=True)
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
         counts.append({n: g for n, g in by_name(stage, "grads").items() if n.endswith("balance")})
+        excess = dict(zip(counted.layers, counted.tokens * 6 / 2 - 27, strict=True))
+        assert {f"blocks.{n}.router.balance": of.tolist() for n, of in excess.items()} == {
+            name: load.tolist() for name, load in counts[-1].items()
+        }
+        most = {n: tokens.max().item() / 9 for n, tokens in zip(counted.layers, counted.tokens, strict=True)}
+        ratio, layer = counted.start_sum(ONE_RANK)()
+        assert ratio == max(most.values()) == most[layer] and not counted.tokens.any()
     for name, load in counts[0].items():
         assert load.sum() == 0 and load.abs().max() > 0
         assert all(torch.equal(load, other[name]) for other in counts)

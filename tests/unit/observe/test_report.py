@@ -274,6 +274,16 @@ def test_a_loss_that_is_no_number_is_not_drawn(run, tmp_path):
     assert "did not fall: it went from " in text and "nan," not in text
 
 
+def test_the_load_of_experts_is_drawn_where_a_model_has_them(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "a")
+    assert "Load of experts" not in render_report(read_runs([path]))
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    more = {"expert_load": 1.5, "expert_load_layer": 3}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line | more) + "\n" for line in lines))
+    text = render_report(read_runs([path]))
+    assert "Load of experts" in text and 'data-from="a/metrics.jsonl:expert_load"' in text
+
+
 def test_a_long_curve_keeps_its_extremes():
     points = [(float(step), float(step % 97)) for step in range(20_000)]
     points[777] = (777.0, 1e6)

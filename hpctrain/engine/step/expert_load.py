@@ -1,0 +1,59 @@
+"""The load of experts: tokens of each expert in a step, counted on the devices and summed over all ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.architectures.description import Experts
+from hpctrain.comm.groups.group import Group
+from hpctrain.config.job import Model
+from hpctrain.model.feed_forward import WithExperts
+from hpctrain.model.stage import Stage
+from hpctrain.model.transformer import Block
+from hpctrain.sharding.items import block_of
+
+
+class LargestLoad(NamedTuple):
+    """The largest load of an expert over the mean of its layer, and the layer, from 0."""
+
+    ratio: float
+    layer: int
+
+
+class ExpertLoad:
+    """The tokens of each expert in the backward passes of a step.
+
+    Ranks of y have experts of their own, and all others tokens of their own. So the sum over all ranks counts each
+    token of an expert once, whatever the plan.
+    """
+
+    def __init__(self, model: Model, stages: Iterable[Stage], device: torch.device):
+        mixed = {number: of.mlp for number, of in enumerate(model.description.blocks) if isinstance(of.mlp, Experts)}
+        self.layers = tuple(mixed)
+        widest = max((each.count for each in mixed.values()), default=0)
+        self.tokens = torch.zeros(len(mixed), widest, dtype=torch.int64, device=device)
+        """Tokens of this rank, by layer with experts and by expert."""
+        for layer in (layer for stage in stages for layer in stage.layers):
+            if isinstance(layer, Block) and isinstance(layer.feed_forward, WithExperts):
+                mixture = layer.feed_forward.mixture
+                mixture.load = self.tokens[self.layers.index(block_of(layer.items.start)), slice(*mixture.own)]
+
+    def start_sum(self, everyone: Group) -> Callable[[], LargestLoad | None]:
+        """Start to sum the tokens over all ranks, and count from 0 again. The host waits for the device.
+
+        Return what waits for the sum and returns the largest load, None without experts. All ranks must call.
+        """
+        if not self.layers:
+            return lambda: None
+        total = self.tokens.to("cpu", torch.float64)
+        self.tokens.zero_()
+        pending = everyone.start_all_reduce(total)
+
+        def largest() -> LargestLoad:
+            pending.wait()
+            ratios = total.amax(1) / total.mean(1)
+            worst = int(ratios.argmax())
+            return LargestLoad(ratios[worst].item(), self.layers[worst])
+
+        return largest
