@@ -215,7 +215,8 @@ def attend(
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
     result as queries. Queries are those of positions `first`, `first` + 1, ...; with `documents` each attends to no
     position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, `flash4` (no documents; queries are
-    the last positions), `flex` or `torch`, its own choice; for scores without a cap.
+    the last positions), `flex` or `torch`, its own choice; for scores without a cap. The last queries of a row without
+    a mask have torch's own choice in place of `cudnn`.
 
     Raises RuntimeError, or whatever a package raises, where there is no such kernel for the inputs.
     """
@@ -238,6 +239,8 @@ def attend(
         return made(queries, keys, values, blocks, scale, grouped)
     if attention.score_cap is None:
         is_causal = not is_windowed and first + count == total and documents is None
+        if is_causal and first and backend == "cudnn":  # it would get a mask of all pairs, which each layer keeps
+            backend = "torch"
         if is_causal and first and queries.device.type == "cpu" and backend in ("torch", "flash"):
             return _LastQueries.apply(queries, keys, values, scale)
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
