@@ -1,5 +1,6 @@
 """One run of a job on all ranks, in its folder: a sequence of legs, each with its trainer and its observers."""
 
+import gc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,10 @@ class Run:
         self.console = Console(world.rank == 0, on_stderr, bar)
         self.folder = RunFolder(self.path, self.console.say)
         self.hear(news)
+        self.jumps = JumpWatch(job.watch.jump)
+        is_first = world.rank == 0
+        folder, end_time = (self.path, end_of_batch_job()) if is_first else (None, None)
+        self.requests = Requests(self.signals, folder, end_time, lambda: self.leg.is_unbalanced())
         self.begin_leg(world, prepared)
 
     def begin_leg(self, world: World, prepared: Prepared, change: "PlanChange | None" = None) -> None:
@@ -129,6 +134,7 @@ class Run:
         change.state = leg.live_state()
         change.seconds["moved"] = time.monotonic() - since
         leg.close()
+        gc.collect()  # weights and gradients are in cycles of references
         bind_accelerator(world).release()
         self.begin_leg(world, change.prepared, change)
         change.seconds["made"] = time.monotonic() - since - change.seconds["moved"]
@@ -153,12 +159,12 @@ class Run:
         while True:
             try:
                 last, ended = self.leg.train(until)
+                if self.leg.change is None:
+                    break
+                self._go_on(self.leg.change)
             except BaseException:
                 self.abandon()
                 raise
-            if self.leg.change is None:
-                break
-            self._go_on(self.leg.change)
         self.leg.close()
         by, overrun = ended and ended.by, self.leg.overrun
         summary = self.console.finish(last, self.path, self.checkpoint, self.source, by, overrun)
@@ -233,7 +239,7 @@ class Leg:
         self._observers = self._make_observers(accelerator)
         with world.all_or_none():
             writers = make_writers(self.job, run.path) if run.lock else []
-        self._speeds = self._watch_speeds() if run.lock else None
+            self._speeds = self._watch_speeds() if run.lock else None
         self._live = LiveMetrics(run.folder, prepared.plan, writers, self._speeds)
         self._metrics = RunMetrics(self._observed, self._live.write_step)
         noting = None if self.job.plan else self._note_overflow
@@ -328,7 +334,7 @@ class Leg:
                 metrics["overrun"] = overrun
             run.console.step(metrics, self._metrics.latest, until, due)
             if run.lock:
-                self._note_findings(metrics["step"], jumps.look(metrics))
+                self._note_findings(metrics["step"], run.jumps.look(metrics))
             if run.lock and self._begun_by and metrics["step"] == self._first_step:
                 self._begun_by.seconds["first_step"] = metrics["step_seconds"]
                 self._live.note_leg(
@@ -339,13 +345,6 @@ class Leg:
 
         run.hear(observer.start(trainer.steps_done) for observer in self._observers)
         self._recorder.begin_step()
-        is_first, jumps = self._world.rank == 0, JumpWatch(self.job.watch.jump)
-        requests = Requests(
-            run.signals,
-            run.path if is_first else None,
-            end_of_batch_job() if is_first else None,
-            self._is_unbalanced,
-        )
         saves = Saves(
             trainer.saver(run.path, self._about()),
             self.job.checkpoint,
@@ -356,7 +355,8 @@ class Leg:
         )
         self._saver = saves.saver
         try:
-            ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests, self._replan)
+            sets = prepared.training, prepared.validation
+            ended = trainer.fit(*sets, until, saves, report, run.requests, self._replan)
         except CorruptionError as error:  # on all ranks
             self._end_steps()
             if run.lock:
@@ -365,7 +365,7 @@ class Leg:
         run.checkpoint = saves.latest
         return last, None if self.change else ended
 
-    def _is_unbalanced(self) -> bool:
+    def is_unbalanced(self) -> bool:
         """Say whether devices have other speeds, and no plan was searched for that in the last steps; on rank 0."""
         last, done = self._run.rebalanced_at, self._trainer.steps_done
         is_early = last is not None and done < last + STEPS_BETWEEN_REBALANCES
@@ -374,17 +374,19 @@ class Leg:
     def _replan(self) -> bool:
         """Choose the plan that was asked for; say whether the leg ends for it. All ranks must call."""
         run, since = self._run, time.monotonic()
-        unbalanced, steps = None, self._trainer.steps_done
-        if self._speeds and self._speeds.has_news:
-            run.rebalanced_at = steps
-            stall = self._stall_seconds / self._accelerator.time_scale
-            unbalanced = Unbalanced(self._speeds.take_factors(), self._speeds.text, self._until - steps, stall)
+        unbalanced = self._take_speeds if self.is_unbalanced() else None
         chosen = replan(self._prepared, run.requested, run.path if run.lock else None, unbalanced)
         if isinstance(chosen, str):
             run.console.say(f"no other plan: {chosen}; training continues by the same one")
         else:
             self.change = PlanChange(chosen, chosen.reasons[WHY], {"searched": time.monotonic() - since})
         return self.change is not None
+
+    def _take_speeds(self) -> Unbalanced:
+        assert self._speeds is not None, "of rank 0"
+        self._run.rebalanced_at = steps = self._trainer.steps_done
+        stall = self._stall_seconds / self._accelerator.time_scale
+        return Unbalanced(self._speeds.take_factors(), self._speeds.text, self._until - steps, stall)
 
     def live_state(self) -> LiveState:
         """Return the state after the last step in host memory, which outlives the leg. All ranks must call."""

@@ -49,13 +49,17 @@ class Saves:
         if is_last:
             self._try(self.saver.finish, is_last)
 
+    def complete(self) -> None:
+        """Wait for the checkpoint in flight; training continues. Raises as `step_is_done`."""
+        self._try(self.saver.finish, False)
+
     def end(self, step: int | None = None) -> Path | None:
         """Complete the checkpoint in flight, and write the state after `step` if it is not there; return the newest.
 
         Raises CheckpointError and CorruptionError on all ranks.
         """
         try:
-            self._try(self.saver.finish, False)
+            self.complete()
         except HpctrainError as error:  # the run ends for a reason of its own
             self._say(f"no checkpoint: {error}")
         if step is not None:
@@ -66,7 +70,7 @@ class Saves:
 
     def _wait_for_last(self) -> None:
         since = time.monotonic()
-        self._try(self.saver.finish, False)
+        self.complete()
         seconds = time.monotonic() - since
         if seconds > SAID_SECONDS:
             self._say(

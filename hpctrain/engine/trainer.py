@@ -108,8 +108,10 @@ class Trainer:
             raise (MemoryOverflowError(f"{text}; {noted}") if noted else TrainingError(text)) from error
 
     def close(self) -> None:
-        """Release weights, moments and buffers. No other rank is involved, and no other method may be called."""
-        del self.layout, self.optimizer, self.pipeline
+        """Release weights, moments and buffers, also after a failure. No other rank is involved, and no other method
+        may be called."""
+        for name in ("layout", "optimizer", "pipeline"):
+            vars(self).pop(name, None)
 
     def initialise(self) -> None:
         """Start from initial weights, or from those of the checkpoint that the job names."""
@@ -250,7 +252,7 @@ class Trainer:
             if saved:
                 enter(phases.saving)
             saves.step_is_done(metrics, saved, last, asked.writing)
-            requests.longest_save = saves.saver.longest_seconds
+            requests.longest_save = max(requests.longest_save, saves.saver.longest_seconds)
             enter(phases.end if last else phases.step)
             requests.fulfilled(asked)
             if asked.ends and done < until:
@@ -258,7 +260,7 @@ class Trainer:
             if asked.moves and not last:
                 enter(phases.start)
                 if replan():
-                    saves.end()
+                    saves.complete()
                     return EarlyEnd("another plan", continues=True)
                 enter(phases.step)
             begun = time.monotonic()

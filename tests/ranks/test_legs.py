@@ -1,12 +1,15 @@
 """A run is a sequence of legs in the same processes: each begins where the one before it ended."""
 
+import gc
 import json
 import statistics
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.config.clusters.cluster_file import parse_cluster, parse_cluster_file
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
@@ -137,7 +140,13 @@ def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, t
     other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
     same = dump_plan(resolve_plan(job_of(tokens, {"data": 2}), 2).plan)
     wrong = other.replace("ranks = [0]", "ranks = [7]")
-    requests = {1: (NEXT_PLAN_FILE, same), 3: (NEXT_PLAN_FILE, wrong), 5: (NEXT_PLAN_FILE, other)}
+    foreign = other.replace('"cpu"', '"v100"', 1)
+    requests = {
+        1: (NEXT_PLAN_FILE, same),
+        3: (NEXT_PLAN_FILE, foreign),
+        4: (NEXT_PLAN_FILE, wrong),
+        5: (NEXT_PLAN_FILE, other),
+    }
     train_with_requests(run, requests)
     with own.all_or_none():
         if own.rank == 0:
@@ -223,3 +232,20 @@ def test_a_signal_during_a_change_of_plans_saves_after_the_next_step(own, tokens
             assert run.checkpoint.name == "step-00000003"
             end = json.loads((run.path / "events.jsonl").read_text().splitlines()[-1])
             assert end["event"] == "end" and end["stopped_by"] == "SIGTERM on rank 1"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_the_weights_of_a_leg_are_freed_before_the_next_ones_are_made(own, tokens, folder, monkeypatch):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
+    store = weakref.ref(run.leg._trainer.layout.store)
+    freed = []
+    monkeypatch.setattr(CpuAccelerator, "release", lambda self: freed.append(store() is None))
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    gc.disable()
+    try:
+        train_with_requests(run, {1: (NEXT_PLAN_FILE, other)})
+    finally:
+        gc.enable()
+    assert freed == [True]

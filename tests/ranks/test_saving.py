@@ -1,5 +1,7 @@
 """Saving behind the steps: what is saved is the state of its step; errors reach all ranks; parts by rank and node."""
 
+import errno
+import os
 import time
 
 import pytest
@@ -9,7 +11,7 @@ from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
 from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.config.errors import CheckpointError
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.requests import Requests
+from hpctrain.engine.requests import EarlyEnd, Requests
 from hpctrain.engine.saves import Saves
 from tests.ranks.small_runs import make_job, make_trainer, whole
 
@@ -127,3 +129,25 @@ def test_one_rank_that_cannot_write_stops_all_or_none(world, tokens, folder, mon
     names = [path.name[-1] for path in complete_checkpoints(folder)]
     assert names == (["1"] if on_error == "stop" else ["1", "4", "5", "6"])
     assert not list(folder.glob("checkpoints/*.partial"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_checkpoint_that_fails_before_another_plan_counts_as_any_other(world, tokens, folder, monkeypatch, on_error):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job, said = job_of(tokens, every=1, on_error=on_error), []
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    trainer, requests = make_trainer(world, job), NoRequests()
+    trainer.initialise()
+    requests.is_unbalanced = lambda: True
+    saves = Saves(trainer.saver(folder, {}), job.checkpoint, said.append, None)
+    monkeypatch.setattr(saving, "write_stream", full)
+    what = training, None, job.train.steps, saves, lambda metrics: None, requests, lambda: True
+    if on_error == "stop":
+        with pytest.raises(CheckpointError, match="No space left"):
+            trainer.fit(*what)
+    else:
+        assert trainer.fit(*what) == EarlyEnd("another plan", continues=True)
+        assert len(said) == 1 and "training continues" in said[0]

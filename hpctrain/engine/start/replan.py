@@ -4,23 +4,23 @@ RUN/resize           a number of ranks: the first so many get a plan, the others
 RUN/next-plan.toml   a plan
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.measured_speeds import names_by_speed, with_speeds
-from hpctrain.config.errors import HpctrainError, PlanError
+from hpctrain.config.errors import HpctrainError, LaunchError, PlanError, describe_os_error
 from hpctrain.config.job import Job
-from hpctrain.config.paths import read_bytes
+from hpctrain.config.paths import read_bytes, refused_as, replace_text
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
 from hpctrain.engine.start.facts import Prepared
 from hpctrain.engine.start.resolve import (
     bridge_families,
     check_plan,
     choose_kernels,
+    described_plan,
     predict_step,
     priced,
     switch_overlaps,
@@ -31,7 +31,7 @@ from hpctrain.engine.start.resolve_overlap import setups_by_plan
 from hpctrain.plan import checks
 from hpctrain.plan.file import parse_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.plan.uniform import resolve_plan, with_families
+from hpctrain.plan.uniform import check_families, with_families
 from hpctrain.planner.choose import choose_plan
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
@@ -42,46 +42,50 @@ WORTH_STALLS = 3.0
 """A plan by measured speeds is to gain so many times what the change costs, in the steps that are left."""
 WHY = "another plan"
 """The choice whose reason is why a run got another plan."""
+OF_THE_LAST_PLAN = (
+    "runner-up", "before", "planned again", "plan.microbatch", "prediction", "vocabulary", "messages between families"
+)  # fmt: skip
+"""Reasons that another plan does not keep."""
 
 
-def requested_plan(run: Prepared, requested: Job, folder: Path) -> tuple[Plan, str]:
-    """Return the plan that a file of the run folder asks for, and the reason; for one rank.
+def resized_plan(run: Prepared, requested: Job, text: str, where: Path) -> tuple[Plan, str]:
+    """Return a plan for the number of ranks that a file says, in which the others are unused, and the reason; for one
+    rank. Raises HpctrainError.
 
-    `requested` is the job as it was before it was resolved. Raises HpctrainError, also where no file is there.
+    It is the plan that the job describes, where that is for so many ranks, else the best that a search finds.
+    `requested` is the job as it was before it was resolved.
     """
-    resize, given = folder / RESIZE_FILE, folder / NEXT_PLAN_FILE
-    if resize.exists():
-        text = read_bytes(resize).decode(errors="replace").strip()
-        if not text.isdecimal() or not 1 <= int(text) <= run.world.size:
-            raise PlanError(f"{resize}: {text!r:.40} is no number of ranks; write one from 1 to {run.world.size}")
-        return plan_for(run, requested, int(text)), f"{RESIZE_FILE} asks for {text} ranks"
-    plan = parse_plan(read_bytes(given).decode(errors="replace"), str(given))
-    checks.check_plan(run.job, plan, str(given))
+    world, described, plan, why = run.world, run.described, None, f"{RESIZE_FILE} asks for {text} ranks"
+    if not text.isdecimal() or not 1 <= int(text) <= world.size:
+        raise PlanError(f"{where}: {text!r:.40} is no number of ranks; write one from 1 to {world.size}")
+    num_ranks, cluster = int(text), described.cluster
+    if num_ranks < world.size:
+        cluster = with_speeds(cluster, names_by_speed(cluster, {}, num_ranks))
+    run = run.but(job=run.job.model_copy(update={"overlap": requested.overlap, "plan": requested.plan}))
+    if requested.plan:
+        try:
+            plan = described_plan(run, run.families[:num_ranks], cluster).plan
+        except LaunchError:
+            pass  # it is for another number of ranks
+        except HpctrainError as error:
+            why += f"; the job's plan cannot be used: {error}"
+    if plan is None:
+        asked = run.job.model_copy(update={"plan": None})
+        job = priced(without_plan(run.but(job=asked)))
+        plan = choose_plan(job, cluster, described.name, setups_by_plan(asked, job, world.topology)).plan
+    return replace(plan, unused=tuple(sorted({*plan.unused, *range(num_ranks, world.size)}))), why
+
+
+def given_plan(run: Prepared, text: str, where: Path) -> Plan:
+    """Return the plan that a file has, if it is one for these ranks. Raises HpctrainError."""
+    plan = parse_plan(text, str(where))
+    checks.check_plan(run.job, plan, str(where))
     if plan.ranks != tuple(range(run.world.size)):
         raise PlanError(
-            f"{given}: is for {len(plan.ranks)} ranks, and the run has {run.world.size}; list others in unused"
+            f"{where}: is for {len(plan.ranks)} ranks, and the run has {run.world.size}; list others in unused"
         )
-    return plan, f"{NEXT_PLAN_FILE} asks for it"
-
-
-def plan_for(run: Prepared, requested: Job, num_ranks: int) -> Plan:
-    """Return a plan for the first ranks, in which the others are unused; for one rank. Raises HpctrainError.
-
-    It is the one that the job describes, where that is for so many ranks, else the best that a search finds.
-    """
-    world, described, plan = run.world, run.described, None
-    if requested.plan:
-        job = run.job.model_copy(update={"plan": requested.plan})
-        with suppress(HpctrainError):
-            plan = resolve_plan(job, num_ranks, run.families[:num_ranks]).plan
-    if plan is None:
-        searched = without_plan(run.but(job=run.job.model_copy(update={"overlap": requested.overlap, "plan": None})))
-        cluster = described.cluster
-        if num_ranks < world.size:
-            cluster = with_speeds(cluster, names_by_speed(cluster, {}, num_ranks))
-        setup_of = setups_by_plan(searched.job, priced(searched), world.topology)
-        plan = choose_plan(priced(searched), cluster, described.name, setup_of).plan
-    return replace(plan, unused=tuple(sorted({*plan.unused, *range(num_ranks, world.size)})))
+    check_families(plan, run.families, str(where))
+    return plan
 
 
 class Unbalanced(NamedTuple):
@@ -106,7 +110,7 @@ def rebalanced_plan(run: Prepared, requested: Job, unbalanced: Unbalanced) -> tu
     measured = run.but(speeds=speeds)
     without = run.job.model_copy(update={"overlap": requested.overlap})
     job, cluster, _ = as_measured(without_plan(measured.but(job=without)))
-    setup_of = setups_by_plan(job, job, run.world.topology)
+    setup_of = setups_by_plan(without, job, run.world.topology)
     plan = with_families(choose_plan(job, cluster, run.described.name, setup_of).plan, run.families)
     now, then = (predict_measured(measured.but(plan_or_none=each)).predict().step_seconds for each in (run.plan, plan))
     gain, why = (now - then) * unbalanced.steps_left, unbalanced.text
@@ -154,41 +158,60 @@ def with_plan(run: Prepared, requested: Job, plan: Plan, why: str, speeds: Mappi
     The same plan keeps every choice, and so every bit. Raises HpctrainError on all ranks.
     """
     reasons = {"plan": f"{plan.describe()}: {why}", WHY: why}
+    run = run.but(speeds=speeds)
     if plan == run.plan:
-        return run.but(reasons, speeds=speeds)
+        return run.but(reasons)
+    run = replace(run, reasons={key: reason for key, reason in run.reasons.items() if key not in OF_THE_LAST_PLAN})
     kernels, _ = continued_kernels(requested.kernels, run.job.kernels)
     kernels = kernels.model_copy(update={"logits_mib": run.job.kernels.logits_mib})
     job = run.job.model_copy(update={"plan": None, "overlap": requested.overlap, "kernels": kernels})
-    run = run.but(reasons, job=job, plan_or_none=plan, previous=None, speeds=speeds)
+    run = run.but(reasons, job=job, plan_or_none=plan, previous=None)
     for resolver in (switch_overlaps, check_plan, bridge_families, predict_step, choose_kernels):
         run = resolver(run)
-    if run.prediction and speeds:
-        run = run.but(prediction=predict_measured(run).predict())
+    with run.world.all_or_none():
+        if run.prediction and speeds:  # on rank 0
+            run = run.but(prediction=predict_measured(run).predict())
     return run
 
 
-def replan(run: Prepared, requested: Job, folder: Path | None, unbalanced: Unbalanced | None = None) -> Prepared | str:
-    """Return the run with the plan that a file of `folder` asks for, else by what was `unbalanced`; or why not.
+def replan(
+    run: Prepared, requested: Job, folder: Path | None, unbalanced: Callable[[], Unbalanced] | None = None
+) -> Prepared | str:
+    """Return the run with the plan that a file of `folder` asks for, else by what is `unbalanced`; or why not.
 
-    Both are on rank 0. The file is removed; a plan that is refused stays, under another name. All ranks must call.
+    Both are on rank 0. A file is removed when it is read; a plan that is refused is written under another name. All
+    ranks must call.
     """
+    given, devices = "", run.world.settings.devices
 
     def choose() -> tuple[Plan, str, dict[int, float] | None]:
+        nonlocal given
         assert folder is not None, "of rank 0"
-        if unbalanced and not any((folder / name).exists() for name in (RESIZE_FILE, NEXT_PLAN_FILE)):
-            return rebalanced_plan(run, requested, unbalanced)
-        try:
-            return *requested_plan(run, requested, folder), None
-        finally:
-            (folder / RESIZE_FILE).unlink(missing_ok=True)
+        resize, next_plan = folder / RESIZE_FILE, folder / NEXT_PLAN_FILE
+        if unbalanced and not resize.exists() and not next_plan.exists():
+            return rebalanced_plan(run, requested, unbalanced())
+        if resize.exists():
+            return *resized_plan(run, requested, _take(resize).strip(), resize), None
+        given = _take(next_plan)
+        return given_plan(run, given, next_plan), f"{NEXT_PLAN_FILE} asks for it", None
 
     try:
-        result = with_plan(run, requested, *run.world.on_first_rank(choose))
+        return with_plan(run, requested, *run.world.on_first_rank(choose))
     except HpctrainError as error:
-        result = str(error)
-    if folder is not None and (given := folder / NEXT_PLAN_FILE).exists():
-        if isinstance(result, str):
-            given.replace(given.with_suffix(".refused.toml"))
-        else:
-            given.unlink()
-    return result
+        run.world.configure(devices=devices)  # as the plan that stays has them
+        why = str(error)
+        if folder and given:
+            refused = (folder / NEXT_PLAN_FILE).with_suffix(".refused.toml")
+            try:
+                replace_text(refused, given)
+            except OSError as failure:
+                why += f"; {refused} cannot be written: {describe_os_error(failure)}"
+        return why
+
+
+def _take(file: Path) -> str:
+    """Read a request and remove it: one that is written from now on is another one. Raises HpctrainError."""
+    with refused_as(PlanError, f"{file}: cannot be taken"):
+        text = read_bytes(file).decode(errors="replace")
+        file.unlink(missing_ok=True)
+    return text

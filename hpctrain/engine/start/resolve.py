@@ -20,6 +20,7 @@ from hpctrain.comm.start.launcher import MORE_CORES, few_cores
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.cluster_part import part_of
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
@@ -186,13 +187,21 @@ def choose_dtype(run: Prepared) -> Prepared:
 
 def fill_devices(run: Prepared) -> Prepared:
     """Give devices more rows at once than CPUs, where the job describes its plan and leaves that number open."""
-    plan, cluster = run.plan_or_none, run.described.cluster
-    if plan is None or run.job.plan is None or run.described.is_rehearsed:
+    if run.plan_or_none is None or run.job.plan is None:
         return run
-    job, few = priced(run), Resolved(plan, {})
-    setup_of = setups_by_plan(job, job, run.world.topology)
-    made = run.world.on_first_rank(lambda: with_enough_rows(job, few, run.families, cluster, setup_of))
+    made = run.world.on_first_rank(lambda: described_plan(run, run.families, run.described.cluster))
     return run.but(made.reasons, plan_or_none=made.plan)
+
+
+def described_plan(run: Prepared, families: Sequence[str], cluster: Cluster) -> Resolved:
+    """Return the plan that the job describes for ranks of these families, with rows enough for devices; for one rank.
+
+    Raises as `resolve_plan`.
+    """
+    job, few = priced(run), resolve_plan(run.job, len(families), families)
+    if run.described.is_rehearsed:
+        return few
+    return with_enough_rows(job, few, families, cluster, setups_by_plan(job, job, run.world.topology))
 
 
 def profile_job(run: Prepared) -> Prepared:

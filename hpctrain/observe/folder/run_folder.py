@@ -2,7 +2,8 @@
 
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
-cluster.toml     the description of the machine that the plan and its prediction are for
+cluster.toml     the description of the machine that the plan is for; the reason of the plan has the speeds that were
+                 measured while training
 *.json, *.jsonl  metrics, events and what was measured: hpctrain.observe.folder.schema says what is in each
 yardstick.json   what families are predicted to do alone (hpctrain.planner.yardstick)
 checkpoints/     see hpctrain.checkpoint
