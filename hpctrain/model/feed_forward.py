@@ -10,7 +10,7 @@ from hpctrain.architectures.description import Experts, Mlp
 from hpctrain.model.operators.activation import activate
 from hpctrain.model.operators.experts import ExpertMixture, choose, scores_of, weights_of
 from hpctrain.model.operators.linear import Linear
-from hpctrain.model.operators.running import Kernels
+from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
 from hpctrain.model.recompute import Dropping
 from hpctrain.model.storage.units import Weight
@@ -69,7 +69,8 @@ class WithExperts:
         self._router = Linear(block.weights("router.weight"), [], ONE_RANK, ONE_RANK)
         names = "experts.up.weight", "experts.down.weight", "router.balance"
         weights = [weight for name in names for weight in block.weights(name)]
-        activation = partial(activate, activation=experts.activation, is_gated=True, run=block.kernels.run)
+        # A rank's pairs change with every choice where y cuts experts, and kernels are compiled for each shape.
+        activation = partial(activate, activation=experts.activation, is_gated=True, run=run_eagerly)
         self.mixture = ExpertMixture(experts, weights, block.axes, partial(block.computed_in, "activation", activation))
         self._shared = Dense(block, experts, SHARED_PRODUCTS) if experts.shared_inner else None
 

@@ -25,6 +25,9 @@ from hpctrain.model.parallel.gathering import gathered, start_scatter
 from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
+ALIGNED = 8
+"""Torch's grouped products need rows of a multiple of so many features in bf16: 16 bytes."""
+
 
 def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Return the scores of all experts, fp32 or wider [..., E], of the router's logits."""
@@ -56,7 +59,8 @@ def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> 
 
 def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the product of each group's rows and the transposed weight of its expert, [M, O]."""
-    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+    is_aligned = x_MI.shape[1] % ALIGNED == weight_EOI.shape[1] % ALIGNED == 0
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16 and is_aligned and hasattr(F, "grouped_mm"):
         return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends)
     result = x_MI.new_empty(x_MI.shape[0], weight_EOI.shape[1])
     for expert, rows in _groups(ends):
@@ -181,7 +185,7 @@ class _ExpertMixture(Function):
         inner = mixture.activated(up).mul_(of_pair)
         added = grouped_product(inner, mixture.weight(mixture.down, x.dtype), ends)
         ctx.save_for_backward(x, weights, chosen, up, places, ends)
-        return mixture.summed(_sum_of_pairs(added, places, choices.shape).view(x.shape[0], -1, x.shape[2]))
+        return mixture.summed(_sum_of_pairs(added, places, choices.shape, mixture).view(x.shape[0], -1, x.shape[2]))
 
     @staticmethod
     def backward(ctx, dy):
@@ -203,7 +207,7 @@ class _ExpertMixture(Function):
         mixture.up.accumulate(add_grouped_products, d_up, given, ends)
         del given
         d_given = grouped_product(d_up, mixture.weight(mixture.up, x.dtype).transpose(1, 2), ends)
-        dx = _sum_of_pairs(d_given, places, torch.Size((d_weights.numel() // count, count)))
+        dx = _sum_of_pairs(d_given, places, torch.Size((d_weights.numel() // count, count)), mixture)
         if mixture.load is not None:
             mixture.load += ends.diff(prepend=ends.new_zeros(1))
         if mixture.balance is not None:
@@ -212,10 +216,18 @@ class _ExpertMixture(Function):
         return dx, mixture.summed(d_weights.view(rows, -1, count)), None, None
 
 
-def _sum_of_pairs(values: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _sum_of_pairs(
+    values: torch.Tensor, places: torch.Tensor, shape: torch.Size, mixture: ExpertMixture
+) -> torch.Tensor:
     """Return for each of N tokens the sum over its pairs, [N, H], where `shape` is [N, K].
 
-    They are summed in the order of a token's choices: the same bits in every run.
+    They are summed in the order of a token's choices: the same bits in every run. A part of the features after the
+    other: all pairs of a part are as many numbers as a rank's pairs of all features.
     """
-    whole = values.new_empty if places.numel() == shape.numel() else values.new_zeros
-    return whole(shape.numel(), values.shape[1]).index_copy_(0, places, values).view(*shape, -1).sum(1)
+    whole = values.new_empty if mixture.y.size == 1 else values.new_zeros
+    result = values.new_empty(shape[0], values.shape[1])
+    for part in cut_evenly(values.shape[1], mixture.y.size):
+        features = slice(*part)
+        pairs = whole(shape.numel(), part.size).index_copy_(0, places, values[:, features])
+        torch.sum(pairs.view(*shape, -1), 1, out=result[:, features])
+    return result

@@ -207,7 +207,7 @@ def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
         attention, mlp = setup.branches(layer)
         numbers = 2 * hidden + 2 * sum(heads_on(attention, grid)) if attention else 0.0
         if isinstance(mlp, Experts):
-            numbers += (2 * hidden + 3 * mlp.inner) * mlp.chosen / grid.y + hidden + mlp.count
+            numbers += (2 * hidden + 3 * mlp.inner) * _pairs(setup, grid, mlp) / setup.positions + hidden + mlp.count
             numbers += (2 * hidden + 3 * mlp.shared_inner / grid.y) * (mlp.shared_inner > 0)
         else:
             numbers += 2 * hidden + (mlp.inner + mlp.up_size) / grid.y if mlp else 0.0

@@ -16,7 +16,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
-from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.prices.setup import EAGER_PASSES, Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import CONTEXT, STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
@@ -32,6 +32,9 @@ CONTEXT_OPERATIONS = 7, 6
 put together and among those of others; a second interval of queries is attended to, and joined with the first."""
 EXPERT_OPERATIONS = 24, 20
 """Operations of a mixture of experts that are no products, forward and backward: the router's, sorts, gathers, sums."""
+ALIGNED = 8
+"""Sizes of experts in bf16 must be multiples of it, or their products are not one operation; see
+model/operators/experts.py."""
 SQUARES_PASSED = 4
 """Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
 
@@ -208,22 +211,24 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     own = experts.count // grid.y
     pairs = tokens * experts.chosen / grid.y
     load, up, inner = math.ceil(pairs / own), experts.up_size, experts.inner
-    is_grouped = setup.dtype == "bf16"
+    is_grouped = setup.dtype == "bf16" and hidden % ALIGNED == inner % ALIGNED == 0
 
     def grouped(m: int, k: int, n: int) -> list[MatrixProduct]:
-        """Return a product of each expert: one operation for all in bf16, where devices have it."""
+        """Return a product of each expert: one operation for all in bf16, where devices have it for these sizes."""
         return [MatrixProduct(m, k, n, own)] if is_grouped else [MatrixProduct(m, k, n)] * own
 
     b, summed = setup.item_bytes, int(tokens * hidden * setup.summed_bytes)
-    # Rows are gathered, and put in the order of tokens, and added: read and written, twice; backward twice more.
-    moved = [pairs * hidden * b * times for times in (5, 9)]
-    activated, d_activated = (pairs * inner * (each + 3 * b) for each in passes.inner)
+    # Rows are gathered, and put in the order of tokens, and added: read and written, twice; backward twice more. Those
+    # of experts of other ranks are zeros, which are written, and added too. Activations of experts are never fused.
+    added = tokens * experts.chosen * (1 if grid.y == 1 else 2)
+    moved = [(pairs * times + added) * hidden * b for times in (4, 8)]
+    activated, d_activated = (pairs * inner * (each + 3 * b) for each in EAGER_PASSES[4 if b >= 4 else 2].inner)
     shared = [tokens * of_shared * each for each in passes.inner]
     forward = PassWork(grouped(load, hidden, up) + grouped(load, inner, hidden), moved[0] + activated + shared[0])
     backward = PassWork(grouped(load, hidden, inner) + grouped(load, up, hidden), moved[1] + d_activated + shared[1])
     forward.operations, backward.operations = EXPERT_OPERATIONS
     weight = PassWork([*([MatrixProduct(up, load, hidden)] * own), *([MatrixProduct(hidden, load, inner)] * own)])
-    weight.passed_bytes = passes.weight * own * (up + hidden) * inner
+    weight.passed_bytes = passes.weight * own * (up + inner) * hidden
     if grid.sequence_parallel:
         gathers, scatters = Exchange("y", "all_gather", summed), Exchange("y", "reduce_scatter", summed)
         forward.exchanges += [gathers, scatters]

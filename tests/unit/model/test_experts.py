@@ -1,9 +1,12 @@
 """A mixture of experts: choices, products of groups, balance. Losses and gradients are in test_model.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.architectures.description import Experts, Norm
 from hpctrain.architectures.registry import presets
@@ -12,6 +15,8 @@ from hpctrain.config.job import Model
 from hpctrain.config.training.train import Train
 from hpctrain.engine.step.expert_load import ExpertLoad
 from hpctrain.engine.step.updates import Updated, UpdateStep, update_balance
+from hpctrain.model.operators import activation, experts
+from hpctrain.model.operators.experts import _sum_of_pairs as sum_of_pairs
 from hpctrain.model.operators.experts import (
     add_grouped_products,
     add_load,
@@ -20,7 +25,10 @@ from hpctrain.model.operators.experts import (
     sort_choices,
     weights_of,
 )
+from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK
+from hpctrain.model.stage import Stage
+from hpctrain.model.transformer import LayerContext
 from hpctrain.sharding.grid import Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -63,6 +71,67 @@ def test_products_of_groups_are_those_of_each_token_on_any_number_of_ranks(choic
             grads.append(grad)
         torch.testing.assert_close(result, expected)
         torch.testing.assert_close(torch.cat(grads).view_as(weights), expected_grad)
+
+
+class Largest(TorchDispatchMode):
+    """Records the most numbers of a result of an operation."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.size = max(self.size, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("y", [1, 2, 4])
+def test_sums_over_choices_never_have_more_numbers_than_a_ranks_pairs(y):
+    tokens, count, features = 12, 4, 8
+    places = torch.randperm(tokens * count, generator=torch.Generator().manual_seed(y))[: tokens * count // y]
+    values = torch.randn(places.numel(), features, generator=torch.Generator().manual_seed(0))
+    every = torch.zeros(tokens * count, features).index_copy_(0, places, values)
+    with Largest() as largest:
+        mixture = SimpleNamespace(y=SimpleNamespace(size=y))
+        result = sum_of_pairs(values, places, torch.Size((tokens, count)), mixture)
+    torch.testing.assert_close(result, every.view(tokens, count, features).sum(1), rtol=0, atol=0)
+    assert largest.size == values.numel()
+
+
+class OnDevice(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("features", "has_operation"), [((8, 12), True), ((12, 8), True), ((8, 16), False)])
+def test_torchs_grouped_product_is_called_only_where_it_exists_and_takes_the_sizes(
+    monkeypatch, features, has_operation
+):
+    def grouped_mm(*tensors, offs):
+        raise AssertionError("its rows are of no multiple of 16 bytes")
+
+    if has_operation:
+        monkeypatch.setattr(experts.F, "grouped_mm", grouped_mm, raising=False)
+    else:
+        monkeypatch.delattr(experts.F, "grouped_mm", raising=False)
+    into, out = features
+    x, weight = torch.ones(3, into, dtype=torch.bfloat16), torch.ones(2, out, into, dtype=torch.bfloat16)
+    result = grouped_product(x.as_subclass(OnDevice), weight, torch.tensor([1, 3], dtype=torch.int32))
+    assert result.shape == (3, out) and (result == into).all()
+
+
+def test_activations_of_experts_are_not_compiled_as_their_shapes_change_with_each_choice():
+    compiled = []
+
+    def run(function, *tensors, **constants):
+        compiled.append((function, tensors[-1].shape))
+        return function(*tensors, **constants)
+
+    made = make_stage(MODELS["dots1"], "none")
+    stage = Stage(made.tile, LayerContext(MODELS["dots1"], made.layers[0].axes, made.store, Kernels(run)))
+    tokens = torch.randint(0, 17, (3, 10), generator=torch.Generator().manual_seed(1))
+    _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], training=True)
+    stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
+    shapes = [shape for function, shape in compiled if function in (activation.forward, activation.backward)]
+    assert shapes and all(len(shape) == 3 for shape in shapes), "those of the shared expert alone"
 
 
 def test_the_bias_moves_against_the_load_by_the_rate_alone():

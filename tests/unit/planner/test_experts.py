@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.architectures.registry import presets
 from hpctrain.config.job import Model
+from hpctrain.planner.prediction.activations import WORST_LOAD, layer_deferred
 from hpctrain.planner.prices.cost import layer_cost, model_flops, unit_elements
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
@@ -40,6 +41,33 @@ def test_products_are_of_equal_load_and_weights_of_whole_experts(y):
     elements = unit_elements(SETUP, grid, SPARSE.start)
     assert elements == 3 * hidden * inner * 9 / y + 8 * hidden + 8 + hidden
     assert unit_elements(SETUP, grid, DENSE.start) == 3 * hidden * 512 / y + hidden
+
+
+def wide(**more) -> Setup:
+    """Experts of four times the hidden size."""
+    return Setup(TINY.model_copy(update={"expert_size": 768, "shared_experts": 0, **more}), 64, "bf16", HPCTRAIN)
+
+
+def test_gradients_of_experts_pass_over_their_weights():
+    weight = layer_cost(wide(), TensorGrid(), SPARSE, 4).backward_weight
+    assert weight.passed_bytes == wide().passes.weight * (3 * 192 * 768 * 8 + 8 * 192)
+
+
+def test_choices_of_other_ranks_are_zeros_that_are_added():
+    one, two = (layer_cost(wide(), TensorGrid(y=y), SPARSE, 4).forward.passed_bytes for y in (1, 2))
+    pairs, of_activation = 4 * 64 * 2, (10 + 3 * 2) * 768
+    assert one - two == pytest.approx(pairs * (2 * 192 * (2 - 1) + of_activation / 2))
+
+
+def test_products_are_one_operation_where_sizes_are_multiples_of_16_bytes():
+    counts = [len(layer_cost(wide(expert_size=size), TensorGrid(), SPARSE, 4).forward.products) for size in (768, 764)]
+    assert counts[1] - counts[0] == 2 * (8 - 1)
+
+
+def test_deferred_operands_are_of_the_worst_load_where_a_rank_has_not_all_experts():
+    for y, load in (1, 1.0), (2, WORST_LOAD):
+        few, many = (layer_deferred(wide(experts_per_token=k), TensorGrid(y=y), SPARSE) for k in (2, 4))
+        assert many - few == pytest.approx(64 * 2 / y * load * (2 * 192 + 3 * 768) * 2)
 
 
 def test_blocks_with_and_without_experts_are_two_kinds():
