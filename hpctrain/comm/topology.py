@@ -64,6 +64,14 @@ def places_of(cluster: Cluster) -> tuple[Place, ...]:
     return tuple(Place(f"node{device.node}", device.family) for device in cluster.devices)
 
 
+def segments_in_flight(bytes_under_way: int) -> int:
+    """Return how many segments of a sum are in flight to each peer, of which so many bytes fill the link.
+
+    One and what is under way. A quarter of a segment more is not worth its scratch: without it a link is 80 % full.
+    """
+    return 1 + (bytes_under_way + SEGMENT_BYTES * 3 // 4) // SEGMENT_BYTES
+
+
 def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool) -> list[str]:
     """Return the algorithms from which a group may choose; the first one where its links are not known.
 

@@ -136,6 +136,7 @@ class Run:
         leg.close()
         gc.collect()  # weights and gradients are in cycles of references
         bind_accelerator(world).release()
+        bind_accelerator(world).forget_peak()
         self.begin_leg(world, change.prepared, change)
         change.seconds["made"] = time.monotonic() - since - change.seconds["moved"]
 

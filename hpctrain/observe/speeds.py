@@ -46,7 +46,8 @@ class SpeedWatch:
         for number in changed.tolist():
             place = self._places[self._ranks[number]]
             where = f"predicted, on a device of {place.family} of host {place.host}"
-            result.append(Straggler(self._ranks[number], float(factors[number]), bool(differs[number]), where))
+            is_slow = bool(differs[number] and factors[number] > 1)  # else it is as fast as predicted, or faster
+            result.append(Straggler(self._ranks[number], float(factors[number]), is_slow, where))
         self.text = "; ".join(map(str, result)) or self.text
         return result
 

@@ -159,9 +159,12 @@ class RehearsedAccelerator(CpuAccelerator):
         """Return the seconds that the described device computed."""
         return self.clock.busy_seconds / self.time_scale
 
+    def forget_peak(self) -> None:
+        self._peak, self.host_peak_bytes = self._used, self.host_bytes
+
     def start_anew(self) -> None:
         """Forget the peak of memory and the overrun so far, and how long it computed."""
-        self._peak = self._used
+        self.forget_peak()
         self.clock.forget()
 
     def products_per_second(self, dtype: torch.dtype) -> float:

@@ -121,6 +121,9 @@ class FakeAccelerator(Accelerator):
     def memory(self) -> DeviceMemory:
         return DeviceMemory(1, 0, 0)
 
+    def forget_peak(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         """Of the whole device: all of its streams."""
         for stream in (self._default, *self._copies, *self._made):

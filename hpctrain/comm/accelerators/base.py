@@ -136,6 +136,10 @@ class Accelerator(ABC):
     def release(self) -> None:  # noqa: B027
         """Return cached free memory to the device. Most devices cache none."""
 
+    @abstractmethod
+    def forget_peak(self) -> None:
+        """Let the peak of `memory` be that of what is used from now on."""
+
     def running(self) -> AbstractContextManager:
         """Wrap all computation on the device, for devices that must observe it."""
         return nullcontext()

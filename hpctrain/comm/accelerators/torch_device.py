@@ -135,6 +135,9 @@ class TorchAccelerator(Accelerator):
         if hasattr(self._module, "empty_cache"):
             self._module.empty_cache()
 
+    def forget_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self._index)
+
     def _pooled_stream(self, priority: int = 0) -> Any:
         return self._module.Stream(self.device, priority=priority)
 

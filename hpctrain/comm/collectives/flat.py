@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.topology import SEGMENT_BYTES
+from hpctrain.comm.topology import SEGMENT_BYTES, segments_in_flight
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.waiting import Steps, until_all
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -81,7 +81,7 @@ class FlatCollectives(Collectives):
         exchange. `bytes_under_way` are those that must be posted to a peer for a full link."""
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.transport, self.algorithm = transport, algorithm
-        self._segments_in_flight = 1 + bytes_under_way // SEGMENT_BYTES
+        self._segments_in_flight = segments_in_flight(bytes_under_way)
 
     def _others(self) -> list[int]:
         """Return the other ranks, from the next one on, so that ranks do not all send to the same one first."""

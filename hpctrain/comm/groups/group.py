@@ -187,18 +187,19 @@ class Group:
             device = launches.accelerator if launches is not None and self._collectives.is_launched else None
         what = self._instruments, name, tensor.nbytes, steps, self._patience
         operation = Operation(*what, lane is not None, device, kept=(tensor, out))
-        if launches is not None:
-            launches.begin(operation, lane)
-        elif lane is not None:
-            lane.begin(operation)
-        if lane is None:
-            if self._lane is not None:  # it has the same connection, and goes first
-                self._lane.finish()
-            try:
+        try:
+            if launches is not None:
+                launches.begin(operation, lane)
+            elif lane is not None:
+                lane.begin(operation)
+            if lane is None:
+                if self._lane is not None:  # it has the same connection, and goes first
+                    self._lane.finish()
                 operation.finish()
-            except BaseException:
+        except BaseException:
+            if operation.poll is None:  # those of a lane are the lane's
                 self._backend.kept.append(operation.abandon())
-                raise
+            raise
         return operation
 
     def _steps(

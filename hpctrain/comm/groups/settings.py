@@ -29,7 +29,7 @@ class Network(Protocol):
         ...
 
     def bytes_under_way(self, ranks: Sequence[int]) -> int:
-        """Return the bytes that a rank of a group must have posted to its neighbour, for a full link between them."""
+        """Return the bytes that a rank of a group must have posted to each peer, for a full link."""
         ...
 
 

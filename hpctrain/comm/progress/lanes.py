@@ -50,7 +50,9 @@ class Lane:
         """Take the steps that need no wait; say whether any operation ended. For `ProgressEngine`."""
         ended = False
         while self.queue and self.queue[0].advance():
-            self.queue.popleft()
+            operation = self.queue.popleft()
+            if operation.error is not None:
+                self._engine.kept.append(operation.left)
             ended = True
         if self._moves_all:
             for operation in tuple(self.queue)[1:]:
@@ -72,7 +74,7 @@ class ProgressEngine:
         self._enter = enter
         self._lanes: list[Lane] = []
         self.kept: list[object] = []
-        """Steps and tensors of abandoned operations: MPI may still write into these."""
+        """Steps and tensors of operations that failed or were abandoned: MPI may still write into these."""
         self._lock = threading.Lock()
         self._busy, self._submitted = threading.Event(), threading.Event()
         self._stop = False

@@ -12,6 +12,7 @@ its group.
 
 import time
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from typing import Any, Protocol
 
 from hpctrain.comm.progress.instruments import Instruments
@@ -70,8 +71,8 @@ class Operation:
         """An overlapped operation continues while the rank computes, until the rank waits for it.
 
         If its steps are launches on a `device`, they return the event of their end there. The tensors `kept` are kept
-        until the host sees the end, or the rank has waited for it. Without that the stream of a tensor could reuse its
-        memory too early.
+        until the host sees a good end, or the rank has waited for it. Without that the stream of a tensor could reuse
+        its memory too early.
         """
         self._instruments, self.name, self.num_bytes, self.patience = instruments, name, num_bytes, patience
         self.is_overlapped, self._device, self._kept = is_overlapped, device, kept
@@ -114,15 +115,18 @@ class Operation:
                     return False
         except StopIteration as last:
             self.result = last.value
-        except Exception as error:
+        except BaseException as error:
+            frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+            self._kept = (*self._kept, *(dict(frame.f_locals) for frame in frames[1:]))  # scratch, requests
+            if not isinstance(error, Exception):
+                raise
             self.error = error  # in the flight record it has not ended, so that the record shows which operation hung
         self.ended_at = time.monotonic()
         if self._device is not None:
             self._end = self.result
-        else:
+        elif self.error is None:
             self._kept = ()
-            if self.error is None:
-                self.note_end()
+            self.note_end()
         self._is_taken = True
         return True
 
@@ -167,7 +171,9 @@ class Operation:
                     assert condition is not None
                     wait_until(condition.ready, self.awaited, self.patience, condition.not_before)
                     self.condition = PASSED
-            self._is_finished, self._kept = True, ()
+            self._is_finished = True
+            if self.error is None:
+                self._kept = ()
             if self._paced is not None:
                 self._paced.meet()
             if self.is_overlapped:
@@ -177,16 +183,22 @@ class Operation:
         if self.error is not None:
             raise self.error
 
+    @property
+    def left(self) -> object:
+        """Return its steps, their tensors and its own, to be kept where it has not ended well: MPI may still write into
+        them."""
+        return self.condition, self._steps, self._kept
+
     def abandon(self) -> object:
         """Leave the operation as it is, without the other ranks: a wait for it raises CommError.
 
-        Return its steps and tensors, which must be kept: MPI may still write into them.
+        Return what is `left` of it.
         """
         self.error = CommError(f"{self.name} of {self._instruments.name} was abandoned while it was in flight")
         if self._instruments.recorder:  # else the watchdog would take it for one that hangs
             self._instruments.recorder.abandon(self._handle)
         self._is_taken = True
-        left = self.condition, self._steps, self._kept
+        left = self.left
         self.condition, self._steps, self._paced, self._kept = None, iter(()), None, ()
         return left
 

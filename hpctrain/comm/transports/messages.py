@@ -161,5 +161,5 @@ def staged_message(
         stages = [MessageStage(copy_in, queued.query), MessageStage(lambda part: post(through(part)).Test)]
     else:
         stages = [MessageStage(post_taken), MessageStage(copy_out, queued.query)]
-    in_flight = FEWEST_IN_FLIGHT + math.ceil(bytes_under_way / max(1, parts[0].numel()))
+    in_flight = FEWEST_IN_FLIGHT + bytes_under_way // max(1, parts[0].numel())
     return Message(parts, stages, 1 + is_sent, lambda part: pool.release(part.buffer), in_flight)

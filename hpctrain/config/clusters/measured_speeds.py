@@ -1,9 +1,12 @@
 """A cluster as a run finds it while it trains: of its first ranks, with devices slower or faster than their family."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 from hpctrain.config.clusters.cluster import Cluster, Family, LinkClass, Nodes, Profile
+
+OWN_SPEED = re.compile(r"-x\d+\.\d\d$")
 
 
 def names_by_speed(cluster: Cluster, factors: Mapping[int, float], num_ranks: int) -> list[str]:
@@ -14,6 +17,11 @@ def names_by_speed(cluster: Cluster, factors: Mapping[int, float], num_ranks: in
         factor = f"{factors.get(device.rank, 1.0):.2f}"
         names.append(device.family if factor == "1.00" else f"{device.family}-x{factor}")
     return names
+
+
+def has_own_speed(name: str) -> bool:
+    """Say whether a family's name is one of `names_by_speed`: its devices do the work of another family's."""
+    return OWN_SPEED.search(name) is not None
 
 
 def with_speeds(cluster: Cluster, names: Sequence[str]) -> Cluster:

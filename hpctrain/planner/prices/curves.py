@@ -7,6 +7,7 @@ import numpy as np
 from hpctrain.architectures.description import inner_of
 from hpctrain.architectures.registry import OPTIONAL
 from hpctrain.config.clusters.cluster import Cluster, Profile
+from hpctrain.config.clusters.measured_speeds import has_own_speed
 from hpctrain.config.job import Job, Model
 
 PROFILED_ZEROS = (1, 2, 3)
@@ -95,9 +96,10 @@ def describe_training(
     """Describe the work as `describe_work`, for a model, rows of so many positions, a dtype, and the dtypes of some
     families.
 
-    AdamW has no name in the text, as profiles had none before there were other optimizers.
+    AdamW has no name in the text, as profiles had none before there were other optimizers. Families of devices with a
+    speed of their own are left out: they do the same work.
     """
-    others = "".join(f"; {family} in {own}" for family, own in by_family)
+    others = "".join(f"; {family} in {own}" for family, own in by_family if not has_own_speed(family))
     head = "tied" if m.tie_head else "untied"
     attention = m.description.blocks[0].attention
     updated = "" if optimizer == "adamw" else f"; {optimizer}"

@@ -18,7 +18,14 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpctrain.comm.operations import row_of
-from hpctrain.comm.topology import MOST_DOUBLED_BYTES, SEGMENT_BYTES, Topology, candidates, places_of
+from hpctrain.comm.topology import (
+    MOST_DOUBLED_BYTES,
+    SEGMENT_BYTES,
+    Topology,
+    candidates,
+    places_of,
+    segments_in_flight,
+)
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 from hpctrain.config.errors import LaunchError
@@ -27,6 +34,9 @@ KEPT = 1 << 16
 LATENCIES_IN_FLIGHT = 4
 """The latencies between the time a long message is posted and the time its memory is free again: MPI asks, the receiver
 answers, bytes move, their arrival is confirmed."""
+MOST_UNDER_WAY_BYTES = 256 << 20
+"""What a rank of a group posts at most for that, to all peers together: it is pinned memory, for each direction. A link
+that needs more is not filled: of 1 GB, as at 100 ms and 2.5 GB/s, it carries a quarter at a time."""
 LEAST_SECONDS = 1e-12
 """Least latency of a link in seconds: those without one, as of ranks that share a device, count as having this."""
 
@@ -184,9 +194,14 @@ class ClusterNetwork:
         return self._numbered[self._number(source, target)].latency_seconds
 
     def bytes_under_way(self, ranks: Sequence[int]) -> int:
-        """Return the bytes that a rank of a group must have posted to its neighbour, for a full link between them."""
-        links = (self._numbered[number] for number in self._shape(tuple(ranks), None).links)
-        return max(int(LATENCIES_IN_FLIGHT * link.latency_seconds * link.message_bytes_per_second) for link in links)
+        """Return the bytes that a rank of a group must have posted to each peer, for a full link.
+
+        Its peers share the link. Across domains it has about one peer in each of the others.
+        """
+        shape = self._shape(tuple(ranks), None)
+        links = (self._numbered[number] for number in shape.links)
+        most = max(int(LATENCIES_IN_FLIGHT * link.latency_seconds * link.message_bytes_per_second) for link in links)
+        return min(most, MOST_UNDER_WAY_BYTES) // ((shape.num_domains or shape.size) - 1)
 
     def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
         link = self._numbered[number]
@@ -272,8 +287,7 @@ class ClusterNetwork:
         if algorithm == "doubling":
             return 2 * num_bytes
         if algorithm != "domains":
-            segments = 1 + self.bytes_under_way(ranks) // SEGMENT_BYTES
-            return _scratch_of_exchange(num_bytes, num_ranks, segments)
+            return _scratch_of_exchange(num_bytes, num_ranks, segments_in_flight(self.bytes_under_way(ranks)))
         domains, is_packed = self._domains(tuple(ranks))
         family = self.cluster.devices[rank].family
         own = min(size for size, families in domains if family in families)

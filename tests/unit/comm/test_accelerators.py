@@ -299,3 +299,15 @@ def test_mpi_is_given_memory_of_devices_beside_a_library_between_families_alone_
     known = {of.name: of for of in one_library}
     assert bridged(["a", "c"], known) == {"a", "c"}
     assert not bridged(["a"], known) and not bridged(["a", "c"], {of.name: of for of in without})
+
+
+def test_a_processor_forgets_its_peak_of_memory():
+    """The legs of a run have peaks of their own."""
+    accelerator = CpuAccelerator()
+    filled = torch.ones(128 << 20, dtype=torch.uint8)
+    del filled
+    before = accelerator.memory()
+    accelerator.forget_peak()
+    after = accelerator.memory()
+    assert before.peak >= before.used + (64 << 20), "the tensor was freed"
+    assert after.peak < before.peak - (64 << 20)

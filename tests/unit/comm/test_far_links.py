@@ -8,13 +8,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from hpctrain.comm import topology
 from hpctrain.comm.accelerators.base import BufferPool
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.collectives import flat
 from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.topology import segments_in_flight
 from hpctrain.comm.transports.messages import Message, staged_message
-from hpctrain.planner.prices.network import LATENCIES_IN_FLIGHT
+from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.planner.prices.network import LATENCIES_IN_FLIGHT, MOST_UNDER_WAY_BYTES, ClusterNetwork
 from hpctrain.sharding.intervals import cut_evenly
+from tests import clusters
 
 MESSAGE_BYTES, MESSAGES = 16 << 20, 4
 FAR_LINKS = [(0.01, 1e9), (0.05, 1e9), (0.01, 0.1e9), (0.05, 0.1e9)]
@@ -139,10 +143,40 @@ def summed_seconds(bytes_under_way: int, latency: float, bandwidth: float, num_e
 def test_segments_of_a_sum_follow_each_other_without_a_wait_for_the_other_site(num_elements):
     """A segment of 4 KiB takes 41 us of the wire here, and 10 ms to the other site."""
     latency, bandwidth = 0.01, 1e8
-    with patch.object(flat, "SEGMENT_BYTES", 4096):
+    with patch.object(flat, "SEGMENT_BYTES", 4096), patch.object(topology, "SEGMENT_BYTES", 4096):
         seconds = summed_seconds(int(LATENCIES_IN_FLIGHT * latency * bandwidth), latency, bandwidth, num_elements)
         waiting = summed_seconds(0, latency, bandwidth, num_elements)
     expected = 4 * latency + 2 * num_elements / bandwidth
     print(f"{num_elements:,} elements: {seconds:.4f} s, {expected:.4f} expected, {waiting:.4f} one after the other")
     assert seconds == pytest.approx(expected, rel=0.03)
     assert waiting > 5 * expected or num_elements <= 2048
+
+
+def hosts(num_hosts: int, latency: float, bandwidth: float, per_host: int = 1) -> ClusterNetwork:
+    text = clusters.fabric("wan", latency) + clusters.family("a")
+    text += clusters.nodes({"a": per_host}, bandwidth, "wan", count=num_hosts)
+    return ClusterNetwork(parse_cluster(text, "a test"))
+
+
+def test_all_peers_of_a_rank_share_what_its_link_has_under_way():
+    """What is posted is pinned, in both directions: with 16 hosts it would otherwise be 6 GB a rank."""
+    network = hosts(16, 0.05, 1e9)
+    alone = network.bytes_under_way((0, 1))
+    assert alone == pytest.approx(LATENCIES_IN_FLIGHT * 0.05 * 1e9, rel=0.01)
+    to_each = network.bytes_under_way(range(16))
+    assert 0 <= alone - 15 * to_each < 15
+    assert network.scratch_bytes("reduce_scatter", 10**9, tuple(range(16)), 0) <= alone + 15 * 2 * (4 << 20)
+    assert hosts(2, 0.1, 10e9).bytes_under_way((0, 1)) == MOST_UNDER_WAY_BYTES
+    by_hosts = hosts(4, 0.05, 1e9, per_host=2)
+    assert by_hosts.bytes_under_way(range(8)) == alone // 3, "one peer on each other host"
+
+
+def test_a_near_link_has_two_chunks_and_one_segment_in_flight():
+    bytes_under_way = int(LATENCIES_IN_FLIGHT * 5e-6 * 25e9)
+    pool = BufferPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    device = SimpleNamespace(staging=pool, copy=lambda into, out: into.copy_(out) is None or DONE)
+    parts = list(torch.zeros(32 << 20, dtype=torch.uint8).split(4 << 20))
+    never = SimpleNamespace(Test=lambda: False)
+    staged_message(lambda part: never, parts, DONE, device, True, bytes_under_way).move()
+    assert pool.num_bytes == 2 * (4 << 20)
+    assert segments_in_flight(bytes_under_way) == 1 and segments_in_flight(2 << 20) == 2

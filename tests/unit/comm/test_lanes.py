@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hpctrain.comm.collectives.flat import SilentCollectives
+from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.group import Backend, Group
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.lanes import ProgressEngine
@@ -140,6 +142,70 @@ def test_tensors_of_a_blocking_call_that_failed_are_kept(error):
     kept.clear()
     gc.collect()
     assert written() is None
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.parametrize("in_sum", [False, True])
+def test_tensors_and_scratch_of_steps_that_failed_are_kept(in_sum, is_started):
+    """A test of MPI fails, or a sum is out of memory, while other receives are posted."""
+    gate, written = [], []
+
+    class Failing(SilentCollectives):
+        def all_reduce(self, flat, op):
+            scratch = flat.clone()
+            written.append(weakref.ref(scratch))
+            yield Condition(lambda: bool(gate), "a gate")
+            if not in_sum:
+                yield Condition(fail, "a message")
+            self._sum(scratch)
+
+        def _sum(self, parts):
+            total = parts.clone()
+            written.append(weakref.ref(total))
+            fail()
+
+    kept = []
+    engine = ProgressEngine(threaded=False)
+    backend = Backend(Failing(0, 2), None, "a test", kept=kept)
+    group, tensor = Group([0, 1], backend, SOON, lane=engine.add_lane() if is_started else None), torch.ones(3)
+    written.append(weakref.ref(tensor))
+    gate += [] if is_started else [True]
+    with pytest.raises(OSError, match="the network is gone"):
+        operation = group.start_all_reduce(tensor)
+        gate.append(True)
+        operation.wait()
+    operation = None
+    group.abandon()
+    del group, backend, tensor
+    gc.collect()
+    assert len(written) == 2 + in_sum and all(each() is not None for each in written), "MPI may still write into them"
+    kept.clear()
+    engine.kept.clear()
+    gc.collect()
+    assert not any(each() is not None for each in written), "and nothing else keeps them"
+
+
+def test_a_launch_that_failed_is_in_flight_no_more():
+    def refuse(operation, lane):
+        raise CommError("the library refused it")
+
+    class Launched(StreamedCollectives):
+        def __init__(self):
+            self.rank, self.size, self.name, self.is_launched = 0, 2, "a test", True
+
+        def launches_of(self, tensor):
+            return SimpleNamespace(accelerator=None, begin=refuse)
+
+        def steps(self, operation, flat, *arguments):
+            return iter(())
+
+    recorder, kept = Recorder(None, 0, 2, "a", "cpu"), []
+    backend = Backend(Launched(), None, "a test", kept=kept)
+    group = Group([0, 1], backend, SOON, Instruments(recorder, "data", [0, 1]))
+    for call in (group.all_reduce, group.start_all_reduce):
+        with pytest.raises(CommError, match="the library refused it"):
+            call(torch.ones(3))
+    assert recorder.max_in_flight() is None and len(kept) == 2
 
 
 def test_a_blocking_call_begins_when_what_was_started_has_ended():

@@ -5,6 +5,8 @@ import pytest
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.clusters.measured_speeds import names_by_speed, with_speeds
 from hpctrain.jobs.common import load_described
+from hpctrain.planner.prices.curves import describe_training
+from tests.unit.planner.test_profiled import JOB
 
 READY = "a800-v100s"
 
@@ -55,3 +57,13 @@ times = [{{rows = 1, embedding_seconds = [1.0, 2.0], block_seconds = [3.0, 4.0],
     } == {(slow, slow), (family, slow), (family, family)}
     (profile,) = [each for each in result.profiles if each.family == slow]
     assert profile.times[0].block_seconds == (6.0, 8.0) and profile.update_seconds == 2.0
+
+
+def test_profiles_hold_for_the_work_of_devices_with_a_speed_of_their_own():
+    names = names_by_speed(cluster_of(), {0: 1.4, 7: 0.8}, 8)
+    families = {device.family for device in cluster_of().devices}
+    of_families, of_all = (
+        describe_training(JOB.model, 128, "bf16", [(name, "fp16") for name in sorted(each)])
+        for each in (families, families | {*names})
+    )
+    assert len({*names} - families) == 2 and of_all == of_families and "v100" in of_all

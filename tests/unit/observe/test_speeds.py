@@ -38,6 +38,16 @@ def test_one_that_is_faster_than_predicted_has_another_speed():
     assert watch.take_factors() == {1: pytest.approx(0.7)}
 
 
+def test_only_a_device_that_takes_longer_than_predicted_is_slow():
+    """After a rebalance, a device that is well again is faster than predicted."""
+    for factor in (1.4, 0.7):
+        watch, changes = SpeedWatch(SECONDS, PLACES), []
+        for step in range(12):
+            times = [SECONDS[rank] * (factor if rank == 1 and 3 <= step < 7 else 1.0) for rank in range(4)]
+            changes += [(each.rank, each.is_slow) for each in watch.look(times)]
+        assert changes == [(1, factor > 1), (1, False)]
+
+
 @pytest.mark.parametrize("slow", [[1.5], [1.5, 1.5], [4.0, 1.0, 4.0]], ids=str)
 def test_single_slow_steps_say_nothing(slow):
     watch, said = watch_of([{}] * 6 + [{3: factor} for factor in slow] + [{}] * 6)
