@@ -244,11 +244,13 @@ def is_global(shape: ModelShape, layer: int) -> bool:
 def with_experts(dense: Description, shape: ModelShape, inner: int, first: int = 0, **more) -> Description:
     """Return a model with experts of `inner` features in each layer from the `first` one on; `more` is of `Experts`.
 
-    Raises ValueError without a number of experts.
+    Raises ValueError without a number of experts, or without a layer that has them.
     """
     count, chosen = shape.num_experts, shape.experts_per_token
     if count is None or chosen is None:
         raise ValueError("num_experts and experts_per_token are missing; a model with experts needs both")
+    if first >= len(dense.blocks):
+        raise ValueError(f"dense_layers = {first} leaves no layer with experts: num_layers = {len(dense.blocks)}")
     experts = Experts(inner, dense.blocks[0].mlp.norm, count=count, chosen=chosen, **more)
     blocks = (*dense.blocks[:first], *(replace(block, mlp=experts) for block in dense.blocks[first:]))
     return replace(dense, blocks=blocks)

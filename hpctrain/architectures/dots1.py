@@ -65,6 +65,13 @@ PRESETS = {
 def _read_more(config: Keys) -> Keys:
     if not config["n_shared_experts"]:
         raise UnknownConfigError("n_shared_experts = 0, and the library would have experts without features")
+    layers, first = config["num_hidden_layers"], config["max_window_layers"]
+    has_default_window = "sliding_window" not in config and config.get("layer_types") is None
+    if has_default_window and isinstance(layers, int) and (first is None or layers > first):
+        raise UnknownConfigError(
+            f"num_hidden_layers = {layers}, max_window_layers = {first} and no sliding_window: later layers have the"
+            " library's window of 4096 positions, which cannot be followed; set sliding_window to null if there is none"
+        )
     return read_more(config)
 
 
@@ -89,6 +96,7 @@ HUGGING_FACE = HuggingFace(
         "intermediate_size": 10944,
         "moe_intermediate_size": 1408,
         "max_position_embeddings": 2048,
+        "max_window_layers": 62,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 0,
@@ -96,7 +104,7 @@ HUGGING_FACE = HuggingFace(
         "routed_scaling_factor": 1.0,
     },
     read_by_rule=qwen3.HUGGING_FACE.read_by_rule,
-    without_effect=(*ROUTER_KEYS, "max_window_layers"),
+    without_effect=ROUTER_KEYS,
     must_be={"hidden_act": "silu", "attention_bias": False, "output_router_logits": False, "sliding_window": None},
     parts=qwen3.HUGGING_FACE.parts
     | {"router": "mlp.gate", "router.balance": "mlp.gate.e_score_correction_bias"}

@@ -53,7 +53,7 @@ OPTIONAL: dict[str, Any] = {
 }
 """Keys of `[model]` that only some families have, with their default values."""
 EVERYTHING = {
-    "num_layers": 2,
+    "num_layers": 3,
     "hidden_size": 8,
     "num_heads": 2,
     **{key: 2 for key in OPTIONAL if key != "rope_scaling"},

@@ -452,8 +452,13 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
     for name, places in locate(model, names_of(model)).items():
         for place in places:
             by_name.setdefault(place.name, []).append((name, place))
+    dtypes = {  # the library keeps the bias that balances experts in fp32
+        theirs: torch.float32 if any(parameters[name].balances for name, _ in ours) else dtype
+        for theirs, ours in by_name.items()
+    }
     sizes = {
-        theirs: dtype.itemsize * sum(p.rows.size * int(np.prod(parameters[name].shape[1:])) for name, p in ours)
+        theirs: dtypes[theirs].itemsize
+        * sum(p.rows.size * int(np.prod(parameters[name].shape[1:])) for name, p in ours)
         for theirs, ours in by_name.items()
     }
     shards: list[list[str]] = [[]]
@@ -464,7 +469,7 @@ def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype,
     count = len(shards)
     files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: _stored_tensor(index, by_name[name], dtype) for name in names}
+        tensors = {name: _stored_tensor(index, by_name[name], dtypes[name]) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if count > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}

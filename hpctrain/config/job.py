@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from hpctrain.architectures.description import Description, head_size_of
+from hpctrain.architectures.description import Description, Experts, head_size_of
 from hpctrain.architectures.registry import describe_unread, families, presets, unread_keys
 from hpctrain.config.bounds import (
     MOST_NUMBER,
@@ -339,6 +339,17 @@ class Job(Table):
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is more than model.max_positions"
                 f" {self.model.max_positions}; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_balance(self) -> Self:
+        mlps = [block.mlp for block in self.model.description.blocks]
+        is_set = self.train.balance_rate != Train.model_fields["balance_rate"].default
+        if is_set and not any(isinstance(mlp, Experts) and mlp.balances for mlp in mlps):
+            raise ValueError(
+                f"train.balance_rate = {self.train.balance_rate} has no effect on a {self.model.architecture}, which"
+                " balances no experts; remove it, or take a family that does: dots1"
             )
         return self
 

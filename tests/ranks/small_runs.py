@@ -24,6 +24,7 @@ from hpctrain.config.job import Job, load_job
 from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.training.train import Train
 from hpctrain.data.order import Batch, open_datasets
+from hpctrain.engine.start.facts import with_values
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.parallel.axes import Axis
@@ -233,8 +234,8 @@ def losses_from(job_file: Path, folder: Path, steps: int = 5) -> tuple[list[floa
     """Return the losses of some steps of a job file's model on one rank, the tokens of each, and how it is trained."""
     keys = {"data.tokens": write_tokens(folder / "tokens.bin"), "data.sequence_length": 32, "train.global_batch": 4}
     keys |= {"train.steps": steps, "train.learning_rate": 1e-3, "train.min_learning_rate": 1e-3, "train.dtype": "fp32"}
-    keys |= {"train.balance_rate": 0}  # a plain loop balances no experts
     job = load_job(str(job_file), [f"{key}={value}" for key, value in keys.items()])
+    job = with_values(job, "train", balance_rate=0.0)  # a plain loop balances no experts
     _, training, _ = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(Alone(), job)
     trainer.initialise()

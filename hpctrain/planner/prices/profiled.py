@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+from hpctrain.architectures.description import Experts
 from hpctrain.config.clusters.cluster import Cluster, Profile, RowTimes
 from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.cost import layer_cost
@@ -23,6 +24,7 @@ from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.setup import Engine, Setup
 from hpctrain.planner.prices.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import EMBEDDING
 from hpctrain.sharding.parameters import count_parameters
 
@@ -53,6 +55,12 @@ class ProfiledDevice(DeviceModel):
         }
 
     @cached_property
+    def _timed_block(self) -> Interval:
+        """Return a block like the one that was timed: with experts where the model has any."""
+        kinds, branches = self.setup.block_kinds, self.setup.branches
+        return max(kinds, key=lambda block: (isinstance(branches(block)[1], Experts), kinds[block]))
+
+    @cached_property
     def _ratios(self) -> dict[tuple[str, int, int], float]:
         return {}
 
@@ -69,8 +77,7 @@ class ProfiledDevice(DeviceModel):
     def _ratio(self, item: str, direction: int, rows: int) -> float:
         key = item, direction, rows
         if key not in self._ratios:
-            kinds = self.setup.block_kinds
-            layer = {"embedding": EMBEDDING, "block": max(kinds, key=kinds.__getitem__), "head": self.setup.head}[item]
+            layer = {"embedding": EMBEDDING, "block": self._timed_block, "head": self.setup.head}[item]
             cost = layer_cost(self.setup, TensorGrid(), layer, rows)
             work = cost.backward if direction else cost.forward
             formula = super().work_seconds(work, self.setup.dtype, self.setup.engine)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from hpctrain.architectures.huggingface import UnknownConfigError
 from hpctrain.architectures.registry import EVERYTHING, OPTIONAL, families, keys_read
 from hpctrain.checkpoint.convert import check_form, export_model, import_model, names_of
 from hpctrain.checkpoint.folder import locate_checkpoint
@@ -251,6 +252,40 @@ def test_each_key_of_a_model_changes_it_or_is_refused(family, key):
     having = [name for name in families() if key in keys_read(name, EVERYTHING)]
     with pytest.raises(ValidationError, match=rf"{key} = .* has no effect on a {family}.*{', '.join(having)}"):
         Model.model_validate(sizes_of(family) | {key: VALUES[key]})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_window_layers": 4},
+        {"max_window_layers": 3},
+        {"max_window_layers": 3, "sliding_window": None},
+        {"max_window_layers": 3, "layer_types": ["full_attention"] * 4},
+        {"num_hidden_layers": 63},
+    ],
+)
+def test_layers_of_dots1_that_have_a_window_by_default_are_refused(keys):
+    config = {key: value for key, value in (SMALL | DOTS).items() if key != "sliding_window"} | keys
+    has_windows = "sliding_attention" in transformers.Dots1Config(**config).layer_types
+    assert has_windows == (keys in ({"max_window_layers": 3}, {"num_hidden_layers": 63}))
+    family = families()["dots1"].HUGGING_FACE
+    if has_windows:
+        with pytest.raises(UnknownConfigError, match="num_hidden_layers = .* and no sliding_window"):
+            family.model_keys(config)
+    else:
+        assert family.model_keys(config)["num_layers"] == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "dots1"])
+def test_a_rate_of_balance_is_refused_where_nothing_is_balanced(family):
+    data = {"tokens": "tokens.bin", "sequence_length": 8}
+    job = {"name": "x", "model": sizes_of(family), "data": data, "train": {"balance_rate": 0.5}}
+    if family == "dots1":
+        assert Job.model_validate(job).train.balance_rate == 0.5
+        return
+    with pytest.raises(ValidationError, match=rf"train.balance_rate = 0.5 has no effect on a {family}.*: dots1"):
+        Job.model_validate(job)
+    Job.model_validate(job | {"train": {"balance_rate": 0.001}})
 
 
 def test_a_key_without_effect_is_passed_over_in_a_saved_job():

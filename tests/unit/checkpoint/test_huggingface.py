@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from hpctrain.checkpoint.convert import export_model, import_model
 from hpctrain.checkpoint.folder import locate_checkpoint
@@ -279,6 +280,19 @@ def test_the_commands(good, tmp_path, monkeypatch):
     done = runner.invoke(root, ["export", "run", "--hf", "out", "--json"], catch_exceptions=False)
     assert json.loads(done.output)["files"] == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_bias_that_balances_experts_is_never_rounded(tmp_path):
+    theirs = make_theirs("dots1")
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out", shard_bytes=10_000)
+    buffers = {name: each for name, each in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    written = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert len(buffers) == 3 and all(torch.equal(each, written[name]) for name, each in buffers.items())
+    assert {each.dtype for name, each in written.items() if name not in buffers} == {torch.bfloat16}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(each.numel() * each.itemsize for each in written.values())
 
 
 KEPT = {

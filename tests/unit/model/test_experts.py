@@ -199,6 +199,7 @@ def test_grids_that_would_cut_inside_of_experts_are_refused(grid, message):
         ({"experts_per_token": 7}, "experts_per_token = 7 must be 1 to num_experts = 6"),
         ({"expert_groups": 4}, "num_experts 6 is not divisible by expert_groups 4"),
         ({"expert_groups": 6, "groups_per_token": 1}, "groups_per_token = 1 have 1 experts, fewer than a token's"),
+        ({"dense_layers": 2}, "dense_layers = 2 leaves no layer with experts: num_layers = 2"),
         ({"num_experts": None}, "num_experts and experts_per_token are missing"),
     ],
 )

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
+from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster import Cluster, Profile, RowTimes
 from hpctrain.config.clusters.cluster_file import dump_cluster, parse_cluster, parse_cluster_file
 from hpctrain.config.clusters.truth import Truth
-from hpctrain.config.job import Job, load_job
+from hpctrain.config.job import Job, Model, load_job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import command as plan_command
@@ -24,8 +25,8 @@ from hpctrain.planner.prices import prices as prices_module
 from hpctrain.planner.prices.cost import layer_cost, update_seconds
 from hpctrain.planner.prices.curves import describe_work, has_times
 from hpctrain.planner.prices.devices import DATASHEET_ERROR, MEASURED_ERROR, DeviceModel
-from hpctrain.planner.prices.profiled import device_models, timed_profiles
-from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
+from hpctrain.planner.prices.profiled import ProfiledDevice, device_models, timed_profiles
+from hpctrain.planner.prices.setup import HPCTRAIN, HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search import pools as pools_module
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.sharding.grid import TensorGrid
@@ -184,6 +185,17 @@ def test_what_was_measured_is_taken_as_it_is(layer):
         assert result[2] + result[3] == pytest.approx(backward), "the formula says which part is which"
         again = passes_of(cluster, TensorGrid(), layer, times.rows, "full")
         assert again[0] == pytest.approx(forward) and again[1] == pytest.approx(forward + backward)
+
+
+def test_of_a_model_with_experts_a_block_with_experts_is_measured():
+    sizes = {"vocab_size": 512, "num_layers": 2, "dense_layers": 1}
+    setup = Setup(Model.model_validate(presets()["tiny-moe"] | sizes), 64, "fp32", HPCTRAIN)
+    cluster, block = profiled(), layer_cost(setup, TensorGrid(), Interval(3, 5), 4)
+    times = RowTimes(rows=4, embedding_seconds=(1, 1), block_seconds=(0.3, 0.7), head_seconds=(1, 1))
+    profile = true_profile(cluster, "fast", times=(times,))
+    device = ProfiledDevice("fast", cluster.families["fast"], setup=setup, profile=profile)
+    works = block.forward, block.backward
+    assert [device.work_seconds(work, "fp32", setup.engine) for work in works] == pytest.approx([0.3, 0.7])
 
 
 def test_beyond_the_last_point_rows_are_as_fast_as_there():
