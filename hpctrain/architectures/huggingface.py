@@ -82,7 +82,7 @@ class HuggingFace:
 
     model_type: str
     class_name: str
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     """The value of each config.json key that a config leaves out, as the transformers library defines it."""
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
     """The config.json key for each key of `[model]`."""
@@ -90,7 +90,7 @@ class HuggingFace:
     """Other names of keys of config.json in some versions of the library, with the names that are read."""
     nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     """Keys of config.json that may be null, which means the same as None in `[model]`."""
-    must_be: Mapping[str, Any] = field(default_factory=dict)
+    must_be: dict[str, Any] = field(default_factory=dict)
     """The only value that hpctrain supports, by config.json key."""
     read_by_rule: tuple[str, ...] = ()
     """Keys of config.json that `read_more` reads."""
@@ -98,7 +98,7 @@ class HuggingFace:
     """Keys of config.json that change no number, in addition to those of all families."""
     whole_heads: bool = False
     """Whether the transformers library refuses a hidden size that is no multiple of the number of heads."""
-    parts: Mapping[str, str] = field(default_factory=lambda: LLAMA_PARTS)
+    parts: dict[str, str] = field(default_factory=lambda: LLAMA_PARTS)
     """The Hugging Face name of each part of a block."""
     ends: Mapping[str, str] = field(default_factory=lambda: LLAMA_ENDS)
     """The Hugging Face name of each parameter outside of blocks."""
@@ -223,7 +223,7 @@ def rotary_keys(parameters: Keys, base: float, original_positions: int, partial:
         given["factor"] = float(given["factor"])
         if kind == "yarn":
             given["truncate"] = bool(given.get("truncate", True))  # null is false in the library
-            scales = [given.get(key) for key in more]
+            scales = [float(given.get(key) or 0.0) for key in more]
             if given.get("attention_factor") is None and all(scales):
                 above, below = (yarn_attention_factor(given["factor"], scale) for scale in scales)
                 given["attention_factor"] = above / below

@@ -114,8 +114,10 @@ class LiveState(StateSource):
             if to != self._world.rank:
                 self._exchange(to, outgoing, source, incoming)
                 self.bytes_sent += 0 if outgoing is None else outgoing.nbytes
+            if incoming is None:
+                continue
             at = 0
-            for out in outs[received[number]] if incoming is not None else ():
+            for out in outs[received[number]]:
                 out[:] = incoming[at : at + out.size].reshape(out.shape)
                 at += out.size
 

@@ -54,7 +54,8 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     if launch_line and (job or plan_file or overrides):
         raise click.UsageError("--from is in place of JOB, --plan and --set: leave these out")
     if launch_line:
-        predict_other(*launch_line, cluster, as_json)
+        software, line = launch_line
+        predict_other(software, line, cluster, as_json)
         return
     if not job or not plan_file:
         raise click.UsageError("give JOB and --plan, or --from SOFTWARE LINE")

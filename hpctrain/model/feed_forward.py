@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -84,5 +84,5 @@ class WithExperts:
         return added + self._shared(x) if self._shared else added
 
 
-FEED_FORWARD: dict[type[Mlp], Callable[[FeedForwardBlock, Mlp], FeedForward]] = {Mlp: Dense, Experts: WithExperts}
+FEED_FORWARD: dict[type[Mlp], Callable[[FeedForwardBlock, Any], FeedForward]] = {Mlp: Dense, Experts: WithExperts}
 """Modules of feed-forward parts, by what describes them."""

@@ -116,7 +116,8 @@ class HostState:
         staged = dict(zip(_moved(bucket), slot[:, : at.size], strict=False))
         grads, new_master = shard.grads[shard.updated.place_of(at)], staged.pop(MASTER, None)
         master = shard.master[shard.updated.place_of(at)] if new_master is None else new_master
-        for kind in dict.fromkeys(stretch.update for stretch in bucket.stretches):
+        kinds: dict[Update, None] = dict.fromkeys(stretch.update for stretch in bucket.stretches)
+        for kind in kinds:
             cuts = [slice(*s.at.shift(-at.start)) for s in bucket.stretches if s.update == kind]
             moments = {name: [tensor[cut] for cut in cuts] for name, tensor in staged.items()}
             update(Updated([master[cut] for cut in cuts], [grads[cut] for cut in cuts], moments), kind)

@@ -192,10 +192,11 @@ def attend_at(
         own = slice(before, before + interval.size)
         before = own.stop
         seen = slice(max(0, interval.start + 1 - (attention.window or interval.stop)), interval.stop)
-        of_keys = (each[:, :, seen] for each in (keys, values))
         inside = documents and documents.of(own, seen.start)
         first = interval.start - seen.start
-        mixed.append(attend(queries[:, :, own], *of_keys, attention, first, inside, backend))
+        mixed.append(
+            attend(queries[:, :, own], keys[:, :, seen], values[:, :, seen], attention, first, inside, backend)
+        )
     if len(mixed) == 1:
         return mixed[0]
     return torch.cat([each.transpose(1, 2) for each in mixed], dim=1).transpose(1, 2)
@@ -278,8 +279,8 @@ class _LastQueries(Function):
         parts = _before_and_among(queries, keys, values)
         results = [_CPU_ATTENTION(queries, *of, 0.0, is_causal, scale=scale) for _, of, is_causal in parts]
         sums = torch.logaddexp(results[0][1], results[1][1])
-        shares = ((own - sums).exp().unsqueeze(-1) for _, own in results)
-        mixed = sum(of * share for (of, _), share in zip(results, shares, strict=True)).to(queries.dtype)
+        before, among = (result * (own - sums).exp().unsqueeze(-1) for result, own in results)
+        mixed = (before + among).to(queries.dtype)
         ctx.save_for_backward(queries, keys, values, mixed, sums)
         ctx.scale = scale
         return mixed
