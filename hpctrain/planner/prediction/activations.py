@@ -95,7 +95,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
             (3 if setup.item_bytes > HALF_BYTES else 9) * hidden - whole * setup.kept_logit_bytes, overlapped
         )
     else:
-        overlapped = kept / 2
+        overlapped = max(kept / 2, _context_gradients(setup, grid, layer, recompute))
     # Masks of documents are there from the first attention of a pass to its end.
     has_mask = setup.masks_documents and (layer == setup.head or (setup.is_block(layer) and is_attention(layer.start)))
     mask = computed_pairs(setup, None) if has_mask else 0
@@ -104,6 +104,20 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         overlapped = _whole_hidden_states(setup, grid, layer, is_whole, rows, overlapped)
     overlapped += _experts_computing(setup, grid, layer)
     return _again_bytes(setup, grid, layer, recompute, rows) + overlapped + mask
+
+
+def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
+    """Return the bytes of a row that the backward pass of attention computes with where c gathers keys and values.
+
+    They are gradients of all positions: for each head of queries, as flash attention has them, and as they are
+    scattered. Keys and values that are gathered again are there too.
+    """
+    attention = setup.branches(layer)[0] if setup.is_block(layer) else None
+    if attention is None or grid.context_parts == 1:
+        return 0.0
+    query, key = heads_on(attention, grid)
+    copies = 2 if recompute == "selective" else 1
+    return 2 * setup.positions * grid.context_parts * (query + copies * key) * setup.item_bytes
 
 
 def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -301,6 +315,8 @@ def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: b
         return 0.0
     query, key = heads_on(attention, grid)
     features = 2 * key * (1 if drops else grid.context_parts)
+    if attention.score_cap is None:
+        features += query  # kernels keep the result of each interval, and the next product keeps them as one tensor
     if not drops and attention.rotary is not None and attention.head_norm is None and attention.score_cap is None:
         features -= query + 2 * key
     return setup.item_bytes * setup.positions * features

@@ -100,6 +100,29 @@ def test_blocks_compute_with_no_more_than_is_counted_nor_much_less(grid):
             assert 0 <= alive.deferred - counted.deferred <= 0.01 * counted.deferred, (recompute, alive, counted)
 
 
+@pytest.mark.parametrize(
+    ("family", "keys"), [("gpt2", {}), ("llama", {"num_kv_heads": 2, "dtype": "bf16"}), ("qwen3", {}), ("gemma3", {})]
+)
+def test_so_it_is_with_keys_and_values_that_c_gathers(family, keys):
+    """The first rank has two intervals, whose attention has two results. Windows show it fewer pairs than the last."""
+    job = job_of(family, num_layers=3, positions=128, **keys)
+    for c in (2, 8):
+        for recompute in RECOMPUTE:
+            alive, counted = run(job, TensorGrid(c=c), recompute, stages=3, number=1)
+            least = -0.05 * counted.kept if family == "gemma3" else 0
+            assert least <= alive.kept - counted.kept <= SCALARS, (c, recompute, alive, counted)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_further_row_computes_with_no_more_than_the_gradients_that_c_scatters(family, recompute):
+    """Weights, which c stores in parts, are gathered too, once for all rows."""
+    job = job_of(family, num_layers=3, positions=128)
+    few, more = (run(job, TensorGrid(c=8), recompute, stages=3, number=1, rows=rows) for rows in (4, 8))
+    alive, counted = (two.computing - one.computing for one, two in zip(few, more, strict=True))
+    assert -0.3 < alive / counted - 1 < 0.015, (alive, counted)
+
+
 def test_so_do_capped_scores_and_a_row_alone():
     for family, grid, recompute, rows, least in (
         ("gemma2", TensorGrid(), "selective", ROWS, -0.15),

@@ -110,7 +110,7 @@ def test_a_row_that_fits_in_no_other_way_is_cut_by_c(monkeypatch):
     size = {"memory_bytes": 500_000_000, "reserve_bytes": 0}
     families = {name: family.model_copy(update=size) for name, family in plenty.families.items()}
     cluster = plenty.model_copy(update={"families": families})
-    assert max(tile.tensor.c for tile in search(setup, 1, cluster).best.plan.tiles) == 4
+    assert max(tile.tensor.c for tile in search(setup, 1, cluster).best.plan.tiles) > 1
     monkeypatch.setattr(Setup, "context_sizes", [])
     with pytest.raises(PlanError):
         search(setup, 1, cluster)
