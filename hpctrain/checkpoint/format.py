@@ -44,6 +44,7 @@ ABOUT = {
     "cluster": "cluster.toml",
     "tokenizer": "tokenizer.json",
     "loss_scale": "loss-scale.json",
+    "asked_plan": "asked-plan.txt",
     KEPT: "huggingface.json",
 }
 """The files that say what wrote a checkpoint; those without contents are left out."""

@@ -204,10 +204,11 @@ def _read_cluster(index: Index) -> Cluster | None:
 
 def check_same_run(
     checkpoint: Path, job: Job, data_identity: str, say: Callable[[str], None] = ignore
-) -> tuple[Job, Plan, Cluster | None]:
+) -> tuple[Job, Plan, Cluster | None, str]:
     """Refuse a checkpoint that this job cannot continue from.
 
-    Return the job and the plan that wrote it, and the cluster whose links chose its algorithms, where it was a run's.
+    Return the job and the plan that wrote it, the cluster whose links chose its algorithms, where it was a run's, and
+    why a file asked for that plan, if one did.
 
     `say` reports keys of that job which no longer exist. Raises CheckpointError that names the first key that differs,
     with both values.
@@ -220,6 +221,7 @@ def check_same_run(
                 " evaluate or export it, or start a new run from its weights (train.start_from)"
             )
         plan, their_data, cluster = read_plan(index, their_job, say), index.about["data"], _read_cluster(index)
+        asked = index.about["asked_plan"]
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())
     if plan.microbatches * plan.rows != their_job.train.global_batch:
@@ -240,4 +242,4 @@ def check_same_run(
             f"{checkpoint}: was trained on other data ({their_data}, where the job's are {data_identity}); set"
             " data.tokens and data.validation_fraction as they were, or start a new run with another --run"
         )
-    return their_job, plan, cluster
+    return their_job, plan, cluster, asked

@@ -26,8 +26,8 @@ from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import Saves
-from hpctrain.engine.start.facts import Described, Prepared
-from hpctrain.engine.start.replan import WHY, Unbalanced, predict_compute, replan
+from hpctrain.engine.start.facts import WHY, Described, Prepared
+from hpctrain.engine.start.replan import Unbalanced, predict_compute, replan
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
 from hpctrain.observe.anomalies import Jump, JumpWatch
@@ -468,6 +468,7 @@ class Leg:
             "tokenizer": self._run.source.tokenizer_json or "",
             "data": self._prepared.training.identity,
             "cluster": dump_cluster(links_of),
+            "asked_plan": self._prepared.reasons[WHY] if self._prepared.speeds is None else "",
         }
 
     def _kept(self) -> str:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import hpctrain.engine.start.replan as start
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.config.clusters.cluster_file import parse_cluster, parse_cluster_file
+from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
 from hpctrain.engine.run import Run
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import WHY, Described
 from hpctrain.engine.start.resolve import prepare_run
+from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.uniform import resolve_plan
 from tests.ranks.small_runs import largest_relative_difference, make_job, rehearsed_world, world_of
@@ -133,10 +136,10 @@ def test_a_run_gives_ranks_back_and_takes_them_again(own, tokens, folder, plan):
 @pytest.mark.timeout(120)
 def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, tokens, folder):
     described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
-    whole = Run(own, job_of(tokens, {"data": 2}, steps=8), folder / "whole", described)
+    whole = Run(own, job_of(tokens, {"data": 2}, steps=10), folder / "whole", described)
     whole.train()
 
-    run = Run(own, job_of(tokens, {"data": 2}, steps=8), folder / "legs", described)
+    run = Run(own, job_of(tokens, {"data": 2}, steps=10), folder / "legs", described)
     other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
     same = dump_plan(resolve_plan(job_of(tokens, {"data": 2}), 2).plan)
     wrong = other.replace("ranks = [0]", "ranks = [7]")
@@ -144,17 +147,21 @@ def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, t
     requests = {
         1: (NEXT_PLAN_FILE, same),
         3: (NEXT_PLAN_FILE, foreign),
-        4: (NEXT_PLAN_FILE, wrong),
-        5: (NEXT_PLAN_FILE, other),
+        5: (NEXT_PLAN_FILE, wrong),
+        7: (NEXT_PLAN_FILE, other),
     }
+    said = []
+    run.console.say = said.append
     train_with_requests(run, requests)
     with own.all_or_none():
         if own.rank == 0:
             result, expected = losses_of(run), losses_of(whole)
-            assert result[:6] == expected[:6]
+            assert result[:8] == expected[:8]
             assert largest_relative_difference(result, expected) < 1e-5
-            assert [leg["step"] for leg in legs_of(run)] == [2, 6]
+            assert [leg["step"] for leg in legs_of(run)] == [2, 8]
             assert (run.path / "next-plan.refused.toml").read_text() == wrong
+            refusal = f"{NEXT_PLAN_FILE}: tile 0 is for family 'v100', but its ranks [0] are of 'cpu'"
+            assert sum(refusal in text for text in said) == 1
             assert load_plan(run.path / "plan.toml") == load_plan(Path(run.path / "legs" / "003" / "plan.toml"))
 
 
@@ -249,3 +256,58 @@ def test_the_weights_of_a_leg_are_freed_before_the_next_ones_are_made(own, token
     finally:
         gc.enable()
     assert freed == [True]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_plan_that_a_file_asked_for_stays_after_a_new_start(own, tokens, folder):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    job = job_of(tokens, None)
+    run = Run(own, job, folder / "legs", described)
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    train_with_requests(run, {1: (NEXT_PLAN_FILE, other), 3: ("stop", "")}, ended=True)
+    for _ in range(2):  # and after another one
+        again = Run(own, job, folder / "legs", described)
+        assert again.leg._prepared.plan == load_plan(run.path / "plan.toml")
+        assert again.leg._prepared.speeds is None and "next-plan.toml asks" in again.leg._prepared.reasons[WHY]
+        again.train(again.leg._trainer.steps_done + 1)
+        assert again.leg.change is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_next_leg_that_cannot_be_made_leaves_no_groups(own, tokens, folder, monkeypatch):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
+    num_before = run.leg._num_before
+
+    def fail(*_):
+        raise TrainingError("the state does not fit")
+
+    monkeypatch.setattr(Trainer, "take", fail)
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    with pytest.raises(TrainingError, match="does not fit"):
+        train_with_requests(run, {1: (NEXT_PLAN_FILE, other)})
+    assert own.num_made == num_before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_only_the_request_that_was_read_is_removed_and_maxima_outlive_a_leg(own, tokens, folder, monkeypatch):
+    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
+    other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
+    resized = start.resized_plan
+
+    def while_it_searches(run_now, requested, text, where):
+        (where.parent / NEXT_PLAN_FILE).write_text(other)
+        return resized(run_now, requested, text, where)
+
+    monkeypatch.setattr(start, "resized_plan", while_it_searches)
+    run.requests.longest_save = 1234.0
+    train_with_requests(run, {1: (RESIZE_FILE, "2")})
+    assert run.requests.longest_save == 1234.0
+    with own.all_or_none():
+        if own.rank == 0:
+            asked = [leg["reason"] for leg in legs_of(run)]
+            assert asked == ["resize asks for 2 ranks", "next-plan.toml asks for it"]

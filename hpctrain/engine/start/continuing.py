@@ -9,7 +9,7 @@ from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.config.tables import toml_value
-from hpctrain.engine.start.facts import Prepared, with_values
+from hpctrain.engine.start.facts import WHY, Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import continued_kernels
 from hpctrain.engine.start.resolve_overlap import continued
 from hpctrain.observe.folder.run_folder import CLUSTER
@@ -26,7 +26,7 @@ def continue_run(run: Prepared) -> Prepared:
     if where is None:
         return run
     gone: list[str] = []
-    theirs, plan, cluster = check_same_run(where, job, run.training.identity, gone.append)
+    theirs, plan, cluster, asked = check_same_run(where, job, run.training.identity, gone.append)
     reasons = {"of an older version": "; ".join(gone)} if gone else {}
     if job.train.dtype is None:
         job = with_values(job, "train", dtype=theirs.train.dtype)
@@ -55,6 +55,8 @@ def continue_run(run: Prepared) -> Prepared:
         return run.but(previous=(plan, cluster), job_to_keep=theirs)
     if job.plan is None:
         run = run.but({"plan": f"{plan.describe()}: that of {where}"}, plan_or_none=plan)
+        if asked:
+            run = run.but({WHY: asked}, speeds=None)
     return keep(run, theirs, cluster)
 
 

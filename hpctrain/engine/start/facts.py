@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.prediction.predictor import Prediction
 
+WHY = "another plan"
+"""The choice whose reason is why a run got another plan."""
+
 
 @dataclass(frozen=True)
 class Described:

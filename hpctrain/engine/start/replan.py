@@ -15,7 +15,7 @@ from hpctrain.config.errors import HpctrainError, LaunchError, PlanError, descri
 from hpctrain.config.job import Job
 from hpctrain.config.paths import read_bytes, refused_as, replace_text
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
-from hpctrain.engine.start.facts import Prepared
+from hpctrain.engine.start.facts import WHY, Prepared
 from hpctrain.engine.start.resolve import (
     bridge_families,
     check_plan,
@@ -40,8 +40,6 @@ EQUAL = 0.03
 """A device whose time differs from its family's by no more is as fast as others."""
 WORTH_STALLS = 3.0
 """A plan by measured speeds is to gain so many times what the change costs, in the steps that are left."""
-WHY = "another plan"
-"""The choice whose reason is why a run got another plan."""
 OF_THE_LAST_PLAN = (
     "runner-up", "before", "planned again", "plan.microbatch", "prediction", "vocabulary", "messages between families"
 )  # fmt: skip
