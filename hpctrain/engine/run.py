@@ -137,6 +137,7 @@ class Run:
         gc.collect()  # weights and gradients are in cycles of references
         bind_accelerator(world).release()
         bind_accelerator(world).forget_peak()
+        self.console.forget_speed()  # of the last plan; and the change takes longer than a step
         self.begin_leg(world, change.prepared, change)
         change.seconds["made"] = time.monotonic() - since - change.seconds["moved"]
 
@@ -279,7 +280,8 @@ class Leg:
     def _make_observers(self, accelerator) -> list[Observer]:
         self._recorder, described = StepRecorder(accelerator), self._described
         self._world.configure(tracer=self._recorder)
-        self._observed = Observed(self._world, accelerator, self._recorder, self._prepared.plan, self._run.folder)
+        plan, is_continued = self._prepared.plan, self._begun_by is not None
+        self._observed = Observed(self._world, accelerator, self._recorder, plan, self._run.folder, is_continued)
         self._tracker = PredictionTracker(self._observed, self._prepared.prediction, described.name, described.doubt)
         self._overrun = None
         observers: list[Observer] = [StepSample(self._observed, lambda: self._first_step), self._tracker]

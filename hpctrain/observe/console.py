@@ -115,8 +115,9 @@ class Console:
             self.say(GAP.join(parts))
 
     def forget_speed(self) -> None:
-        """Start the moving averages of seconds and speeds anew."""
+        """Start the moving averages of seconds and speeds anew, with what follows the next step."""
         self._smooth_speed = self._smooth_seconds = 0.0
+        self._num_steps, self._since = 0, None
 
     def close_line(self) -> None:
         """End the line that is kept up to date, so that others can be printed after it."""

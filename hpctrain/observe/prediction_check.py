@@ -101,7 +101,7 @@ class PredictionTracker(Observer):
 
     def finish(self) -> str | None:
         """Compare, and save it in the run folder; return on rank 0 what is to be said."""
-        world, device, recorder, plan, files = self._observed
+        world, device, recorder, plan, files, _ = self._observed
         own = None
         if steps := self._steps[self._num_left_out :]:
             means = {part: fmean(parts[part] for _, parts in steps) for part in EXPOSED}

@@ -42,7 +42,7 @@ class StepSample(Observer):
         """Write what was not written, of a start that had fewer steps."""
         if self._kept is None:
             return
-        world, accelerator, recorder, plan, files = self._observed
+        world, accelerator, recorder, plan, files, _ = self._observed
         kept, self._kept = self._kept, None
         step = self._first_step() + self._num_steps - 1
         computed = [(span.name, span.begin, span.end) for span in kept if isinstance(span.name, Instruction)]

@@ -1,7 +1,8 @@
 """Writes what every rank did and when: spans of instructions, items, waits and lanes, as a file that Perfetto opens.
 
 trace.json           all ranks' spans in Chrome's trace format: a process for each rank, in it one thread for what the
-                     rank computes (steps, instructions, items, and what it waits for in them) and one for each lane
+                     rank computes (steps, instructions, items, and what it waits for in them) and one for each lane.
+                     After a change of plans it is in the folder of the new leg
 trace-summary.json   for each axis how long it communicated, and how much of that was hidden
 """
 
@@ -56,7 +57,11 @@ class RunTrace(Observer):
         ranks = world.gather_objects(own)
         if not ranks:
             return None
-        summary, path = summarise(ranks, self._num_steps), files.path / TRACE
+        summary, folder = (
+            summarise(ranks, self._num_steps),
+            files.leg_path if self._observed.is_continued else files.path,
+        )
+        path = folder / TRACE
         files.write(TRACE_SUMMARY, summary, indent=1)
         is_written = files.attempt(path, lambda: write_chrome(path, ranks, world.topology.places))
         return format_summary(summary) + f"\ntrace {path}: open it at ui.perfetto.dev" * is_written

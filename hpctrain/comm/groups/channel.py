@@ -98,9 +98,11 @@ class SharedChannel(Channel):
         window.publish(1, self._received)
 
     def abandon(self) -> None:
+        self._instruments.close(alone=True)
         self._window.close()
 
     def close(self) -> None:
+        self._instruments.close()
         self._window.close()
 
 
@@ -138,6 +140,7 @@ class MessageChannel(Channel):
         yield from ()
 
     def abandon(self) -> None:
+        self._instruments.close(alone=True)
         self._incoming.abandon()
         self._outgoing.abandon()
 
@@ -145,6 +148,7 @@ class MessageChannel(Channel):
         # Sends may be in flight; receives were waited for. Both groups share what the first one frees.
         self._outgoing.close()
         self._incoming.close()
+        self._instruments.close()
 
 
 def make_channel(

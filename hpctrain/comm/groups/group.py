@@ -289,6 +289,7 @@ class Group:
         """Leave the group and its operations in flight without the others; `close` will do nothing. For error paths."""
         if self._lane is not None:
             self._lane.abandon()
+        self._instruments.close(alone=True)
         self._backend.abandon()
 
     def close(self) -> None:
@@ -296,4 +297,5 @@ class Group:
         nothing."""
         if self._lane is not None:
             self._lane.close()
+        self._instruments.close()
         self._backend.close()

@@ -80,6 +80,7 @@ class Instruments:
         """`pace` is for groups of pretended devices. `which` distinguishes lanes of the same name and ranks."""
         self.recorder, self.name = recorder, name
         self.group = recorder.add_group(name, ranks) if recorder else 0
+        self._is_closed = False
         self.tracer, self.is_traced, self.pace = tracer, tracer is not UNTRACED, pace
         self.lane = f"{name} {write_ranks(ranks)}{which and f' {which}'}" if self.is_traced else ""
 
@@ -88,6 +89,12 @@ class Instruments:
         result = copy(self)
         result.recorder = None
         return result
+
+    def close(self, alone: bool = False) -> None:
+        """Record that all ranks close the group, or that this one leaves it `alone`. A second call does nothing."""
+        if self.recorder is not None and not (alone or self._is_closed):
+            self.recorder.close_group(self.group)
+        self._is_closed = True
 
     def recorded(self, operation: str) -> AbstractContextManager:
         """Record the group's activity in a block."""

@@ -38,6 +38,7 @@ RING_SLOTS = 256
 SLOT = struct.Struct("@QQHHiQddQ")
 END_IN_SLOT = 40
 MAX_LANES = 512
+LAST_LANE = (1 << 16) - 1  # the last number that a slot can have: all lanes after it are this one there
 COLLECTIVES, SENDS, RECEIVES = range(3)
 COUNTERS_PER_LANE = 4  # one to spare: whole cache lines
 COUNTERS_AT = RING_AT + RING_SLOTS * SLOT.size

@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,10 @@ class Recorder:
         """Counters of collectives, sends and receives for each lane."""
         self._peers: list[int] = []
         """The other rank of each lane of two, else -1."""
+        self._keys: list[tuple[str, int]] = []
+        """The name of each lane and the checksum of its ranks."""
+        self._closed: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        """The lanes that are closed, by key."""
         self._map(mmap.mmap(-1, flight.TOTAL_BYTES))
         texts = (host.encode()[:63], family.encode()[:31], this_machine().encode()[:63])
         start_ticks = process_status(os.getpid()).start_ticks
@@ -89,17 +94,27 @@ class Recorder:
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Record a lane over `ranks`; return its number, for `start`.
 
-        All of them must add it, in the same order as other lanes of the same name and ranks.
+        All of them must add it, in the same order as other lanes of the same name and ranks. If one of these is closed,
+        it becomes this lane, and the count of its operations continues. So each leg has the lanes of the one before,
+        and a rank that is still there is behind.
         """
+        checksum = zlib.crc32(",".join(map(str, sorted(ranks))).encode())
+        if closed := self._closed[name, checksum]:
+            closed.remove(number := min(closed))
+            return number
         number = len(self._counters)
+        self._keys.append((name, checksum))
         self._counters.append(tuple(itertools.count(1) for _ in range(3)))
         self._peers.append(sum(ranks) - self.rank if len(ranks) == 2 and self.rank in ranks else -1)
         text = flight.write_ranks(ranks)
         if len(text) > flight.MAX_RANKS_TEXT:
             text = text[: text.rindex(",", 0, flight.MAX_RANKS_TEXT)] + ",..."
-        checksum = zlib.crc32(",".join(map(str, sorted(ranks))).encode())
         self._append(["lane", number, name, text, len(ranks), checksum])
         return number
+
+    def close_group(self, number: int) -> None:
+        """Record that no more operations of a lane begin. All of its ranks must call, after as many of them."""
+        self._closed[self._keys[number]].append(number)
 
     def _append(self, entry: list) -> None:
         """Write a line into the table. Where it is full, readers see only the number of the lane or operation."""
@@ -134,7 +149,8 @@ class Recorder:
             slot = ticket % RING_SLOTS
             self._owners[slot] = ticket
             at = RING_AT + slot * SLOT.size
-            _pack_slot(self._memory, at, ticket, sequence, group, code, peer, num_bytes, now, 0.0, ticket)
+            lane = min(group, flight.LAST_LANE)
+            _pack_slot(self._memory, at, ticket, sequence, lane, code, peer, num_bytes, now, 0.0, ticket)
         if group < MAX_LANES:
             self._words[_FIRST_COUNTER + group * COUNTERS_PER_LANE + kind] = sequence
         return ticket

@@ -61,6 +61,11 @@ class RunFolder:
         self._say = say
         self._refused: set[Path] = set()
 
+    @property
+    def leg_path(self) -> Path:
+        """The folder of the leg that was described last."""
+        return self.path / LEGS / f"{self.leg:03}"
+
     def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
         dumped, before = dump_plan(plan), self.path / PLAN
@@ -72,9 +77,9 @@ class RunFolder:
         with writing(legs):
             legs.mkdir(exist_ok=True)
             self.leg = 1 + max((int(leg.name) for leg in legs.iterdir() if leg.name.isdecimal()), default=0)
-            (legs / f"{self.leg:03}").mkdir()
+            self.leg_path.mkdir()
         for name, text in ((CLUSTER, dump_cluster(cluster)), (PLAN, dumped), (RESOLVED, dump_job(job, reasons, PLAN))):
-            for folder in (self.path, legs / f"{self.leg:03}"):
+            for folder in (self.path, self.leg_path):
                 write_text(folder / name, text, TrainingError, "free space")
 
     def rewind_metrics(self, step: int) -> str | None:

@@ -98,6 +98,8 @@ class Observed(NamedTuple):
     recorder: StepRecorder
     plan: Plan
     files: RunFolder
+    is_continued: bool = False
+    """Whether it is of a leg that continues another one of this start."""
 
     def clock(self, first: float) -> Callable[[float], float]:
         """Return a function from times of this rank to seconds of its device since the `first` of any rank. All ranks

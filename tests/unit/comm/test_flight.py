@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.watchdog import flight
 from hpctrain.comm.watchdog.diagnosis import Evidence, diagnose
 from hpctrain.comm.watchdog.flight import (
@@ -132,6 +133,52 @@ def test_many_large_groups_do_not_overflow_the_table():
     assert read.lanes[0].num_ranks == len(ragged)
     assert set(read.lanes[0].members) < set(ragged)
     assert [o.lane.name for o in read.operations] == ["ragged 0", "99"]
+
+
+def test_legs_have_the_lanes_of_those_before():
+    """Lanes of a hundred legs have names and counters, the same key on all ranks, and a late rank is behind."""
+    recorders = [Recorder(None, rank, 2, "a", "cpu") for rank in range(2)]
+
+    def begin(recorder: Recorder) -> list[Instruments]:
+        order = ("x", "pipeline", "pipeline") if recorder.rank else ("pipeline", "x", "pipeline")
+        return [Instruments(recorder, name, [0, 1]) for name in order]
+
+    for _ in range(100):
+        for recorder in recorders:
+            for lane in begin(recorder):
+                recorder.finish(recorder.start(lane.group, "all_reduce", 1))
+                lane.close()
+                lane.close()
+    begun = [begin(recorder) for recorder in recorders]
+    reads = [recorder.snapshot() for recorder in recorders]
+    for read in reads:
+        assert sorted((lane.name, lane.occurrence) for lane in read.lanes) == [
+            ("pipeline", 0),
+            ("pipeline", 1),
+            ("x", 0),
+        ]
+        assert {lane.entered[0] for lane in read.lanes} == {100}
+    keys = [[read.lanes[each.group].key for each in of_rank] for read, of_rank in zip(reads, begun, strict=True)]
+    assert keys[0][1] == keys[1][0] and [keys[0][0], keys[0][2]] == keys[1][1:]
+    recorders[0].start(begun[0][1].group, "all_reduce", 1)
+    found = diagnose(Evidence({read.rank: read for read in (each.snapshot() for each in recorders)}, 2, time.time()))
+    assert found.culprits == (1,)
+
+
+def test_lanes_that_a_rank_left_alone_are_used_no_more():
+    recorder = Recorder(None, 0, 2, "a", "cpu")
+    left = Instruments(recorder, "x", [0, 1])
+    left.close(alone=True)
+    left.close()
+    assert Instruments(recorder, "x", [0, 1]).group != left.group, "others may have entered more of its operations"
+
+
+def test_a_lane_with_a_number_beyond_those_of_slots_is_recorded_without_its_name():
+    recorder = Recorder(None, 0, 2, "a", "cpu")
+    numbers = [recorder.add_group(f"{number}", [0, 1]) for number in range(flight.LAST_LANE + 3)]
+    recorder.start(numbers[-1], "all_reduce", 1)
+    (operation,) = recorder.snapshot().in_flight
+    assert operation.lane.name == f"{flight.LAST_LANE}"
 
 
 def test_a_record_moves_into_its_folder_and_old_ones_go(tmp_path):

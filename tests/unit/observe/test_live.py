@@ -50,6 +50,18 @@ def show_two_steps(monkeypatch, capsys, bar: bool | None) -> str:
     return capsys.readouterr().out
 
 
+def test_the_time_that_is_left_does_not_count_a_change_of_plans(monkeypatch, capsys):
+    now = iter([0.0, 1.0, 2.0, 1000.0, 1002.0])
+    monkeypatch.setattr("hpctrain.observe.console.time.monotonic", lambda: next(now))
+    console = Console(True)
+    for step in range(11, 16):
+        if step == 14:
+            console.forget_speed()  # another plan
+        console.step(METRICS | {"step": step}, {}, 25)
+    lines = capsys.readouterr().out.splitlines()
+    assert "12 s left" in lines[2] and "left" not in lines[3] and "20 s left" in lines[4]
+
+
 def test_a_file_gets_one_line_a_step(monkeypatch, capsys):
     first, second = show_two_steps(monkeypatch, capsys, None).splitlines()
     assert first.startswith("step 11/300") and "\x1b" not in first + second

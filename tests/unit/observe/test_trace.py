@@ -15,7 +15,7 @@ from hpctrain.comm.waiting import Condition, Patience, Phase
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import TRACE_SUMMARY
 from hpctrain.observe.folder.spans import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Observed, Span, StepRecorder
-from hpctrain.observe.trace import RunTrace, format_summary, summarise, write_chrome
+from hpctrain.observe.trace import TRACE, RunTrace, format_summary, summarise, write_chrome
 from tests.unit.planner.test_predict import plan_of
 
 PLAN = plan_of()
@@ -182,6 +182,15 @@ def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, 
         recorder.begin_step()
     assert [number for number, text in enumerate(said, 1) if text] == [expected]
     assert json.loads((tmp_path / TRACE_SUMMARY.name).read_text())["steps"] == expected
+
+
+def test_the_trace_of_a_leg_after_another_is_in_its_folder(tmp_path):
+    files, recorder = RunFolder(tmp_path), StepRecorder(CpuAccelerator())
+    for files.leg in (1, 2):
+        files.leg_path.mkdir(parents=True)
+        observed = Observed(Lonely(), CpuAccelerator(), recorder, PLAN, files, is_continued=files.leg > 1)
+        assert "open it at" in RunTrace(observed, num_steps=1).step_is_done(1.0)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob(TRACE)) == [f"legs/002/{TRACE}", TRACE]
 
 
 def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
