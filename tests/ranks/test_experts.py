@@ -27,6 +27,7 @@ SHAPES = {
     | {"experts_per_token": 2, "expert_groups": 4, "groups_per_token": 2, "shared_experts": 1, "dense_layers": 1}
     | {"expert_size": 16},
 }
+SHAPES["deep"] = SHAPES["dots1"] | {"architecture": "dots1", "num_layers": 4}
 LAYOUTS = {
     2: [
         ("dots1", {"tensor": {"y": 2}}),
@@ -44,6 +45,13 @@ LAYOUTS = {
         ("dots1", {"tensor": {"y": 2}, "data": 2, "zero": 3}),
     ],
 }
+LONG = {
+    "ZeRO 2": {"tensor": {"y": 2}, "data": 2, "zero": 2},
+    "interleaved": {"tensor": {"y": 2}, "pipeline": 2, "virtual_stages": 2},
+    "interleaved, ZeRO 1": {"pipeline": 2, "virtual_stages": 2, "data": 2, "zero": 1},
+}
+"""Layouts that are trained for longer."""
+LONG_STEPS = 20
 
 
 def job_of(tokens, family: str, plan: dict | None = None):
@@ -71,12 +79,12 @@ class Choices:
         return nearest.unflatten(0, scores.shape[:-1])
 
 
-def run(world, job, plan=None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def run(world, job, plan=None, steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Return the losses, the loads of experts, and the biases that balance the experts of this rank's layers."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(world, job, plan)
     trainer.initialise()
-    metrics = [trainer.step(training)[0] for _ in range(STEPS)]
+    metrics = [trainer.step(training)[0] for _ in range(steps)]
     trainer.layout.store.await_weights()
     biases = {
         region.parameter.name: group.weights_at(region.at).clone()
@@ -88,21 +96,21 @@ def run(world, job, plan=None) -> tuple[list[float], list[float], dict[str, torc
 
 
 @functools.cache
-def reference(tokens, family: str):
+def reference(tokens, family: str, steps: int):
     """Return losses, loads, biases and choices of this rank alone."""
     choices = Choices()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward, "choose", choices.record)
-        return *run(Alone(), job_of(tokens, family)), choices
+        return *run(Alone(), job_of(tokens, family), steps=steps), choices
 
 
-def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | None = None):
-    expected, loads, biases, choices = reference(tokens, family)
+def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | None = None, steps: int = STEPS):
+    expected, loads, biases, choices = reference(tokens, family, steps)
     assert expected[-1] < expected[0], "the reference learns"
     choices.flipped = 0
     with world.freeing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward, "choose", choices.replay)
-        losses, own_loads, own = run(world, job_of(tokens, family, plan), tiling)
+        losses, own_loads, own = run(world, job_of(tokens, family, plan), tiling, steps)
     assert largest_relative_difference(losses, expected) < TOLERANCE, (plan, choices.flipped)
     assert own_loads == loads and (min(loads) > 1 or family == "qwen3_moe"), "qwen3_moe has all experts for each token"
     for name, bias in own.items():
@@ -115,6 +123,13 @@ def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | N
 def test_each_layout_has_the_losses_and_biases_of_one_rank(world, tokens):
     for family, plan in LAYOUTS[world.size]:
         check(world, tokens, family, plan)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", LONG)
+def test_twenty_steps_have_the_losses_and_biases_of_one_rank(world, tokens, name):
+    check(world, tokens, "deep", LONG[name], steps=LONG_STEPS)
 
 
 @pytest.mark.ranks(4)
