@@ -249,13 +249,14 @@ def test_the_weights_of_a_leg_are_freed_before_the_next_ones_are_made(own, token
     store = weakref.ref(run.leg._trainer.layout.store)
     freed = []
     monkeypatch.setattr(CpuAccelerator, "release", lambda self: freed.append(store() is None))
+    monkeypatch.setattr(CpuAccelerator, "forget_peak", lambda self: freed.append("and the peak"))
     other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
     gc.disable()
     try:
         train_with_requests(run, {1: (NEXT_PLAN_FILE, other)})
     finally:
         gc.enable()
-    assert freed == [True]
+    assert freed == [True, "and the peak"]
 
 
 @pytest.mark.ranks(2)
