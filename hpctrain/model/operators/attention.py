@@ -195,7 +195,7 @@ def attend_at(
         inside = documents and documents.of(own, seen.start)
         first = interval.start - seen.start
         mixed.append(
-            attend(queries[:, :, own], keys[:, :, seen], values[:, :, seen], attention, first, inside, backend)
+            attend(queries[:, :, own], keys[:, :, seen], values[:, :, seen], attention, first, inside, backend=backend)
         )
     if len(mixed) == 1:
         return mixed[0]
