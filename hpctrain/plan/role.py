@@ -92,12 +92,13 @@ def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[C
             item = tile.items.start if is_before else tile.items.stop
             near = (plan.upstream if is_before else plan.downstream)(tile)
             peers = Counter(transfer.sender if op in RECEIVING else transfer.receiver for transfer in messages)
+            del peers[rank]  # tiles of one rank hand over to each other
             for peer, count in peers.items():  # several messages, where both cut positions into unlike intervals
-                if peer != rank:
-                    other = next(each for each in near if peer in each.ranks)
-                    depth[peer, item] = max(depth.get((peer, item), 0), count * channel_depth(plan, tile, other))
+                other = next(each for each in near if peer in each.ranks)
+                depth[peer, item] = max(depth.get((peer, item), 0), count * channel_depth(plan, tile, other))
             for transfer in messages:
-                key = transfer.sender if op in RECEIVING else transfer.receiver, item
-                largest[key] = max(largest.get(key, 0), transfer.num_elements)
+                peer = transfer.sender if op in RECEIVING else transfer.receiver
+                if peer != rank:
+                    largest[peer, item] = max(largest.get((peer, item), 0), transfer.num_elements)
     pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))
     return [ChannelNeed(*key, largest[key], depth[key]) for key in pairs]

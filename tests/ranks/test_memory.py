@@ -48,7 +48,9 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout):
     family, plan = WITH_MESSAGES[layout]
     job = job_of(family, tokens, plan)
     overlap = job.overlap.model_copy(update={"z": "overlapped" in layout})
-    check_memory(world, job.model_copy(update={"overlap": overlap}))
+    # Over c a device's kernel of attention has copies in its backward pass that a CPU's has not.
+    least = -0.08 if "c" in plan.get("tensor", ()) else -0.04
+    check_memory(world, job.model_copy(update={"overlap": overlap}), least=least)
 
 
 @pytest.mark.ranks(4)

@@ -23,7 +23,7 @@ SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
 LAST = 2 * BLOCKS + 2
 
 
-def tile(items, rows, ranks, grid=(1, 1, 1, False), **options) -> Tile:
+def tile(items, rows, ranks, grid=(1, 1, 1, 1, False), **options) -> Tile:
     return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **{"recompute": "selective", **options})
 
 
@@ -36,8 +36,8 @@ TILINGS = {
     4: {
         "x and y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1, 2, 3), (2, 2, 1, 1, True)),),
         "z and ZeRO 3": (
-            tile((0, LAST), (0, 2), (0, 1), (1, 1, 2, False), zero=3),
-            tile((0, LAST), (2, 4), (2, 3), (1, 1, 2, False), zero=3, state_share=2),
+            tile((0, LAST), (0, 2), (0, 1), (1, 1, 2, 1, False), zero=3),
+            tile((0, LAST), (2, 4), (2, 3), (1, 1, 2, 1, False), zero=3, state_share=2),
         ),
     },
     8: {
@@ -45,7 +45,7 @@ TILINGS = {
             tile((0, 4), (0, ROWS), (0, 1, 2, 3), (1, 2, 2, 1, True)),
             tile((4, 7), (0, 3), (4,), recompute="none"),
             tile((4, 7), (3, ROWS), (5,), recompute="full"),
-            tile((7, LAST), (0, ROWS), (6, 7), (2, 1, 1, False)),
+            tile((7, LAST), (0, ROWS), (6, 7), (2, 1, 1, 1, False)),
         ),
     },
 }

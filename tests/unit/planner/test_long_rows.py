@@ -75,7 +75,7 @@ def test_masks_and_scores_are_those_of_the_rank_with_the_most_pairs(monkeypatch,
     """The pairs are those of the keys that attention is given for the queries of each interval."""
     shapes: list[int] = []
 
-    def count(queries, keys, *_):
+    def count(queries, keys, *_, backend):
         shapes[-1] += queries.shape[2] * keys.shape[2]
         return queries
 

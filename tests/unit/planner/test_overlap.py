@@ -48,7 +48,7 @@ ACROSS, FOUR = cluster_with(3e6), TensorGrid(y=4)
     "topology, expected, reason",
     [
         (Topology((HERE, HERE)), (False, False, False), "off: all ranks compute on the cores of one host"),
-        (Topology((HERE, THERE)), (True, True, True), "on: there are groups of x or y on several of 2 hosts"),
+        (Topology((HERE, THERE)), (True, True, True), "on: there are groups of x or y or c on several of 2 hosts"),
         (Topology((HERE, HERE), shares_memory=False), (True, True, True), "on: a rehearsal's devices"),
         (Topology((Place("a", "h200", "cuda"),) * 2), (True, True, True), "on: devices compute while bytes move"),
         (Topology((HERE, Place("a", "h200", "cuda"))), (True, True, True), "on: devices compute while bytes move"),
@@ -66,7 +66,7 @@ def test_only_what_crosses_between_hosts_is_overlapped():
     placement = {key: GroupPlacement(key == "data", False) for key in ("tensor", "data", "z")}
     result, reasons = resolve_overlap(Overlap(), topology, placement)
     assert (result.tensor, result.data, result.z) == (False, True, False)
-    assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
+    assert reasons["overlap.tensor"].startswith("off: no groups of x or y or c on several hosts")
     assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
 
 
