@@ -1,8 +1,12 @@
-"""The feed-forward part of a block: two products with an activation between them, or a mixture of experts."""
+"""The feed-forward part of a block: two products with an activation between them, or a mixture of experts.
+
+It knows its block weakly, since a circle of both would keep the weights of a trainer that is gone.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
+from weakref import proxy
 
 import torch
 
@@ -44,7 +48,7 @@ class Dense:
 
     def __init__(self, block: FeedForwardBlock, mlp: Mlp, names: tuple[tuple[str, ...], ...] = BLOCK_PRODUCTS[2:]):
         x, y = block.axes.x, block.axes.y
-        self._block, self._mlp = block, mlp
+        self._block, self._mlp = proxy(block), mlp
         self._up, self._down = block.make_product(names[0], x, y), block.make_product(names[1], y, x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,13 +69,16 @@ class WithExperts:
     """A router, the experts that it chooses for each token, and maybe one that computes every token."""
 
     def __init__(self, block: FeedForwardBlock, experts: Experts):
-        self._block, self._experts = block, experts
+        self._block, self._experts = proxy(block), experts
         self._router = Linear(block.weights("router.weight"), [], ONE_RANK, ONE_RANK)
         names = "experts.up.weight", "experts.down.weight", "router.balance"
         weights = [weight for name in names for weight in block.weights(name)]
         # A rank's pairs change with every choice where y cuts experts, and kernels are compiled for each shape.
         activation = partial(activate, activation=experts.activation, is_gated=True, run=run_eagerly)
-        self.mixture = ExpertMixture(experts, weights, block.axes, partial(block.computed_in, "activation", activation))
+        weakly = proxy(block)
+        self.mixture = ExpertMixture(
+            experts, weights, block.axes, lambda up: weakly.computed_in("activation", activation, up)
+        )
         self._shared = Dense(block, experts, SHARED_PRODUCTS) if experts.shared_inner else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
