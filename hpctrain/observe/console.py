@@ -24,6 +24,7 @@ SHOWN = {
     "before": "before",
     "machine": "machine",
     "cores": "cores",
+    "experts": "experts",
     "routes": "routes",
     "messages between families": "messages between families",
     "profile": "profile",

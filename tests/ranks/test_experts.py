@@ -9,7 +9,10 @@ import functools
 import pytest
 import torch
 
+from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.model import feed_forward
 from hpctrain.model.operators.experts import choose
 from hpctrain.plan.tiling import Plan, Tile
@@ -17,6 +20,7 @@ from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer
+from tests.ranks.test_legs import DEVICES
 
 TOLERANCE, STEPS = 1e-5, 6
 EXPERTS = {"num_experts": 8, "ffn_size": 24, "num_layers": 2}
@@ -149,3 +153,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, token
     whole = go_on(world, job, plan, folder / "whole", 4, resume=False)
     first = go_on(world, job, plan, folder / "cut", 2, resume=False)
     assert first + go_on(world, job, plan, folder / "cut", 2, resume=True) == whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["mixtral", "dots1", "llama"])
+def test_a_start_says_that_nothing_balances_experts(world, tokens, family):
+    job = job_of(tokens, family, {"data": 2}) if family in SHAPES else make_job(tokens, family, {"data": 2})
+    described = Described(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
+    assert ("experts" in prepare_run(world, job, described=described).reasons) == (family == "mixtral")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpctrain.architectures.description import Experts
 from hpctrain.checkpoint.convert import check_form
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.index import Index
@@ -115,6 +116,12 @@ def check_data(run: Prepared) -> Prepared:
         run = run.but({"model.vocab_size": f"{job.model.vocab_size}: that of {vocabulary_of}"}, job=job)
     if run.resume_from is None:
         check_form(run.job.model)
+    mixed = [block.mlp for block in job.model.description.blocks if isinstance(block.mlp, Experts)]
+    if mixed and not mixed[0].balances:
+        reason = (
+            f"{job.model.architecture} does nothing against uneven load; expert_load of the metrics says how uneven"
+        )
+        run = run.but({"experts": reason})
     return run
 
 
