@@ -19,7 +19,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer, world_of
 from tests.ranks.test_legs import DEVICES
 
 TOLERANCE, STEPS = 1e-5, 6
@@ -161,4 +161,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, token
 def test_a_start_says_that_nothing_balances_experts(world, tokens, family):
     job = job_of(tokens, family, {"data": 2}) if family in SHAPES else make_job(tokens, family, {"data": 2})
     described = Described(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
-    assert ("experts" in prepare_run(world, job, described=described).reasons) == (family == "mixtral")
+    own = world_of(world)
+    reasons = prepare_run(own, job, described=described).reasons
+    own.close()
+    assert ("experts" in reasons) == (family == "mixtral")

@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 
-from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
@@ -18,6 +17,7 @@ from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.pretended import equal_nodes
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import (
     VOCAB,
@@ -231,30 +231,11 @@ def test_c_moves_the_keys_and_values_of_each_block(world, tokens, recompute, mon
     assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
 
 
-FLOPS, MEMORY, MEMORY_SPEED = 1e9, 400_000_000, 4e9
-DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
-NODE = parse_cluster(
-    f"""
-    [families.equal]
-    origin = "measured"
-    kind = "cuda"
-    memory_bytes = {MEMORY}
-    memory_bytes_per_second = {MEMORY_SPEED}
-    peak_flops_per_second = {{fp32 = {FLOPS}}}
-    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
-    [fabrics.slow]
-    origin = "measured"
-    latency_seconds = 1e-4
-    [[nodes]]
-    count = 4
-    origin = "measured"
-    devices = {{equal = 1}}
-    nics = [{{fabric = "slow", send_bytes_per_second = 2e7, receive_bytes_per_second = 2e7, origin = "measured"}}]
-    """,
-    "a test",
-)
+DEVICE = PretendDevice(memory_bytes=400_000_000, memory_bytes_per_second=4e9, flops_per_second={"fp32": 1e9})
+APART = equal_nodes(DEVICE, count=4, nic_bytes_per_second=2e7)
 
 
+@pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -267,10 +248,10 @@ def test_a_rehearsed_step_takes_as_long_as_predicted(world, tokens, grid, recomp
     job = job.model_copy(update={"data": data, "overlap": Overlap(tensor=False, data=False, z=False)})
     plan = even_plan(job.model.num_items, grid, 1, 1, 1, 1, family="equal", recompute=recompute)
     _, training, _ = open_datasets(job.data, job.train.seed)
-    predicted = predict(Setup.of_job(job), plan, NODE)
+    predicted = predict(Setup.of_job(job), plan, APART)
     measurement = Measurement(world)
-    with rehearsed_world(world, NODE, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
-        own.configure(network=ClusterNetwork(NODE))
+    with rehearsed_world(world, APART, Truth(time_scale=8.0, devices={"equal": DEVICE})) as own:
+        own.configure(network=ClusterNetwork(APART))
         trainer = Trainer(own, own.accelerator, job, plan)
         trainer.initialise()
         seconds, overrun = punctual_step(own, trainer, training)

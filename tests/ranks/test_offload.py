@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
@@ -15,6 +14,7 @@ from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.pretended import equal_nodes
 from tests.ranks.punctual import MOST_STEPS, Measurement, punctual_step
 from tests.ranks.small_runs import curve_and_weights, go_on, make_job, rehearsed_world, whole
 
@@ -110,25 +110,13 @@ def test_a_run_continues_with_and_without_offload_bit_for_bit(world, tokens, fol
         assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
 
 
-FLOPS, MEMORY_SPEED, HOST_COPY = 5e8, 2e9, 1e7
-TEXT = f"""
-    [families.equal]
-    origin = "measured"
-    kind = "cuda"
-    memory_bytes = MEMORY
-    memory_bytes_per_second = {MEMORY_SPEED}
-    host_copy_bytes_per_second = {HOST_COPY}
-    peak_flops_per_second = {{fp32 = {FLOPS}}}
-    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
-    [fabrics.ib]
-    origin = "measured"
-    latency_seconds = 1e-4
-    [[nodes]]
-    count = 4
-    origin = "measured"
-    devices = {{equal = 1}}
-    nics = [{{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "measured"}}]
-    """
+def device_of(memory_bytes: int) -> PretendDevice:
+    return PretendDevice(
+        memory_bytes=memory_bytes,
+        memory_bytes_per_second=2e9,
+        flops_per_second={"fp32": 5e8},
+        host_copy_bytes_per_second=1e7,
+    )
 
 
 @pytest.mark.measured
@@ -140,19 +128,14 @@ def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_a
     setup, plans, peaks = Setup.of_job(job), {}, {}
     for how in ("none", "optimizer"):
         plans[how] = even_plan(10, TensorGrid(), 2, 2, 4, 8, family="equal", offload=how)
-    roomy = parse_cluster(TEXT.replace("MEMORY", "1_000_000_000"), "a test")
+    roomy = equal_nodes(device_of(10**9), count=4, nic_bytes_per_second=1e8)
     needed = {how: Predictor(setup, plan, roomy).memory for how, plan in plans.items()}
     most = {how: max(stage.memory.total for stage in stages) for how, stages in needed.items()}
     memory_bytes = (most["none"] + most["optimizer"]) // 2
-    cluster = parse_cluster(TEXT.replace("MEMORY", str(memory_bytes)), "a test")
+    device = device_of(memory_bytes)
+    cluster = equal_nodes(device, count=4, nic_bytes_per_second=1e8)
     predicted = {how: Predictor(setup, plan, cluster).predict() for how, plan in plans.items()}
     assert [each.fits for each in predicted.values()] == [False, True]
-    device = PretendDevice(
-        memory_bytes=memory_bytes,
-        memory_bytes_per_second=MEMORY_SPEED,
-        flops_per_second={"fp32": FLOPS},
-        host_copy_bytes_per_second=HOST_COPY,
-    )
     _, training, _ = open_datasets(job.data, job.train.seed)
     measurement, seconds, overrun = Measurement(world), {}, 0.0
     with rehearsed_world(world, cluster, Truth(time_scale=2.0, devices={"equal": device})) as own:

@@ -3,7 +3,6 @@ the same bytes."""
 
 import pytest
 
-from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
@@ -13,6 +12,7 @@ from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
+from tests.pretended import equal_nodes
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import by, bytes_of_a_step, go_on, largest_relative_difference, make_job, rehearsed_world
 from tests.ranks.test_sequence_parallel import LAST, MICROBATCHES, ROWS, TOLERANCE, curve, cut, job_of, one_rank, tile
@@ -127,28 +127,8 @@ def test_parts_move_the_bytes_of_the_whole(
     assert whole == in_parts > 0
 
 
-FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
-DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
-APART = parse_cluster(
-    f"""
-    [families.equal]
-    origin = "measured"
-    kind = "cuda"
-    memory_bytes = {MEMORY}
-    memory_bytes_per_second = {MEMORY_SPEED}
-    peak_flops_per_second = {{fp32 = {FLOPS}}}
-    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
-    [fabrics.slow]
-    origin = "measured"
-    latency_seconds = 1e-4
-    [[nodes]]
-    count = 2
-    origin = "measured"
-    devices = {{equal = 1}}
-    nics = [{{fabric = "slow", send_bytes_per_second = 1e7, receive_bytes_per_second = 1e7, origin = "measured"}}]
-    """,
-    "a test",
-)
+DEVICE = PretendDevice(memory_bytes=200_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
+APART = equal_nodes(DEVICE, count=2, nic_bytes_per_second=1e7)
 
 
 @pytest.mark.ranks(2)
