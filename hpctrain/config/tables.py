@@ -183,14 +183,6 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return lines
 
 
-def parse_toml_value(text: str) -> Any:
-    """Return one value of TOML, as after a key. Raises ValueError where it is none, or more than one."""
-    tree = _parse_within_limits(f"value = {text}")
-    if list(tree) != ["value"]:
-        raise ValueError("has more than one value; set one key at a time")
-    return tree["value"]
-
-
 def parse_override(override: str) -> tuple[list[str], Any]:
     """Return the parts of the key, and the value, of `section.key=value`. Raises ValueError where it is none.
 
@@ -201,11 +193,14 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     if not equals or not all(parts) or len(parts) > MOST_NESTED:
         raise ValueError("write it as section.key=value")
     try:
-        return parts, parse_toml_value(text)
+        tree = _parse_within_limits(f"value = {text}")
     except tomllib.TOMLDecodeError:
         if "\n" in text:
             raise ValueError("has a second line, which would be ignored") from None
         return parts, text
+    if list(tree) != ["value"]:
+        raise ValueError("has more than one value; set one key at a time")
+    return parts, tree["value"]
 
 
 def as_table(value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.clusters.cluster import Cluster, LinkClass
-from hpctrain.config.clusters.cluster_file import ClusterFile, build_cluster_file
+from hpctrain.config.clusters.cluster_file import ClusterFile, parse_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.clusters.figures import Figures
 from hpctrain.config.errors import TopologyError, did_you_mean
@@ -62,7 +62,7 @@ class ClusterChanges:
     def _built(self, tree: dict, changes: Sequence[str]) -> ClusterFile:
         """Return the cluster of a changed tree. A mistake in all tables of nodes is reported for the first alone."""
         try:
-            return build_cluster_file(tree, (), " ".join([self._where, *changes]))
+            return parse_cluster_file(tree, " ".join([self._where, *changes]))
         except TopologyError as error:
             lines = {
                 re.sub(r"nodes\.\d+\.(nics\.\d+\.)?", "", line): line for line in reversed(str(error).splitlines())

@@ -76,17 +76,14 @@ def parse_cluster(text: str, where: str) -> Cluster:
     return parse_cluster_file(text, where).cluster
 
 
-def parse_cluster_file(text: str, where: str) -> ClusterFile:
-    """Read all tables from TOML, and fill in what they leave out.
+def parse_cluster_file(content: str | Mapping[str, Any], where: str) -> ClusterFile:
+    """Read all tables of TOML, or of its plain data, and fill in what they leave out. `where` is what errors call it.
 
-    Raises TopologyError: with all mistakes in single tables, or, where there are none, with all between tables.
+    Raises TopologyError: with all mistakes in single tables, or, where there are none, with all between tables. Those
+    of a text have their lines.
     """
-    return build_cluster_file(*parse_toml_once(text, where, TopologyError), where, text)
-
-
-def build_cluster_file(tree: Mapping[str, Any], repeated: Sequence[str], where: str, text: str = "") -> ClusterFile:
-    """Return the content of a cluster file by its plain data. `repeated` are mistakes that are known already; lines of
-    `text` are named in errors. Raises as `parse_cluster_file`."""
+    text = content if isinstance(content, str) else ""
+    tree, repeated = (content, []) if isinstance(content, Mapping) else parse_toml_once(content, where, TopologyError)
     filled, tables = fill(tree), None
     mistakes = [*repeated, *filled.mistakes.values()]
     try:
@@ -120,22 +117,16 @@ def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, tr
 
 
 def merge_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
-    """Return a cluster file's text with new profiles: each replaces the one with its key, or follows the others."""
-    new = {profile.key for profile in profiles}
-    kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
-    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
-    return with_profiles(text, where, [*kept, *profiles], keys)
+    """Return a cluster file's text with new profiles: each replaces the one with its key, or follows the others.
 
-
-def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Mapping[str, str]) -> str:
-    """Return the text of a cluster file with these profiles instead of its own; everything else stays as it is.
-
-    `comments` are by key, such as "profiles.0". Raises TopologyError if the file is wrong, or written so that its
-    profiles cannot be distinguished from the rest.
+    Each may have a comment; everything else stays as it is. Raises TopologyError if the file is wrong, or written so
+    that its profiles cannot be distinguished from the rest.
     """
-    before = parse_cluster_file(text, where)
-    wanted = before.cluster.model_copy(update={"profiles": tuple(profiles)})
-    lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
+    new, before = {profile.key for profile in profiles}, parse_cluster_file(text, where)
+    kept = tuple(profile for profile in before.cluster.profiles if profile.key not in new)
+    wanted = before.cluster.model_copy(update={"profiles": (*kept, *profiles)})
+    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
+    lines = [*_without_profiles(text.splitlines()), *_listed("profiles", wanted.profiles, keys)]
     result = "\n".join(lines).rstrip("\n") + "\n"
     with suppress(TopologyError):
         if parse_cluster_file(result, where)[:2] == (wanted, before.truth):

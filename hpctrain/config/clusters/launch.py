@@ -10,37 +10,28 @@ from hpctrain.config.tables import Several, Table
 
 BATCH_WORD = re.compile(r"[A-Za-z0-9_.,:=@%+/&|*()\[\]-]+")
 """What a line `#SBATCH` can hold without quotes: Slurm splits such lines by rules of its own."""
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _batch_word(text: str) -> str:
-    if not BATCH_WORD.fullmatch(text):
-        raise ValueError(f"{text!r} cannot be in a batch script: use letters, digits and _.,:=@%+/&|*()[]- alone")
-    return text
+def _written_as(pattern: str | re.Pattern[str], refusal: str) -> AfterValidator:
+    """Return the check that a text is as a pattern says; `refusal` follows it in the message."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} {refusal}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _option(text: str) -> str:
-    if not text.startswith("-"):
-        raise ValueError(f"{text!r} is no option of Slurm; begin with -- and write its value behind =")
-    return _batch_word(text)
-
-
-def _variable(name: str) -> str:
-    if not VARIABLE.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
-    return name
-
-
-def _text(value: str) -> str:
-    if "\0" in value:
-        raise ValueError(f"{value!r} has a zero byte, which no program can be given; remove it")
-    return value
-
-
-BatchWord = Annotated[str, AfterValidator(_batch_word)]
-Option = Annotated[str, AfterValidator(_option)]
-Variable = Annotated[str, AfterValidator(_variable)]
-Value = Annotated[str, AfterValidator(_text)]
+BatchWord = Annotated[
+    str,
+    _written_as(BATCH_WORD, "cannot be in a batch script: use letters, digits and _.,:=@%+/&|*()[]- alone"),
+]
+Option = Annotated[BatchWord, _written_as("-.*", "is no option of Slurm; begin with -- and write its value behind =")]
+Variable = Annotated[
+    str, _written_as(r"[A-Za-z_][A-Za-z0-9_]*", "is no name of an environment variable: use letters, digits and _")
+]
+Value = Annotated[str, _written_as(r"[^\0]*", "has a zero byte, which no program can be given; remove it")]
 Text = Annotated[Value, Field(min_length=1)]
 
 
