@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -84,6 +84,13 @@ class Table(BaseModel):
     if TYPE_CHECKING:  # pydantic makes it for frozen tables
 
         def __hash__(self) -> int: ...
+
+    def model_copy(self, **options) -> Self:
+        """Return a copy, as pydantic does, without the cached properties, which are of the old values."""
+        copy = super().model_copy(**options)
+        for name in copy.__dict__.keys() - type(self).model_fields.keys():
+            del copy.__dict__[name]
+        return copy
 
 
 def refused_for(table: T, mistakes: Iterable[str]) -> T:

@@ -17,6 +17,15 @@ def cluster() -> Cluster:
     return parse_cluster(TEXT, "cluster.toml")
 
 
+def test_a_changed_copy_has_devices_of_its_own(cluster):
+    assert len(cluster.devices) == 32 and cluster.describe() and cluster.nodes[0].nics_by_fabric
+    fewer = cluster.model_copy(update={"nodes": cluster.nodes[:1]})
+    assert fewer.num_devices == len(fewer.devices) == 16 and "mi250x" not in fewer.describe()
+    without = cluster.nodes[0].model_copy(update={"nics": ()})
+    assert without.nics_by_fabric == {} and cluster.nodes[0].nics_by_fabric
+    assert cluster.model_copy() == cluster and len(cluster.devices) == 32
+
+
 def test_devices_are_numbered_node_by_node(cluster):
     assert cluster.num_devices == len(cluster.devices) == 32
     assert cluster.devices[0] == (0, 0, 0, "a100", 0)
