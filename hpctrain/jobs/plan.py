@@ -1,7 +1,6 @@
 """`hpctrain plan`: search for a plan, write the even one, draw or check one. Runs on a login node, without torch."""
 
 from collections.abc import Iterable
-from functools import partial
 
 import click
 from rich.table import Table
@@ -25,7 +24,7 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
-from hpctrain.jobs.predict import format_prediction, prediction_data, profile_source, with_overlap
+from hpctrain.jobs.predict import format_prediction, prediction_data, predictor_of_run, profile_source, with_overlap
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
@@ -35,7 +34,7 @@ from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.explain import MIB, reasons, runner_up
 from hpctrain.planner.prediction.forecast import Forecast, format_waterfall
-from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult
 from hpctrain.planner.search.space import Space, by_speed_space, even_space
@@ -122,8 +121,9 @@ def uniform_command(job, overrides, ranks, cluster, out):
         families = [device.family for device in described.cluster.devices]
         resolved = resolve_plan(loaded, len(families), families)
         if not described.is_rehearsed:
-            setup_of = partial(_setup_on, loaded, described)
-            resolved = with_enough_rows(loaded, resolved, families, described.cluster, setup_of)
+            resolved = with_enough_rows(
+                loaded, resolved, families, described.cluster, lambda plan: _predictor_on(loaded, described, plan).setup
+            )
     else:
         resolved = resolve_plan(with_vocabulary(load_job(job, overrides)), ranks)
     plan_text = _with_comments((f"{key}: {reason}" for key, reason in resolved.reasons.items()), resolved.plan)
@@ -156,13 +156,14 @@ def export_command(plan, job, overrides, cluster, to):
     loaded, described = load_job_for(job, overrides, cluster)
     own = load_plan(plan)
     check_runs(loaded, own, str(plan))
-    setup, machine = _setup_on(loaded, described, own), described.cluster
+    predictor, machine = _predictor_on(loaded, described, own), described.cluster
+    setup = predictor.setup
     if to == "megatron":
         text, other = launch_line(loaded, setup.dtype, own, machine)
         text = " \\\n  --".join(["torchrun pretrain_gpt.py", *text.removeprefix("--").split(" --")])
     else:
         text, other = titan_config(loaded, setup.dtype, own, machine)
-    seconds = predict(setup, own, machine).step_seconds, other.run.predict(other.software).step_seconds
+    seconds = predictor.simulated.step_seconds, other.run.predict(other.software).step_seconds
     print(
         f"# {own.describe()}: {seconds[0]:.4g} s a step by hpctrain, {seconds[1]:.4g} s by {other.software.name}"
         f" ({seconds[1] / seconds[0] - 1:+.0%}), as predicted; add data, tokenizer, schedule and torchrun's flags"
@@ -170,11 +171,11 @@ def export_command(plan, job, overrides, cluster, to):
     print(text)
 
 
-def _setup_on(job: Job, described: Described, plan: Plan) -> Setup:
-    """Return the setup of a run by a plan on a cluster."""
+def _predictor_on(job: Job, described: Described, plan: Plan) -> Predictor:
+    """Return the predictor of a run by a plan on a cluster."""
     used = list(dict.fromkeys(device.family for device in described.cluster.devices))
     job, _ = with_dtypes(job, described.cluster, used, str(locate_cluster(described.name)))
-    return Setup.of_job(with_overlap(job, described, plan)[0])
+    return predictor_of_run(job, described, plan)[0]
 
 
 @command.command("draw")

@@ -8,7 +8,7 @@ from rich.table import Table
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.start.facts import Described
-from hpctrain.engine.start.resolve_overlap import resolve_on
+from hpctrain.engine.start.resolve_overlap import predictor_for, resolve_overlap, topology_of
 from hpctrain.jobs.arguments import PATH, cluster_option, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
 from hpctrain.jobs.predict_other import predict_other
@@ -17,10 +17,9 @@ from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import memory_warnings, with_dtypes
-from hpctrain.planner.prediction.forecast import LEAST_SHARE, forecast
-from hpctrain.planner.prediction.predictor import Prediction
+from hpctrain.planner.prediction.forecast import LEAST_SHARE, Forecast
+from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.network import ClusterNetwork
-from hpctrain.planner.prices.setup import Setup
 
 
 @click.command("predict")
@@ -66,9 +65,9 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     loaded, reason = with_dtypes(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     check_families(plan, [device.family for device in machine.devices], str(plan_file))
-    loaded, resolved = with_overlap(loaded, described, plan)
-    setup = Setup.of_job(loaded)
-    summary = prediction_data(forecast(setup, plan, machine).prediction, setup.dtype) | {
+    predictor, resolved = predictor_of_run(loaded, described, plan)
+    setup = predictor.setup
+    summary = prediction_data(Forecast.of(predictor).prediction, setup.dtype) | {
         "resolved": resolved,
         "warnings": memory_warnings(setup, machine),
     }
@@ -77,18 +76,30 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     print_result(summary, format_prediction(summary, plan, machine), as_json)
 
 
-def with_overlap(job: Job, described: Described, plan: Plan | None = None) -> tuple[Job, dict[str, str]]:
-    """Return the job with values for what of its overlaps and kernels is `auto`, and the reasons by key.
-
-    Without a plan what cuts rows stays as it is.
-    """
-    cluster, pretended = described.cluster, described.is_rehearsed
-    overlap, resolved = resolve_on(job, cluster, pretended, plan)
-    kernels = job.kernels if pretended else job.kernels.assumed(cluster)
+def with_kernels(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
+    """Return the job with the kernels that ranks would find on a cluster, and the reasons by key."""
+    if described.is_rehearsed:
+        return job, {}
+    kernels, reasons = job.kernels.assumed(described.cluster), {}
     if kernels.fused and job.kernels.fused is None:
-        resolved["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
-    job = job.model_copy(update={"kernels": kernels})
-    return job.model_copy(update={"overlap": overlap}), resolved
+        reasons["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
+    return job.model_copy(update={"kernels": kernels}), reasons
+
+
+def with_overlap(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
+    """Return the job as plans are scored, with values for what of its overlaps and kernels is `auto`, and the reasons
+    by key. What cuts rows stays as it is."""
+    job, resolved = with_kernels(job, described)
+    overlap, reasons = resolve_overlap(job.overlap, topology_of(described.cluster, described.is_rehearsed))
+    return job.model_copy(update={"overlap": overlap}), resolved | reasons
+
+
+def predictor_of_run(job: Job, described: Described, plan: Plan) -> tuple[Predictor, dict[str, str]]:
+    """Return the predictor of a run by a plan on a cluster, and the reasons for what of the job was `auto`, by key."""
+    job, resolved = with_kernels(job, described)
+    topology = topology_of(described.cluster, described.is_rehearsed)
+    predictor, reasons = predictor_for(job, plan, topology, described.cluster)
+    return predictor, resolved | reasons
 
 
 def prediction_data(prediction: Prediction, dtype: str) -> dict:

@@ -18,11 +18,9 @@ from hpctrain.jobs.arguments import (
     print_result,
 )
 from hpctrain.jobs.common import load_job_for, write_out
-from hpctrain.jobs.predict import with_overlap
+from hpctrain.jobs.predict import predictor_of_run, with_overlap
 from hpctrain.observe.machines import format_machines
 from hpctrain.planner.choose import search_best, with_dtypes
-from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits
 from hpctrain.planner.what_if import PossibleMachine, what_if
 
@@ -93,8 +91,8 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
 
     def predict(machine, plan):
         used = sorted({machine.devices[rank].family for tile in plan.tiles for rank in tile.ranks})
-        run = with_overlap(with_dtypes(loaded, machine, used, cluster)[0], replace(described, cluster=machine), plan)[0]
-        return Predictor(Setup.of_job(run), plan, machine)
+        asked, _ = with_dtypes(loaded, machine, used, cluster)
+        return predictor_of_run(asked, replace(described, cluster=machine), plan)[0]
 
     prices = load_prices(price) if price else None
     known = {family for machine in machines for family in machine.cluster.families}

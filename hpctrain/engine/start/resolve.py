@@ -257,7 +257,7 @@ def _choose(job: Job, run: Prepared, setup_of: Callable[[Plan], Setup]) -> tuple
     if run.previous is None or run.job_to_keep is None:
         return choice, ""
     plans = run.previous[0], choice.plan
-    kept, best = (predict_best_parts(setup_of(plan), plan, described.cluster)[1] for plan in plans)
+    kept, best = (predict_best_parts(setup_of(plan), plan, described.cluster)[0].predict() for plan in plans)
     if not kept.fits:
         return choice, f"by {described.name} the plan of {where} does not fit into memory"
     slower = kept.step_seconds / best.step_seconds - 1

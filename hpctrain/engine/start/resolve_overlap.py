@@ -1,7 +1,6 @@
 """Chooses what communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.comm.topology import Topology, places_of
@@ -13,7 +12,7 @@ from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.launch_order import check_launch_order
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
-from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.prices import gathers_while_summing
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import AXES, GROUPS
@@ -153,8 +152,21 @@ def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap,
 def resolve_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
     """Return what a run of a plan makes of a job's overlaps, and the reasons of those that were `auto`. Pure."""
     overlap, reasons = resolve_switches(job, topology, plan)
-    overlap, why = resolve_parts(job.model_copy(update={"overlap": overlap}), plan, cluster)
+    overlap, why, _ = resolve_parts(job.model_copy(update={"overlap": overlap}), plan, cluster)
     return overlap, reasons | why
+
+
+def predictor_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Predictor, dict[str, str]]:
+    """Return the predictor of a run of a plan, and the reasons for the overlaps that were `auto`. Pure.
+
+    Where a prediction says into how many parts products are cut, it is the prediction of the run. Raises as `predict`.
+    """
+    overlap, reasons = resolve_switches(job, topology, plan)
+    job = job.model_copy(update={"overlap": overlap})
+    overlap, why, predictor = resolve_parts(job, plan, cluster)
+    if predictor is None:
+        predictor = Predictor(Setup.of_job(job.model_copy(update={"overlap": overlap})), plan, cluster)
+    return predictor, reasons | why
 
 
 def setups_by_plan(asked: Job, priced: Job, topology: Topology) -> Callable[[Plan], Setup]:
@@ -176,25 +188,15 @@ def topology_of(cluster: Cluster, is_pretended: bool) -> Topology:
     return Topology(places, shares_memory=not is_pretended)
 
 
-def resolve_on(
-    job: Job, cluster: Cluster, is_pretended: bool, plan: Plan | None = None
-) -> tuple[Overlap, dict[str, str]]:
-    """Return what a run on a cluster's devices would make of a job's overlaps, for a prediction. Pure.
-
-    Without a plan the number of parts stays as it is, and groups count as in `resolve_overlap`.
-    """
-    topology = topology_of(cluster, is_pretended)
-    return resolve_for(job, plan, topology, cluster) if plan else resolve_overlap(job.overlap, topology)
-
-
-def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
+def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict[str, str], Predictor | None]:
     """Return the overlaps with a value for `tensor_parts`, and the reason if that was `auto`. Pure.
 
-    The rest of the job is resolved. A prediction says whether collectives take longer than products of fewer rows cost.
+    The rest of the job is resolved. A prediction says whether collectives take longer than products of fewer rows cost;
+    its predictor is returned too.
     """
-    overlap, count = job.overlap, 1
+    overlap, count, predictor = job.overlap, 1, None
     if overlap.tensor_parts is not None:
-        return overlap, {}
+        return overlap, {}, None
     if not any(tile.tensor.cuts_weights for tile in plan.tiles):
         reason = "no tile has x or y, so there is nothing to sum"
     elif not overlap.tensor:
@@ -204,30 +206,33 @@ def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict
         reason += " on a device"
     else:
         try:
-            count, reason = _predicted_parts(job, plan, cluster)
+            predictor, reason = _predicted_parts(job, plan, cluster)
+            count = predictor.setup.block_parts
         except HpctrainError as error:
             reason = f"no prediction: {error}"
-    return overlap.model_copy(update={PARTS: count}), {f"overlap.{PARTS}": f"{count}: {reason}"}
+    return overlap.model_copy(update={PARTS: count}), {f"overlap.{PARTS}": f"{count}: {reason}"}, predictor
 
 
-def predict_best_parts(setup: Setup, plan: Plan, cluster: Cluster) -> tuple[Predictor, Prediction]:
-    """Predict a step in the number of parts that is the best for a plan, where the setup leaves it open."""
+def predict_best_parts(setup: Setup, plan: Plan, cluster: Cluster) -> list[Predictor]:
+    """Return the predictor of a plan in its best number of parts, where the setup leaves it open; and all others that
+    were compared with it, the one of whole products first."""
+    tried: list[Predictor] = []
 
     def make(setup: Setup, like: Predictor | None) -> Predictor:
-        return Predictor(setup, plan, cluster, prices=like and like.prices, like=like)
+        tried.append(Predictor(setup, plan, cluster, prices=like and like.prices, like=like))
+        return tried[-1]
 
-    return predict_in_parts(setup, plan, make)
+    best, _ = predict_in_parts(setup, plan, make)
+    return [best, *tried]
 
 
-def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[int, str]:
-    """Return the number of parts with which a step is predicted to be the fastest, and why. Raises as `predict`."""
-    predictor, prediction = predict_best_parts(Setup.of_job(job), plan, cluster)
-    count = predictor.setup.block_parts
-    if count == 1:
-        return 1, f"with no other number a step is predicted to take {PAYS} of the time or less"
-    whole = Predictor(replace(predictor.setup, tensor_parts=1), plan, cluster, prices=predictor.prices, like=predictor)
-    share = prediction.step_seconds / whole.predict().step_seconds
-    return count, f"with it a step is predicted to take {share:.3f} of the time; it is used at {PAYS} or less"
+def _predicted_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Predictor, str]:
+    """Return the predictor in the number of parts with which a step is the fastest, and why. Raises as `predict`."""
+    best, whole, *_ = predict_best_parts(Setup.of_job(job), plan, cluster)
+    if best is whole:
+        return best, f"with no other number a step is predicted to take {PAYS} of the time or less"
+    share = best.simulated.step_seconds / whole.simulated.step_seconds
+    return best, f"with it a step is predicted to take {share:.3f} of the time; it is used at {PAYS} or less"
 
 
 def format_value(value: bool | int) -> str:

@@ -10,7 +10,7 @@ from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest, TensorSizes
-from hpctrain.engine.start.resolve_overlap import resolve_on
+from hpctrain.engine.start.resolve_overlap import resolve_for, resolve_overlap, topology_of
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.role import role_of
 from hpctrain.plan.uniform import resolve_plan
@@ -73,7 +73,9 @@ class Unconnected(RouteMaker):
 
 
 def resolved(job: Job, cluster, plan=None) -> Job:
-    return job.model_copy(update={"overlap": resolve_on(job, cluster, True, plan)[0]})
+    topology = topology_of(cluster, True)
+    overlap, _ = resolve_for(job, plan, topology, cluster) if plan else resolve_overlap(job.overlap, topology)
+    return job.model_copy(update={"overlap": overlap})
 
 
 def found_plan(name: str, job: Job, cluster):

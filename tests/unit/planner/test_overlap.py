@@ -24,8 +24,9 @@ from hpctrain.engine.start.resolve_overlap import (
     hidden_groups,
     launch_refusal,
     placements,
-    resolve_on,
+    resolve_for,
     resolve_overlap,
+    topology_of,
 )
 from hpctrain.plan.holdings import holding_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
@@ -203,9 +204,14 @@ def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
 def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expected):
     families = {name: family.model_copy(update={"kind": "cpu"}) for name, family in CLUSTER.families.items()}
     cpus = CLUSTER.model_copy(update={"families": families})
-    result, _ = resolve_on(job_of(), cpus, pretended, plan)
+
+    def resolved(cluster, pretended):
+        topology = topology_of(cluster, pretended)
+        return resolve_for(job_of(), plan, topology, cluster) if plan else resolve_overlap(Overlap(), topology)
+
+    result, _ = resolved(cpus, pretended)
     assert (result.tensor, result.data, result.z) == expected
-    devices, reasons = resolve_on(job_of(), CLUSTER, False, plan)
+    devices, reasons = resolved(CLUSTER, False)
     assert (devices.tensor, devices.data, devices.z) == (True, plan is CUT, True), reasons
 
 

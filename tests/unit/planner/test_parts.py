@@ -141,7 +141,7 @@ FOUR = TensorGrid(y=4)
 )
 def test_auto_is_the_number_that_is_predicted_to_pay(grid, overlap, cluster, expected):
     plan = even_plan(14, grid, 1, 4 // grid.size, 1, 16)
-    result, reasons = resolve_parts(job_of(**overlap), plan, cluster)
+    result, reasons, _ = resolve_parts(job_of(**overlap), plan, cluster)
     parts, reason = expected
     assert result.tensor_parts in parts
     assert reason in reasons["overlap.tensor_parts"] if reason else "overlap.tensor_parts" not in reasons
