@@ -447,7 +447,7 @@ def experts(small: bool):
     weights = operator.weights_of(scores, chosen, mixed).requires_grad_()
     activated = partial(activate, activation=mixed.activation, is_gated=True, run=run_eagerly)
     mixture = operator.ExpertMixture(mixed, [up, down], Axes(), activated)
-    places, ends = operator.sort_choices(chosen, mixture.own, count)
+    places, groups = operator.sort_choices(chosen, mixture.own, count)
     in_order = x.detach().flatten(0, 1)[places // mixed.chosen].requires_grad_()
     up_EOI, down_EOI = (mixture.weight(weight, dtype).detach().requires_grad_() for weight in (up, down))
     d_up = torch.randn(num_pairs, mixed.up_size, device=DEVICE, dtype=dtype)
@@ -460,8 +460,8 @@ def experts(small: bool):
         return [output.detach(), *(each.grad for each in (x, weights, up, down) if each.grad is not None)]
 
     def grouped() -> tuple[torch.Tensor, ...]:
-        inner = activated(F.grouped_mm(in_order, up_EOI.transpose(1, 2), offs=ends))
-        added = F.grouped_mm(inner, down_EOI.transpose(1, 2), offs=ends)
+        inner = activated(F.grouped_mm(in_order, up_EOI.transpose(1, 2), offs=groups.ends))
+        added = F.grouped_mm(inner, down_EOI.transpose(1, 2), offs=groups.ends)
         return torch.autograd.grad(added, [in_order, up_EOI, down_EOI], d_added)
 
     results = []
@@ -469,8 +469,10 @@ def experts(small: bool):
         up.is_unwritten = down.is_unwritten = True
         results.append([each.clone() for each in both()])
     gradients = {
-        "fp32, by expert": partial(operator.add_grouped_products, up.grad, d_up, in_order.detach(), ends, False),
-        "grouped": partial(F.grouped_mm, d_up.t(), in_order.detach(), offs=ends),
+        "fp32, by expert": partial(
+            operator.add_grouped_products, up.grad, d_up, in_order.detach(), groups=groups, overwrite=False
+        ),
+        "grouped": partial(F.grouped_mm, d_up.t(), in_order.detach(), offs=groups.ends),
     }
     result: dict = {"tokens": x.shape[0] * x.shape[1], "same_bits": all(map(torch.equal, *results))}
     for name, work in (("forward_seconds", partial(mixture, x.detach(), weights.detach(), chosen)), ("seconds", both)):

@@ -46,7 +46,7 @@ class ExpertLoad:
         """
         if not self.layers:
             return lambda: None
-        total = self.tokens.to("cpu", torch.float64)
+        total = self.tokens.cpu().double()
         self.tokens.zero_()
         pending = everyone.start_all_reduce(total)
 

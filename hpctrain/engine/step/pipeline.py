@@ -262,14 +262,14 @@ class Pipeline:
                 f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient {totals.norm};"
                 " the weights were not updated"
             )
-        largest_load = self._layout.expert_load.start_sum(self._layout.everyone)  # the device is idle: no further wait
+        largest_load = self._layout.expert_load.start_sum(self._layout.everyone)  # the device is idle now
         norm = self._optimizer.update(step, totals.norm)
         return replace(totals, norm=norm or 0.0, skipped=norm is None, load=largest_load())
 
     def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
         """Sum over all ranks; of those that computed the same loss one brings it (`GridPart.counts_loss`).
 
-        Here the host waits for the device, and nowhere else in a step.
+        Here the host waits for the device, and nowhere else in a step without experts.
         """
         norm = torch.zeros_like(loss) if squared_norm is None else squared_norm
         both = torch.stack([loss, norm])

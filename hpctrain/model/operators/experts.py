@@ -5,12 +5,13 @@ token and an expert of this rank, sorted by expert, H hidden features, I inner f
 experts, which y cuts; it computes them for all tokens of its tile, and what its experts add is summed over y as in a
 row-parallel layer. So a choice moves no token, and none is dropped.
 
-An expert's rows are a group. `ends`, int32 [experts of the rank], has where the rows of each end.
+An expert's rows are a group. The host reads where groups end at most once a layer and forward pass (`Groups`).
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,33 +58,41 @@ def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> 
     return weights if experts.scale == 1.0 else weights * experts.scale
 
 
-def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+class Groups:
+    """Where the rows of each expert of a rank end: `ends`, int32 [experts of the rank], on the device."""
+
+    def __init__(self, ends: torch.Tensor, on_host: list[int] | None = None):
+        """`on_host` are `ends`, where the host has read them."""
+        self.ends, self._on_host = ends, on_host
+
+    def rows(self) -> list[tuple[int, slice]]:
+        """Return the experts that have tokens, with their rows. The host waits for the device where it has not yet."""
+        if self._on_host is None:
+            self._on_host = self.ends.tolist()
+        groups = enumerate(itertools.pairwise([0, *self._on_host]))
+        return [(expert, slice(start, stop)) for expert, (start, stop) in groups if start < stop]
+
+
+def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the product of each group's rows and the transposed weight of its expert, [M, O]."""
     is_aligned = x_MI.shape[1] % ALIGNED == weight_EOI.shape[1] % ALIGNED == 0
     if x_MI.is_cuda and x_MI.dtype == torch.bfloat16 and is_aligned and hasattr(F, "grouped_mm"):
-        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends)
+        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=groups.ends)
     result = x_MI.new_empty(x_MI.shape[0], weight_EOI.shape[1])
-    for expert, rows in _groups(ends):
+    for expert, rows in groups.rows():
         torch.mm(x_MI[rows], weight_EOI[expert].t(), out=result[rows])
     return result
 
 
 def add_grouped_products(
-    grad: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor, ends: torch.Tensor, overwrite: bool
+    grad: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor, *, groups: Groups, overwrite: bool
 ) -> None:
     """Add dy^T x of each group to the gradient of its expert, of which `grad` has the rows, fp32 [E * O, I]."""
-    grad_EOI = grad.view(ends.numel(), dy_MO.shape[1], x_MI.shape[1])
+    grad_EOI = grad.view(groups.ends.numel(), dy_MO.shape[1], x_MI.shape[1])
     if overwrite:
         grad.zero_()  # experts without tokens add nothing
-    for expert, rows in _groups(ends):
+    for expert, rows in groups.rows():
         add_product(grad_EOI[expert], dy_MO[rows], x_MI[rows], overwrite=False)
-
-
-def _groups(ends: torch.Tensor) -> list[tuple[int, slice]]:
-    """Return the experts that have tokens, each with its rows. The host waits for the device."""
-    bounds = [0, *ends.tolist()]
-    groups = enumerate(itertools.pairwise(bounds))
-    return [(expert, slice(start, stop)) for expert, (start, stop) in groups if start < stop]
 
 
 class Sorted(NamedTuple):
@@ -91,23 +100,24 @@ class Sorted(NamedTuple):
 
     places: torch.Tensor
     """The places of a rank's choices among all, flattened [N * K]: int64 [M]."""
-    ends: torch.Tensor
+    groups: Groups
 
 
 def sort_choices(chosen: torch.Tensor, own: Interval, count: int) -> Sorted:
     """Sort the choices of `count` experts [..., K], and keep those of a rank's `own` experts.
 
-    Choices of one expert keep their order. Where a rank has not all experts, the host waits for their number.
+    Choices of one expert keep their order. Where a rank has not all experts, the host waits to know how many it has.
     """
     flat = chosen.flatten()
     places = flat.argsort(stable=True)
     ends = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     ends = ends.cumsum(0)
     if own.size == count:
-        return Sorted(places, ends.int())
-    first = ends[own.start - 1] if own.start else ends.new_zeros(())
-    rows = slice(*torch.stack([first, ends[own.stop - 1]]).tolist())
-    return Sorted(places[rows], (ends[slice(*own)] - first).int())
+        return Sorted(places, Groups(ends.int()))
+    on_host = [0, *ends.tolist()]
+    first = on_host[own.start]
+    of_own = [end - first for end in on_host[own.start + 1 : own.stop + 1]]
+    return Sorted(places[first : first + of_own[-1]], Groups((ends[slice(*own)] - first).int(), of_own))
 
 
 def add_load(grad: torch.Tensor, chosen: torch.Tensor, overwrite: bool) -> None:
@@ -177,39 +187,42 @@ class _ExpertMixture(Function):
     def forward(ctx, x, weights, chosen, mixture: ExpertMixture):
         ctx.mixture, x_NH = mixture, mixture.whole(x)
         choices = mixture.whole(chosen)
-        places, ends = sort_choices(choices, mixture.own, mixture.experts.count)
+        places, groups = sort_choices(choices, mixture.own, mixture.experts.count)
         given = x_NH.index_select(0, places // choices.shape[1])
-        up = grouped_product(given, mixture.weight(mixture.up, x.dtype), ends)
+        up = grouped_product(given, mixture.weight(mixture.up, x.dtype), groups)
         del given
         of_pair = mixture.whole(weights).flatten()[places].unsqueeze(1)
         inner = mixture.activated(up).mul_(of_pair)
-        added = grouped_product(inner, mixture.weight(mixture.down, x.dtype), ends)
-        ctx.save_for_backward(x, weights, chosen, up, places, ends)
+        added = grouped_product(inner, mixture.weight(mixture.down, x.dtype), groups)
+        ctx.save_for_backward(x, weights, chosen, up, places)
+        ctx.groups = groups
         return mixture.summed(_sum_of_pairs(added, places, choices.shape, mixture).view(x.shape[0], -1, x.shape[2]))
 
     @staticmethod
     def backward(ctx, dy):
         mixture: ExpertMixture = ctx.mixture
-        x, weights, chosen, up, places, ends = ctx.saved_tensors
+        groups: Groups = ctx.groups
+        x, weights, chosen, up, places = ctx.saved_tensors
         count, rows = chosen.shape[-1], x.shape[0]
         d_added = mixture.whole(dy).index_select(0, places // count)
         of_pair = mixture.whole(weights).flatten()[places].unsqueeze(1)
-        d_inner = grouped_product(d_added, mixture.weight(mixture.down, x.dtype).transpose(1, 2), ends)
+        d_inner = grouped_product(d_added, mixture.weight(mixture.down, x.dtype).transpose(1, 2), groups)
         inner = mixture.activated(up)
         num_choices = x.shape[1] * count * (mixture.y.size if mixture.gathers else 1)
         d_weights = weights.new_zeros(rows * num_choices)
         d_weights[places] = (d_inner.to(weights.dtype) * inner).sum(-1)
-        mixture.down.accumulate(add_grouped_products, d_added, inner.mul_(of_pair), ends)
+        add_products = partial(add_grouped_products, groups=groups)
+        mixture.down.accumulate(add_products, d_added, inner.mul_(of_pair))
         del d_added
         d_up = activation.backward(d_inner.mul_(of_pair), up, activation=mixture.experts.activation)
         del inner, d_inner
         given = mixture.whole(x).index_select(0, places // count)
-        mixture.up.accumulate(add_grouped_products, d_up, given, ends)
+        mixture.up.accumulate(add_products, d_up, given)
         del given
-        d_given = grouped_product(d_up, mixture.weight(mixture.up, x.dtype).transpose(1, 2), ends)
+        d_given = grouped_product(d_up, mixture.weight(mixture.up, x.dtype).transpose(1, 2), groups)
         dx = _sum_of_pairs(d_given, places, torch.Size((d_weights.numel() // count, count)), mixture)
         if mixture.load is not None:
-            mixture.load += ends.diff(prepend=ends.new_zeros(1))
+            mixture.load += groups.ends.diff(prepend=groups.ends.new_zeros(1))
         if mixture.balance is not None:
             mixture.balance.accumulate(add_load, chosen)
         dx = mixture.summed(dx.view(rows, -1, x.shape[2]))

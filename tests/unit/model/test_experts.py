@@ -16,8 +16,8 @@ from hpctrain.config.training.train import Train
 from hpctrain.engine.step.expert_load import ExpertLoad
 from hpctrain.engine.step.updates import Updated, UpdateStep, update_balance
 from hpctrain.model.operators import activation, experts
-from hpctrain.model.operators.experts import _sum_of_pairs as sum_of_pairs
 from hpctrain.model.operators.experts import (
+    Groups,
     add_grouped_products,
     add_load,
     choose,
@@ -25,6 +25,7 @@ from hpctrain.model.operators.experts import (
     sort_choices,
     weights_of,
 )
+from hpctrain.model.operators.experts import _sum_of_pairs as sum_of_pairs
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK
 from hpctrain.model.stage import Stage
@@ -64,10 +65,10 @@ def test_products_of_groups_are_those_of_each_token_on_any_number_of_ranks(choic
     for ranks in (1, 2, 3):
         result, grads = torch.full_like(dy, torch.nan), []
         for own in cut_evenly(6, ranks):
-            places, ends = sort_choices(chosen, own, 6)
-            result.view(-1, 5)[places] = grouped_product(x[places // 2], weights[slice(*own)], ends)
+            places, groups = sort_choices(chosen, own, 6)
+            result.view(-1, 5)[places] = grouped_product(x[places // 2], weights[slice(*own)], groups)
             grad = torch.full((own.size * 5, 3), torch.nan, dtype=torch.float64)
-            add_grouped_products(grad, dy.view(-1, 5)[places], x[places // 2], ends, overwrite=True)
+            add_grouped_products(grad, dy.view(-1, 5)[places], x[places // 2], groups=groups, overwrite=True)
             grads.append(grad)
         torch.testing.assert_close(result, expected)
         torch.testing.assert_close(torch.cat(grads).view_as(weights), expected_grad)
@@ -114,7 +115,7 @@ def test_torchs_grouped_product_is_called_only_where_it_exists_and_takes_the_siz
         monkeypatch.delattr(experts.F, "grouped_mm", raising=False)
     into, out = features
     x, weight = torch.ones(3, into, dtype=torch.bfloat16), torch.ones(2, out, into, dtype=torch.bfloat16)
-    result = grouped_product(x.as_subclass(OnDevice), weight, torch.tensor([1, 3], dtype=torch.int32))
+    result = grouped_product(x.as_subclass(OnDevice), weight, Groups(torch.tensor([1, 3], dtype=torch.int32)))
     assert result.shape == (3, out) and (result == into).all()
 
 
