@@ -84,6 +84,11 @@ class PlanRequest(Table):
         return self
 
 
+EXPERT_SPREAD = 0.2
+"""Where a job says nothing else. On 8 ranks the busiest has 1.29 times the mean load of experts in Mixtral 8x7B, and
+1.07 times in Qwen 3 30B-A3B. Published steps take 8 to 20 % longer with real routing than with forced balance."""
+
+
 class SearchBudget(Table):
     """The limits of one rank's search for the plan where it is `auto`, while the others wait."""
 
@@ -93,6 +98,8 @@ class SearchBudget(Table):
     """How many plans are scored. The best of them are simulated."""
     must_fit: bool = True
     """Whether a plan that is predicted not to fit into memory is refused."""
+    expert_spread: Annotated[float, Field(ge=0, le=10)] = EXPERT_SPREAD
+    """With experts: the standard deviation of an expert's tokens over their mean that predictions assume."""
 
 
 class Overlap(Table):

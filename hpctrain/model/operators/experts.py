@@ -59,7 +59,7 @@ def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> 
 
 
 class Groups:
-    """Where the rows of each expert of a rank end: `ends`, int32 [experts of the rank], on the device."""
+    """The groups of rows of a rank's experts. `ends`, int32 [experts of the rank], has where each ends."""
 
     def __init__(self, ends: torch.Tensor, on_host: list[int] | None = None):
         """`on_host` are `ends`, where the host has read them."""

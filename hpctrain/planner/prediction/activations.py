@@ -5,7 +5,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
-from hpctrain.planner.prices.cost import computed_pairs, heads_on
+from hpctrain.planner.prices.cost import busiest_share, computed_pairs, heads_on
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -16,9 +16,8 @@ INDEX_BYTES, STATISTIC_BYTES, HALF_BYTES = 8, 4, 2
 CAPPED_BYTES = 8
 """Bytes of an attention score with a cap. In fp32 its tanh and its exponential are 4 each. In half precision tanh is 2,
 and the exponential 4 and a copy of 2."""
-WORST_LOAD = 1.2
-"""Load of the experts of a rank, divided by the mean load: published steps with real routing take 8 to 20 % longer than
-with forced balance."""
+WORST_SPREADS = 2.0
+"""How many times the spread of experts' tokens memory allows for."""
 LOSS_BYTES = 28
 """Bytes per token while its loss is computed: maxima, sums, and its own logit."""
 
@@ -132,9 +131,8 @@ def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float
 
 
 def _pairs(setup: Setup, grid: TensorGrid, experts: Experts) -> float:
-    """Return how many pairs of a token and an expert a rank has of a row, at most: with more than its share of them,
-    where it has not all experts."""
-    return setup.positions * experts.chosen * min(1.0, WORST_LOAD / grid.y)
+    """Return how many pairs of a token and an expert a rank has of a row, at a load that is worse than expected."""
+    return setup.positions * experts.chosen * busiest_share(experts, grid.y, WORST_SPREADS * setup.expert_spread)
 
 
 def _whole_hidden_states(

@@ -17,7 +17,7 @@ from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_ba
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import Simulated, simulate
 from hpctrain.planner.prices.buffers import largest_message_bytes, waiting_share
-from hpctrain.planner.prices.cost import model_flops, update_seconds
+from hpctrain.planner.prices.cost import load_guesses, model_flops, update_seconds
 from hpctrain.planner.prices.efficiency import Efficiency
 from hpctrain.planner.prices.network import ConcurrentRanks
 from hpctrain.planner.prices.prices import (
@@ -176,6 +176,7 @@ class Predictor:
                 times = device.overlap_slowdown
                 slower = f"makes overlapped computation take {times} times as long" if times > 1 else "slows nothing"
                 result.append(f"families.{family}.overlap_slowdown: communication {slower}")
+        result += load_guesses(self.setup, (tile.tensor for tile in self.plan.tiles))
         return *result, *offload_guesses(self.plan, self.cluster, self._families)
 
     # ---- what the simulation needs -----------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, singledispatch
+from statistics import NormalDist
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
@@ -199,8 +200,30 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
+def busiest_share(experts: Experts, y: int, spread: float) -> float:
+    """Return the expected share of all pairs of a token and an expert that the busiest of y ranks has.
+
+    The tokens of experts are taken for independent and normal, and a rank has the sum over E / y of them. The largest
+    of y sums is expected at the normal score of Blom (1958). No rank has more pairs than experts for a token.
+    """
+    if y == 1:
+        return 1.0
+    own = experts.count // y
+    score = NormalDist().inv_cdf((y - 0.375) / (y + 0.25))
+    return min((1.0 + spread * own**-0.5 * score) / y, min(experts.chosen, own) / experts.chosen)
+
+
+def load_guesses(setup: Setup, grids: Iterable[TensorGrid]) -> tuple[str, ...]:
+    """Say what is assumed of the load of experts, where y cuts them."""
+    mixed, sizes = {block.mlp for block in setup.blocks if isinstance(block.mlp, Experts)}, {grid.y for grid in grids}
+    times = [busiest_share(each, y, setup.expert_spread) * y for each in mixed for y in sizes if y > 1]
+    key = f"search.expert_spread = {setup.expert_spread:g}"
+    return (f"{key}: the busiest rank of a layer computes {max(times):.2f} times the mean of experts",) if times else ()
+
+
 def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, regathers: bool) -> _Branch:
-    """Return what a mixture of experts costs, see model/operators/experts.py. The load of all experts is equal.
+    """Return what a mixture of experts costs the busiest rank, see model/operators/experts.py. Its experts have equal
+    loads.
 
     With no expert of every token, the linear layers of the branch have no features.
     """
@@ -209,7 +232,7 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     branch = _branch(setup, grid, experts, rows, (2 * of_shared, of_shared), regathers)
     router = linear(setup, -(-tokens // grid.position_parts), hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
     own = experts.count // grid.y
-    pairs = tokens * experts.chosen / grid.y
+    pairs = tokens * experts.chosen * busiest_share(experts, grid.y, setup.expert_spread)
     load, up, inner = math.ceil(pairs / own), experts.up_size, experts.inner
     is_grouped = setup.dtype == "bf16" and hidden % ALIGNED == inner % ALIGNED == 0
 

@@ -10,6 +10,7 @@ from hpctrain.architectures.description import Attention, Layer, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.job import Job, Model
 from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
+from hpctrain.config.parallelism import EXPERT_SPREAD
 from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
 from hpctrain.planner.prices.curves import describe_training
@@ -169,6 +170,8 @@ class Setup:
     """Bytes of logits, counted as fp32, that may exist at once, where the head computes its tokens in parts."""
     optimizer: str = "adamw"
     """Name of the optimizer whose rule updates weights."""
+    expert_spread: float = EXPERT_SPREAD
+    """Standard deviation of the tokens of a layer's experts over their mean."""
 
     splits_backward: ClassVar[bool] = True
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
@@ -200,6 +203,7 @@ class Setup:
             tensor_parts=job.overlap.tensor_parts,
             logits_bytes=job.kernels.logits_bytes,
             optimizer=job.train.optimizer,
+            expert_spread=job.search.expert_spread,
         )
 
     @cached_property

@@ -1,19 +1,22 @@
 """What a mixture of experts costs: the work of a token's own experts, wherever the experts are."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from hpctrain.architectures.description import Experts
 from hpctrain.architectures.registry import presets
 from hpctrain.config.job import Model
-from hpctrain.planner.prediction.activations import WORST_LOAD, layer_deferred
-from hpctrain.planner.prices.cost import layer_cost, model_flops, unit_elements
+from hpctrain.planner.prediction.activations import WORST_SPREADS, layer_deferred
+from hpctrain.planner.prices.cost import busiest_share, layer_cost, load_guesses, model_flops, unit_elements
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 TINY = Model.model_validate(presets()["tiny-moe"] | {"vocab_size": 512})
-SETUP = Setup(TINY, 64, "bf16", HPCTRAIN)
+SETUP = Setup(TINY, 64, "bf16", HPCTRAIN, expert_spread=0.0)
 DENSE, SPARSE = Interval(2, 3), Interval(4, 5)
 """The feed-forward parts of the first layer, and of one with experts."""
 
@@ -45,7 +48,13 @@ def test_products_are_of_equal_load_and_weights_of_whole_experts(y):
 
 def wide(**more) -> Setup:
     """Experts of four times the hidden size."""
-    return Setup(TINY.model_copy(update={"expert_size": 768, "shared_experts": 0, **more}), 64, "bf16", HPCTRAIN)
+    return Setup(
+        TINY.model_copy(update={"expert_size": 768, "shared_experts": 0, **more}),
+        64,
+        "bf16",
+        HPCTRAIN,
+        expert_spread=0.0,
+    )
 
 
 def test_gradients_of_experts_pass_over_their_weights():
@@ -64,10 +73,40 @@ def test_products_are_one_operation_where_sizes_are_multiples_of_16_bytes():
     assert counts[1] - counts[0] == 2 * (8 - 1)
 
 
-def test_deferred_operands_are_of_the_worst_load_where_a_rank_has_not_all_experts():
-    for y, load in (1, 1.0), (2, WORST_LOAD):
-        few, many = (layer_deferred(wide(experts_per_token=k), TensorGrid(y=y), SPARSE) for k in (2, 4))
-        assert many - few == pytest.approx(64 * 2 / y * load * (2 * 192 + 3 * 768) * 2)
+def experts_of(name: str) -> Experts:
+    mlp = Model.model_validate(presets()[name] | {"vocab_size": 512}).description.blocks[-1].mlp
+    assert isinstance(mlp, Experts)
+    return mlp
+
+
+@pytest.mark.parametrize(("name", "y"), [("tiny-moe", 2), ("mixtral-8x7b", 4), ("qwen3-30b-a3b", 8)])
+def test_the_busiest_rank_has_as_many_tokens_as_the_largest_of_random_sums(name, y):
+    experts, spread = experts_of(name), 0.25
+    loads = np.random.default_rng(1).normal(1.0, spread, (20_000, y, experts.count // y))
+    expected = (loads.mean(2).max(1) / loads.mean((1, 2))).mean()
+    assert busiest_share(experts, y, spread) * y == pytest.approx(expected, abs=0.012)
+    assert busiest_share(experts, 1, spread) == 1.0 and busiest_share(experts, y, 0.0) == 1 / y
+
+
+def test_a_rank_has_no_more_pairs_than_all_its_experts_for_each_token():
+    assert busiest_share(experts_of("mixtral-8x7b"), 8, spread=10.0) == 1 / 2
+    assert busiest_share(experts_of("tiny-moe"), 2, spread=10.0) == 1.0
+
+
+def test_products_are_of_the_busiest_rank_and_memory_allows_for_more():
+    grid, uneven = TensorGrid(y=2), replace(SETUP, expert_spread=0.4)
+    even, busiest = (flops(layer_cost(each, grid, SPARSE, 64).forward) for each in (SETUP, uneven))
+    of_experts = 2 * 64 * SETUP.positions * 3 * 192 * 192 * 2
+    assert busiest - even == pytest.approx((busiest_share(experts_of("tiny-moe"), 2, 0.4) - 0.5) * of_experts, rel=0.01)
+    few, many = (layer_deferred(replace(wide(experts_per_token=k), expert_spread=0.4), grid, SPARSE) for k in (2, 4))
+    worst = busiest_share(experts_of("tiny-moe"), 2, WORST_SPREADS * 0.4)
+    assert many - few == pytest.approx(64 * 2 * worst * (2 * 192 + 3 * 768) * 2)
+
+
+def test_predictions_say_what_they_assume_of_the_load():
+    (said,) = load_guesses(replace(SETUP, expert_spread=0.4), [TensorGrid(), TensorGrid(y=2), TensorGrid(y=8)])
+    assert said == "search.expert_spread = 0.4: the busiest rank of a layer computes 1.57 times the mean of experts"
+    assert not load_guesses(SETUP, [TensorGrid()])
 
 
 def test_blocks_with_and_without_experts_are_two_kinds():
