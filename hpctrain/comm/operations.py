@@ -5,6 +5,7 @@
 | `all_reduce`     | each sums a part, in order | exchange, doubling | reduce-scatter, all-gather | whole          |
 | `reduce_scatter` | each sums a part, in order | exchange           | inside, then across        | whole          |
 | `all_gather`     | through slots              | exchange           | across, then inside        | whole          |
+| `all_to_all`     | through slots              | exchange           | inside, while across       | whole          |
 | `barrier`        | counters                   | dissemination      | as by messages             | as by messages |
 
 `send` and `receive` are messages of two ranks. `hpctrain.comm.groups.group` has a method for each row, and one that
@@ -30,6 +31,8 @@ class OperationRow(NamedTuple):
     """Whether each rank has an interval of the tensor, its cut."""
     is_sum: bool = False
     """Whether a rank receives parts of others before it sums them, which takes memory."""
+    is_pairwise: bool = False
+    """Whether each rank has another part for each other one: the output has cuts too, and all cuts are a rank's own."""
     doubles: bool = False
     """Whether small tensors may be sent whole, by recursive doubling."""
     has_same_bytes: bool = False
@@ -46,6 +49,7 @@ OPERATIONS = {
     ),
     "reduce_scatter": OperationRow(is_cut=True, is_sum=True, is_launched=True),
     "all_gather": OperationRow(is_cut=True, is_launched=True),
+    "all_to_all": OperationRow(is_cut=True, is_pairwise=True, is_launched=True),
     "barrier": OperationRow(transfers=0, has_same_bytes=True),
     "send": OperationRow(matching="receive"),
     "receive": OperationRow(matching="send"),

@@ -94,6 +94,40 @@ def assert_close(case, result: torch.Tensor, expected: torch.Tensor, op: str):
     assert ((result.double() - expected).abs() <= scale).all()
 
 
+def check_all_to_all(comm, case, put):
+    """Exchange parts of any sizes and in any order, also empty ones; what lies between parts stays as it is.
+
+    `put` brings values to where tensors are. A part of `counts[i] // (j + 1)` elements goes from i to j.
+    """
+    me, counts, sent, dtype = comm.rank, case["counts"], comm.bytes_sent, (DTYPES | INTEGERS)[case["dtype"]]
+    before = list(sent)
+
+    def cuts_of(sizes) -> list[Interval]:
+        """Put parts one after the other from the last one on, each behind an element that belongs to none."""
+        bounds = np.cumsum([1 + size for size in reversed(sizes)]).tolist()
+        return [Interval(stop - size, stop) for size, stop in zip(sizes, reversed(bounds), strict=True)]
+
+    cuts = [cuts_of([counts[i] // (j + 1) for j in range(comm.size)]) for i in range(comm.size)]
+    out_cuts = cuts_of([counts[i] // (me + 1) for i in range(comm.size)])
+    whole = [contribution(case, i, cuts[i][0].stop) for i in range(comm.size)]
+    given, out = put(whole[me]), put(torch.full((out_cuts[0].stop,), 7, dtype=dtype))
+    assert comm.all_to_all(given, out, cuts[me], out_cuts) is out
+    expected = torch.full((out_cuts[0].stop,), 7, dtype=dtype)
+    for i, cut in enumerate(out_cuts):
+        expected[slice(*cut)] = whole[i][slice(*cuts[i][me])]
+    assert torch.equal(out.cpu(), expected)
+    by_message = [now - earlier for now, earlier in zip(sent, before, strict=True)]
+    others = [0 if j == me else cuts[me][j].size * given.element_size() for j in range(comm.size)]
+    assert all(size in (0, others[j]) for j, size in enumerate(by_message))
+    assert by_message == others or comm.route_name != "MPI on host memory"
+
+    even = contribution(case, me, 3 * comm.size)
+    received = put(torch.zeros(3 * comm.size, dtype=dtype))
+    comm.start_all_to_all(put(even), received).wait()
+    parts = [contribution(case, i, 3 * comm.size)[3 * me : 3 * me + 3] for i in range(comm.size)]
+    assert torch.equal(received.cpu(), torch.cat(parts))
+
+
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 @given_on_ranks(cases(), max_examples=costly(120))
@@ -135,6 +169,7 @@ def test_collectives_agree_with_a_reference(world, case):
         expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
         assert torch.equal(gathered, expected)
 
+        check_all_to_all(comm, case, tensor_of)
         common = comm.allocate_common(comm.size, torch.int64, tensor.device)
         assert (common is not None) == (comm.route_name == "shared memory")
         if common is not None:
@@ -181,6 +216,8 @@ def test_little_shared_memory_makes_small_slots_and_the_same_sums(world, monkeyp
     expected = tensor * world.size
     comm.all_reduce(tensor)
     assert torch.equal(tensor, expected)
+    for counts in ([50_000] + [7] * (world.size - 1), [7] * (world.size - 1) + [50_000]):  # who sends most has chunks
+        check_all_to_all(comm, {"counts": counts, "dtype": "bf16", "seed": 3}, lambda values: values)
     comm.close()
 
 
@@ -285,7 +322,27 @@ def test_a_waiting_rank_does_not_burn_its_core(world):
 
 
 @pytest.mark.timeout(60)
-def test_a_missing_rank_is_named_after_the_timeout(world):
+@pytest.mark.parametrize("name", ["auto", "messages"])
+def test_a_missing_rank_is_named_after_the_timeout(world, name):
+    before, world.patience = world.patience, Patience(Phase("a test", 0.5, "no.key"))
+    with having(world, by(name, world.settings)):
+        comm, lanes = world.group(range(world.size)), world.group(range(world.size), overlapped=True)
+    world.patience = before
+    if comm.rank != comm.size - 1:
+        missing = rf"rank {comm.size - 1} of {comm.size}"
+        others = missing if name == "auto" else f"the other {comm.size - 1} ranks"
+        with pytest.raises(CommError, match=rf"waited \d+ s for {others} in all_to_all"):
+            comm.all_to_all(torch.ones(comm.size), torch.ones(comm.size))
+        started = lanes.start_all_to_all(torch.ones(comm.size), torch.ones(comm.size))
+    comm.abandon()
+    lanes.abandon()
+    if comm.rank != comm.size - 1:
+        with pytest.raises(CommError, match="all_to_all of group was abandoned while it was in flight"):
+            started.wait()
+
+
+@pytest.mark.timeout(60)
+def test_a_missing_rank_of_a_sum_is_named_after_the_timeout(world):
     before, world.patience = world.patience, Patience(Phase("a test", 0.5, "no.key"))
     comm = world.group(range(world.size))
     world.patience = before
@@ -357,6 +414,11 @@ def test_what_does_not_fit_is_refused_before_anybody_waits(world):
         comm.all_reduce(torch.ones(4, 4).t())
     with pytest.raises(CommError, match=f"1 elements of output, where rank {world.rank} gets 2"):
         comm.reduce_scatter(torch.ones(2 * world.size), torch.ones(1))
+    own = [Interval(0, 2 if i == world.rank else 1) for i in range(world.size)]
+    with pytest.raises(CommError, match=f"rank {world.rank} sends 2 elements to itself, and gets 1"):
+        comm.all_to_all(torch.ones(2), torch.ones(world.size), own)
+    with pytest.raises(CommError, match=f"1 cuts up to 2 for {world.size} ranks and 1 elements"):
+        comm.all_to_all(torch.ones(2), torch.ones(1), own, [Interval(0, 2)])
     if comm.size > 2:
         with pytest.raises(CommError, match=f"a message in a group of {comm.size} ranks; groups of two have messages"):
             comm.send(torch.ones(1))

@@ -27,7 +27,15 @@ from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeLibrary
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job
-from tests.ranks.test_collectives import DTYPES, INTEGERS, NETWORKS, assert_close, contribution, reduced
+from tests.ranks.test_collectives import (
+    DTYPES,
+    INTEGERS,
+    NETWORKS,
+    assert_close,
+    check_all_to_all,
+    contribution,
+    reduced,
+)
 
 CHUNK_BYTES = 256  # in these tests, so that messages have several
 FAMILIES = {"c": "cpu", "a": "cuda", "b": "cuda"}
@@ -171,6 +179,7 @@ def check_collectives(comm: Group, case: dict, put):
         expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
         assert torch.equal(gathered.cpu(), expected)
 
+    check_all_to_all(comm, case, put)
     if comm.size == 2 and me:
         received = put(torch.zeros(size, dtype=tensor.dtype))
         comm.receive(received)
@@ -244,8 +253,8 @@ def test_native_routes_inside_a_family_and_across(world, dtype):
         check_collectives(comm, case | {"seed": 1}, pretended.later)
         assert comm.route_name.startswith("NCCL") == (families == "a" * world.size or world.size > 2)
         if families == "a" * world.size:
-            used = {"allgather", "_allgather_base", "allreduce"}
-            sums = {"alltoall"} if dtype == "bf16" else {"reduce_scatter", "_reduce_scatter_base"}
+            used = {"allgather", "_allgather_base", "allreduce", "alltoall"}
+            sums = set() if dtype == "bf16" else {"reduce_scatter", "_reduce_scatter_base"}
             assert set(pretended.library.calls) == used | sums
             # Of one size, but neither packed nor in order.
             cuts = [Interval(10 * i, 10 * i + 5) for i in reversed(ranks)]

@@ -67,8 +67,8 @@ class Collectives:
     def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
         """Return the steps of an operation of `hpctrain.comm.operations`, by the method of its name.
 
-        The arguments are the cuts of the tensor, the output and the reduction: those of them that the operation has. A
-        barrier has an empty tensor.
+        The arguments are the cuts of the tensor, the output, its cuts and the reduction: those of them that the
+        operation has. A barrier has an empty tensor.
         """
         return getattr(self, operation)(flat, *arguments)
 
@@ -90,7 +90,7 @@ class FlatCollectives(Collectives):
     def _awaited(self, peer: int) -> str:
         return f"rank {peer} of {self.size}"
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         """Send each other rank its tensor of `sent`, and receive that of `received` from it, in this call. Return the
         steps until all have arrived. Empty tensors are skipped."""
         ready = [self.transport.receive(i, received[i]) for i in self._others() if received[i].numel()]
@@ -157,7 +157,7 @@ class FlatCollectives(Collectives):
             size, parts = sent[self.rank].numel(), scratch.popleft()
             of_ranks = [part[:size] for part in parts]
             of_ranks.insert(self.rank, sent[self.rank])
-            in_flight.append((self._exchange(sent, of_ranks), parts, of_ranks, out[start : start + size]))
+            in_flight.append((self.exchange(sent, of_ranks), parts, of_ranks, out[start : start + size]))
             while in_flight and (not scratch or start == starts[-1]):
                 arrival, parts, of_ranks, reduced = in_flight.popleft()
                 yield from arrival
@@ -167,7 +167,15 @@ class FlatCollectives(Collectives):
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         parts = [flat[slice(*cut)] for cut in cuts]
-        yield from self._exchange([parts[self.rank]] * self.size, parts)
+        yield from self.exchange([parts[self.rank]] * self.size, parts)
+
+    def all_to_all(
+        self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, out_cuts: Sequence[Interval]
+    ) -> Steps:
+        sent, received = ([whole[slice(*cut)] for cut in of] for whole, of in ((flat, cuts), (out, out_cuts)))
+        arrival = self.exchange(sent, received)
+        received[self.rank].copy_(sent[self.rank])
+        yield from arrival
 
 
 class SilentCollectives(Collectives):
@@ -198,4 +206,12 @@ class SilentCollectives(Collectives):
             times, rest = divmod(flat.numel(), size)
             flat[: times * size].view(times, size).copy_(own.expand(times, size))
             flat[times * size :] = own[:rest]
+        yield from ()
+
+    def all_to_all(
+        self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, out_cuts: Sequence[Interval]
+    ) -> Steps:
+        own = flat[slice(*cuts[self.rank])]
+        for cut in out_cuts:
+            out[slice(*cut)] = own.repeat(cut.size // max(own.numel(), 1) + 1)[: cut.size] if own.numel() else 0
         yield from ()

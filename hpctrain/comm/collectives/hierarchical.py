@@ -139,6 +139,25 @@ class HierarchicalCollectives(Collectives):
             yield from self._gather_inside(flat, shares[d])
         yield from until_all(leaving, f"the other {len(self._others)} domains to take their shards")
 
+    def all_to_all(
+        self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, out_cuts: Sequence[Interval]
+    ) -> Steps:
+        """Exchange parts with each rank itself: inside the domain while messages to the others are in flight."""
+        mine = self._domains[self._mine]
+        sent, received = (
+            [whole[:0] if i in mine else whole[slice(*cut)] for i, cut in enumerate(of)]
+            for whole, of in ((flat, cuts), (out, out_cuts))
+        )
+        arrival = self._across.exchange(sent, received)
+        if getattr(self._transport, "is_direct", False):  # as in `_gather_packed`
+            yield from arrival
+        of_sent, of_received = ([of[member] for member in mine] for of in (cuts, out_cuts))
+        if self._inner is None:
+            out[slice(*of_received[0])] = flat[slice(*of_sent[0])]
+        else:
+            yield from self._inner.steps("all_to_all", flat, of_sent, out, of_received)
+        yield from arrival
+
     def _gather_inside(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         """Gather a region that is cut among the ranks of this domain."""
         region = _region(cuts)

@@ -327,6 +327,14 @@ class NativeCollectives(Collectives):
             self._run("allgather", [parts], [parts[self.rank]], options="AllgatherOptions", is_asynchronous=True)
         yield from ()
 
+    def all_to_all(
+        self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, out_cuts: Sequence[Interval]
+    ) -> Steps:
+        sent, received = ([whole[slice(*cut)] for cut in of] for whole, of in ((flat, cuts), (out, out_cuts)))
+        received[self.rank].copy_(sent[self.rank])
+        self._swap(sent, received)
+        yield from ()
+
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
         """Reduce-scatter by sending each rank its part unsummed: half the bytes of partial sums in fp32."""
         step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))

@@ -26,6 +26,8 @@ MIN_SLOT_BYTES = 64 * 1024
 SHARE_OF_SLOTS = 1 / 16
 ANNOUNCED = 0
 """Index of the window's counter that announces a rank's progress."""
+NUM_CHUNKS = 1, 2
+"""Indices of the counters that say how many chunks a rank sends, for each slot that the first one may go through."""
 # A large allocation in shared memory must leave this share of the free bytes to others.
 SHARE_LEFT_FREE = 0.5
 # Below this size each rank reduces the whole tensor: one announcement instead of two.
@@ -188,6 +190,33 @@ class SharedCollectives(Collectives):
             for other, section in enumerate(sections):
                 if other != self.rank and section.size:
                     flat[slice(*section)].copy_(self._view(other, slot, flat.dtype, 0, section.size))
+
+    def all_to_all(
+        self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, out_cuts: Sequence[Interval]
+    ) -> Steps:
+        """Exchange parts through slots, of which each has a section for each rank. No rank knows the sizes of others'
+        parts: each says how many chunks its own need, and all take as many as the one that needs the most."""
+        out[slice(*out_cuts[self.rank])] = flat[slice(*cuts[self.rank])]
+        step = self._slot_bytes // flat.element_size() // self.size
+        sizes = [0 if i == self.rank else cut.size for i, cut in enumerate(cuts)]
+        start, num_chunks = 0, max(1, -(-max(sizes) // step))
+        while start < num_chunks * step:
+            slot = self._next_slot()
+            for i, cut in enumerate(cuts):
+                section = section_of(cut, start, step)
+                if i != self.rank and section.size:
+                    at = i * step
+                    self._view(self.rank, slot, flat.dtype, at, at + section.size).copy_(flat[slice(*section)])
+            if not start:
+                self._window.counters[self.rank][NUM_CHUNKS[slot]] = num_chunks
+            yield from self._announce()
+            if not start:
+                num_chunks = max(counter[NUM_CHUNKS[slot]] for counter in self._window.counters)
+            for other, cut in enumerate(out_cuts):
+                section, at = section_of(cut, start, step), self.rank * step
+                if other != self.rank and section.size:
+                    out[slice(*section)] = self._view(other, slot, flat.dtype, at, at + section.size)
+            start += step
 
     def abandon(self) -> None:
         self.close()

@@ -145,6 +145,31 @@ class Group:
         """Start an `all_gather`; do not touch the tensor before the wait for the operation."""
         return self._begin("all_gather", tensor, cuts, is_started=True)
 
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        cuts: Sequence[Interval] | None = None,
+        out_cuts: Sequence[Interval] | None = None,
+    ) -> torch.Tensor:
+        """Send elements `cuts[i]` of the flat tensor to rank i, and receive those for `out_cuts[i]` of `out` from it.
+        Return `out`.
+
+        Cuts are of any size (default: even cuts), and each rank's own. Both ranks of a pair give the same size.
+        """
+        self._begin("all_to_all", tensor, cuts, out, out_cuts=out_cuts)
+        return out
+
+    def start_all_to_all(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        cuts: Sequence[Interval] | None = None,
+        out_cuts: Sequence[Interval] | None = None,
+    ) -> Operation:
+        """Start an `all_to_all`; do not touch the tensors before the wait for the operation."""
+        return self._begin("all_to_all", tensor, cuts, out, is_started=True, out_cuts=out_cuts)
+
     def barrier(self) -> None:
         """Return when all ranks have called."""
         self._begin("barrier", torch.empty(0))
@@ -174,12 +199,13 @@ class Group:
         out: torch.Tensor | None = None,
         op: str = "sum",
         is_started: bool = False,
+        out_cuts: Sequence[Interval] | None = None,
     ) -> Operation:
         """Give an operation its place in this rank's order: all operations begin here.
 
         Unless it is overlapped, it has ended on return.
         """
-        steps, lane, launches, device = self._steps(name, tensor, cuts, out, op), None, None, None
+        steps, lane, launches, device = self._steps(name, tensor, cuts, out, out_cuts, op), None, None, None
         if is_started:
             lane = self._lane
         if isinstance(self._collectives, StreamedCollectives) and OPERATIONS[name].is_launched:
@@ -208,6 +234,7 @@ class Group:
         tensor: torch.Tensor,
         cuts: Sequence[Interval] | None,
         out: torch.Tensor | None,
+        out_cuts: Sequence[Interval] | None,
         op: str,
     ) -> Steps:
         """Check the arguments of an operation; return its steps with those of them that its row says it has."""
@@ -218,12 +245,16 @@ class Group:
         if row.matching:
             return self._message(name, flat)
         if row.is_cut:
-            if cuts is None:
-                cuts = self._even_cuts(flat.numel())
-            elif len(cuts) != self.size or cuts[-1].stop > flat.numel():
-                end, sizes = cuts[-1].stop, f"{self.size} ranks and {flat.numel()} elements"
-                raise CommError(f"{len(cuts)} cuts up to {end} for {sizes}")
+            cuts = self._checked_cuts(cuts, flat)
             arguments.append(cuts)
+            if row.is_pairwise:
+                assert out is not None, f"{name} has an output"
+                received = self._flat(out)
+                out_cuts = self._checked_cuts(out_cuts, received)
+                if cuts[self.rank].size != out_cuts[self.rank].size:
+                    sizes = f"{cuts[self.rank].size} elements to itself, and gets {out_cuts[self.rank].size}"
+                    raise CommError(f"rank {self.rank} sends {sizes}")
+                return self._collectives.steps(name, flat, cuts, received, out_cuts)
             if out is not None:
                 if out.numel() != cuts[self.rank].size:
                     size = cuts[self.rank].size
@@ -234,6 +265,15 @@ class Group:
                 raise CommError(f"no reduction '{op}'; there are {', '.join(REDUCTIONS)}")
             arguments.append(op)
         return self._collectives.steps(name, flat, *arguments) if flat.numel() else iter(())
+
+    def _checked_cuts(self, cuts: Sequence[Interval] | None, flat: torch.Tensor) -> Sequence[Interval]:
+        """Return the cuts of a flat tensor, by default even ones."""
+        if cuts is None:
+            return self._even_cuts(flat.numel())
+        if len(cuts) != self.size or cuts[-1].stop > flat.numel():
+            sizes = f"{self.size} ranks and {flat.numel()} elements"
+            raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {sizes}")
+        return cuts
 
     def _message(self, name: str, flat: torch.Tensor) -> Steps:
         if self.size != 2:

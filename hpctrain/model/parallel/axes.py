@@ -67,6 +67,16 @@ class Axis(Protocol):
         """Fill the tensor, in which each rank has set its own cut."""
         ...
 
+    def start_all_to_all(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        cuts: Sequence[Interval] | None = None,
+        out_cuts: Sequence[Interval] | None = None,
+    ) -> PendingWork:
+        """Send rank i its cut of the tensor, and receive into cut i of `out` from it."""
+        ...
+
     def barrier(self) -> object: ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
@@ -98,6 +108,17 @@ class OneRank:
         return tensor
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork:
+        return self
+
+    def start_all_to_all(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        cuts: Sequence[Interval] | None = None,
+        out_cuts: Sequence[Interval] | None = None,
+    ) -> PendingWork:
+        ((start, stop),), ((at, end),) = cuts or [(0, tensor.numel())], out_cuts or [(0, out.numel())]
+        out.view(-1)[at:end] = tensor.view(-1)[start:stop]
         return self
 
     def barrier(self) -> object: ...

@@ -404,26 +404,29 @@ class ClusterNetwork:
         if phases := row_of(operation).phases:
             return sum(self._seconds_by("domains", phase, num_bytes, shape) for phase in phases)
         # Inside a domain one part after the other, one for each domain. Across domains one exchange of shards: each
-        # rank sends those parts of its domain's sums that others own.
-        count = shape.num_domains
+        # rank sends those parts of its domain's sums that others own. An all-to-all sends to each rank of the others.
+        count, is_pairwise = shape.num_domains, row_of(operation).is_pairwise
         part = num_bytes // count + 1
+        rounds, receivers = (1, shape.size // count) if is_pairwise else (count, 1)
         inside = max(self._inside_seconds(operation, part, domain) for domain in shape.domains)
         one = every = 0.0
         for size, links in shape.across:
+            sent_bytes = part / (receivers if is_pairwise else size)
             of_fabric: dict[str | None, float] = {}  # each fabric has NICs of its own
             for link, to, flows in links:
-                one = max(one, self._message_seconds(link, part / size, flows))
+                messages = to * receivers
+                one = max(one, self._message_seconds(link, sent_bytes, flows))
                 fabric = self._numbered[link].fabric
-                sent = self._message_seconds(link, to * part / size, flows)
-                sent += (to - 1) * self._numbered[link].overhead_seconds
+                sent = self._message_seconds(link, messages * sent_bytes, flows)
+                sent += (messages - 1) * self._numbered[link].overhead_seconds
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
         across = self._fabrics(shape._replace(links=(), domains=()))
         if any(across & self._fabrics(domain) for domain in shape.domains):  # the same NICs do both
-            return count * inside + every
+            return rounds * inside + every
         if operation == "reduce_scatter":  # each part is sent while the next one is summed; its own part comes last
             return max(count * inside, inside + every, (count - 1) * inside + one)
-        return max(inside, every) + (count - 1) * inside  # its own part overlaps the exchange; the others follow it
+        return max(inside, every) + (rounds - 1) * inside  # its own part overlaps the exchange; the others follow it
 
     def _fabrics(self, shape: GroupShape) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""

@@ -21,7 +21,7 @@ from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
 NUM_ELEMENTS = 240_000
-OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
+OPERATIONS = ("reduce_scatter", "all_gather", "all_to_all", "all_reduce")
 
 
 def taken(cluster, groups, operation: str) -> float:
@@ -48,6 +48,8 @@ def steps_of(collectives, operation: str, cuts, at: int):
             return collectives.reduce_scatter(tensor, cuts, torch.empty(cuts[at].size), "sum")
         case "all_gather":
             return collectives.all_gather(tensor, cuts)
+        case "all_to_all":
+            return collectives.all_to_all(tensor, cuts, torch.empty(NUM_ELEMENTS), cuts)
         case _:
             return collectives.all_reduce(tensor, "sum")
 
@@ -64,7 +66,7 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     assert predicted == pytest.approx(result, rel=1e-3)
 
 
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
 def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     """On nodes that have a NIC for each device inside a family, and one for all of them between families."""
     cluster = ready_miniature("ib-roce").cluster
@@ -78,7 +80,7 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     assert concurrent == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and concurrent > 1.7 * alone
 
 
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
 def test_hosts_of_two_fabrics_send_by_both_at_once(operation):
     """To one host by their own, to two by that between."""
     text = dump_cluster(ready_miniature("ib-roce").cluster)
@@ -97,7 +99,7 @@ LAID_OUT = {
 }
 
 
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
     tables, groups = LAID_OUT[name]
@@ -181,14 +183,16 @@ def test_ranks_of_as_many_families_as_they_are_sum_by_hosts():
 @pytest.mark.parametrize("families", [[("a", 1, 4)], [("a", 1, 2), ("b", 1, 2)]], ids=["flat", "by domains"])
 def test_an_operation_that_no_group_has_is_neither_priced_nor_given_memory(families):
     network = ClusterNetwork(cluster_of(families))
-    message = "no operation 'all_to_all'; groups have all_reduce, reduce_scatter, all_gather, barrier, send, receive"
+    message = (
+        "no operation 'shift'; groups have all_reduce, reduce_scatter, all_gather, all_to_all, barrier, send, receive"
+    )
     for ranks, num_bytes in ((range(4), 40_000), (range(4), 0), (range(1), 40_000)):
         with pytest.raises(CommError, match=message):
-            network.group_seconds("all_to_all", num_bytes, ranks)
+            network.group_seconds("shift", num_bytes, ranks)
         with pytest.raises(CommError, match=message):
-            network.scratch_bytes("all_to_all", num_bytes, ranks, 0)
+            network.scratch_bytes("shift", num_bytes, ranks, 0)
     with pytest.raises(CommError, match=message):
-        network.algorithm("all_to_all", 40_000, range(4))
+        network.algorithm("shift", 40_000, range(4))
     assert (
         network.scratch_bytes("all_gather", 40_000, range(4), 0)
         == 0

@@ -40,16 +40,16 @@ def test_a_group_has_a_method_for_each_operation_and_one_that_starts_it():
 
 
 def test_an_operation_of_a_group_needs_a_row_and_one_method(monkeypatch):
-    """What an all-to-all would add: no wrapper and no other place of the group knows the names of operations."""
+    """No wrapper and no other place of the group knows the names of operations."""
     done = []
 
-    class Swapping(SilentCollectives):
-        def all_to_all(self, flat, cuts):
+    class Shifting(SilentCollectives):
+        def shift(self, flat, cuts):
             done.append((flat.tolist(), [cut.size for cut in cuts]))
             yield from ()
 
-    monkeypatch.setitem(OPERATIONS, "all_to_all", OPERATIONS["all_gather"])
+    monkeypatch.setitem(OPERATIONS, "shift", OPERATIONS["all_gather"])
     group = Group([0])
-    group._collectives = Swapping(0, 1)
-    group._begin("all_to_all", torch.ones(4))
+    group._collectives = Shifting(0, 1)
+    group._begin("shift", torch.ones(4))
     assert done == [([1, 1, 1, 1], [4])]
