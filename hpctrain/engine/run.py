@@ -140,6 +140,7 @@ class Run:
         self.console.forget_speed()  # of the last plan; and the change takes longer than a step
         self.begin_leg(world, change.prepared, change)
         change.seconds["made"] = time.monotonic() - since - change.seconds["moved"]
+        self.leg.stall_seconds = change.seconds["moved"] + change.seconds["made"]
 
     def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
         """Choose the checkpoint that all ranks continue from; return messages about the choice.
@@ -214,6 +215,8 @@ class PlanChange:
     reason: str
     seconds: dict[str, float]
     """Seconds in which it was `searched`, its state `moved`, all else `made`, and of its `first_step`."""
+    predicted_stall: float
+    """Seconds that moving and making were predicted to take."""
     state: LiveState | None = None
     """The state on its way, in host memory."""
 
@@ -262,8 +265,8 @@ class Leg:
         if not change:  # later legs look for signals at each step, and save
             refuse_if_interrupted(world, run.signals)
         self._introduce()
-        self._stall_seconds = time.monotonic() - since
-        """What a change of plans takes, as far as it is known: what this leg took to be made."""
+        self.stall_seconds = time.monotonic() - since
+        """What a change of plans takes, as far as it is known: the last one, or what the first leg took to be made."""
 
     def _watch_speeds(self) -> SpeedWatch | None:
         """Return an object that finds devices with other speeds, where the run may get a plan by these; on rank 0.
@@ -340,9 +343,9 @@ class Leg:
                 self._note_findings(metrics["step"], run.jumps.look(metrics))
             if run.lock and self._begun_by and metrics["step"] == self._first_step:
                 self._begun_by.seconds["first_step"] = metrics["step_seconds"]
-                self._live.note_leg(
-                    self._first_step - 1, self._begun_by.reason, self._begun_by.seconds, prepared.prediction
-                )
+                begun_by, predicted = self._begun_by, prepared.prediction
+                stall = begun_by.predicted_stall
+                self._live.note_leg(self._first_step - 1, begun_by.reason, begun_by.seconds, stall, predicted)
             run.hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
             self._recorder.begin_step()
 
@@ -382,13 +385,14 @@ class Leg:
         if isinstance(chosen, str):
             run.console.say(f"no other plan: {chosen}; training continues by the same one")
         else:
-            self.change = PlanChange(chosen, chosen.reasons[WHY], {"searched": time.monotonic() - since})
+            seconds = {"searched": time.monotonic() - since}
+            self.change = PlanChange(chosen, chosen.reasons[WHY], seconds, self.stall_seconds)
         return self.change is not None
 
     def _take_speeds(self) -> Unbalanced:
         assert self._speeds is not None, "of rank 0"
         self._run.rebalanced_at = steps = self._trainer.steps_done
-        stall = self._stall_seconds / self._accelerator.time_scale
+        stall = self.stall_seconds / self._accelerator.time_scale
         return Unbalanced(self._speeds.take_factors(), self._speeds.text, self._until - steps, stall)
 
     def live_state(self) -> LiveState:

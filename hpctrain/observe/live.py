@@ -78,14 +78,25 @@ class LiveMetrics:
             rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, reasons=dict(reasons),
         )  # fmt: skip
 
-    def note_leg(self, step: int, reason: str, seconds: Mapping[str, float], prediction: Prediction | None) -> None:
-        """Note that the run went on by this plan after `step`, why, and how long each part of the change took."""
+    def note_leg(
+        self,
+        step: int,
+        reason: str,
+        seconds: Mapping[str, float],
+        predicted_stall: float,
+        prediction: Prediction | None,
+    ) -> None:
+        """Note that the run went on by this plan after `step`, why, and how long each part of the change took.
+
+        The `predicted_stall` is that of moving and making.
+        """
         text = f"{reason}: {self._plan.describe()}, {sum(seconds.values()):.3g} s"
         more = {
             "number": self._files.leg,
             "reason": reason,
             "ranks": len(self._plan.ranks) - len(self._plan.unused),
             "plan": self._plan.describe(),
+            "predicted_stall_seconds": predicted_stall,
         }
         more |= {"predicted_seconds": prediction.step_seconds} if prediction else {}
         self._files.note(LEG, step, text, **more, seconds=dict(seconds))

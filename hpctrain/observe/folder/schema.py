@@ -144,6 +144,8 @@ class SavedEvent(SavedNote):
     reason: NotRequired[str]
     seconds: NotRequired[float | dict[str, float]]
     """Seconds of a save, or of the parts of a change of plans."""
+    predicted_stall_seconds: NotRequired[NonNegative]
+    """Of a change of plans: what its parts `moved` and `made` were predicted to take."""
     rehearsed: NotRequired[bool]
     predicted_seconds: NotRequired[Positive]
     reasons: NotRequired[dict[str, str]]
