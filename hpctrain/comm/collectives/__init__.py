@@ -5,8 +5,7 @@
 | `SharedCollectives`       | ranks of one host, through its memory                               |
 | `FlatCollectives`         | ranks that are all equally far from each other, by messages         |
 | `HierarchicalCollectives` | several domains: one of the others inside each, and messages across |
-| `NativeCollectives`       | devices of one family, by their maker's library                     |
-| `ByMemory`                | such devices: the library for their memory, messages for the host's |
+| `NativeCollectives`       | devices of one family, by their maker's library; messages for host memory |
 | `StreamedCollectives`     | around any of them where ranks have devices: on a stream of its own |
 | `SilentCollectives`       | a rank alone                                                        |
 

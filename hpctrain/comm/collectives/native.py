@@ -26,6 +26,7 @@ from hpctrain.comm.accelerators.base import Accelerator, describe_overflow
 from hpctrain.comm.accelerators.kinds import KINDS, Ability, DeviceKind
 from hpctrain.comm.accelerators.launches import LaunchOrder
 from hpctrain.comm.collectives.flat import Collectives, reduce_in_order, section_of
+from hpctrain.comm.operations import OPERATIONS
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.waiting import Phase, Steps
@@ -229,16 +230,23 @@ class NativeCollectives(Collectives):
     """
 
     def __init__(
-        self, members: Members, accelerator: Accelerator, store: Any, has_pairs: bool = True, groups: Any = None
+        self,
+        members: Members,
+        accelerator: Accelerator,
+        store: Any,
+        host: Collectives,
+        has_pairs: bool = True,
+        groups: Any = None,
     ):
-        """All `members` must call, with their devices bound. `store` is that of all ranks, of `open_store`.
+        """All `members` must call, with their devices bound. `store` is that of all ranks, of `open_store`. `host` does
+        what is not for the library: tensors in host memory, and barriers.
 
         With `has_pairs` all pairs of ranks are connected at once; half precision is exchanged over these connections.
         Each takes megabytes of the device. Without it they connect at the first operation that needs it, which all
         ranks call. `groups` replaces torch's class of process groups, for tests.
         """
         self.rank, self.size = members.rank, members.size
-        self._accelerator, self._kind = accelerator, KINDS[accelerator.kind]
+        self._accelerator, self._kind, self._host = accelerator, KINDS[accelerator.kind], host
         self.name = self._kind.library
         self.sums: Collection[torch.dtype] = [
             dtype for dtype in SUMS if str(dtype).removeprefix("torch.") not in self._kind.not_summed
@@ -272,6 +280,12 @@ class NativeCollectives(Collectives):
                     " that joins the hosts"
                 )
             time.sleep(1e-4)
+
+    def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
+        """Return the steps of an operation, to which all ranks bring the same kind of tensor."""
+        if OPERATIONS[operation].is_launched and self._accelerator.is_on_device(flat):
+            return super().steps(operation, flat, *arguments)
+        return self._host.steps(operation, flat, *arguments)
 
     # Each queues one operation. Tensors are flat; those of bytes are uint8.
 
@@ -366,7 +380,12 @@ class NativeCollectives(Collectives):
 
 
 def connect_native(
-    members: Members, accelerator: Accelerator, store: Any, has_pairs: bool = True, groups: Any = None
+    members: Members,
+    accelerator: Accelerator,
+    store: Any,
+    host: Collectives,
+    has_pairs: bool = True,
+    groups: Any = None,
 ) -> NativeCollectives:
     """Return the library's collectives over the members. All must call, with their devices bound.
 
@@ -377,7 +396,7 @@ def connect_native(
 
     def connect() -> None:
         try:
-            made.append(NativeCollectives(members, accelerator, store, has_pairs, groups))
+            made.append(NativeCollectives(members, accelerator, store, host, has_pairs, groups))
         except Exception as error:
             if overflow := describe_overflow(error, accelerator):
                 raise torch.OutOfMemoryError(overflow) from error

@@ -41,7 +41,7 @@ class StreamedCollectives(Collectives):
         self._natives = natives
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner, self._accelerator, self._transport = inner, accelerator, transport
-        self.is_launched = isinstance(inner, ByMemory)
+        self.is_launched = isinstance(inner, NativeCollectives)
         """Whether the library does the whole operation for tensors of the device."""
         self.stream = accelerator.launches.stream if natives else accelerator.new_stream()
         """The device's stream for these operations."""
@@ -88,18 +88,3 @@ class StreamedCollectives(Collectives):
         for native in self._natives:
             native.check()
         return ready()
-
-
-class ByMemory(Collectives):
-    """Chooses one route for tensors in device memory, and another for those of the host.
-
-    It is for groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
-    """
-
-    def __init__(self, device: Collectives, host: Collectives, accelerator: Accelerator):
-        self.name, self.rank, self.size = device.name, device.rank, device.size
-        self._device, self._host, self._accelerator = device, host, accelerator
-
-    def steps(self, operation: str, flat: torch.Tensor, *arguments: Any) -> Steps:
-        is_on_device = OPERATIONS[operation].is_launched and self._accelerator.is_on_device(flat)
-        return (self._device if is_on_device else self._host).steps(operation, flat, *arguments)

@@ -9,7 +9,7 @@ from hpctrain.comm.collectives.flat import Collectives, FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.collectives.native import NativeCollectives, connect_native
 from hpctrain.comm.collectives.shared import SharedCollectives
-from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
+from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.groups.group import Backend, BackendPart
 from hpctrain.comm.groups.settings import Settings
 from hpctrain.comm.progress.instruments import RehearsedTiming
@@ -133,9 +133,10 @@ class RouteMaker:
             families = self._topology.domains(ranks, "family")
             if len(families) == 1 and device_route(own, own)[0] == "native":
                 members, store = self.space.members(ranks), self._devices.store
-                native = connect_native(members, accelerator, store, self._has_pairs, self._groups)
+                host = self._flat(ranks, transport)
+                native = connect_native(members, accelerator, store, host, self._has_pairs, self._groups)
                 self._parts.append(native)
-                return ByMemory(native, self._flat(ranks, transport), accelerator)
+                return native
             hosts = self._topology.domains(ranks, "host")
             domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), ())
         if not domains:

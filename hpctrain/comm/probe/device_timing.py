@@ -223,14 +223,6 @@ def _affordable_count(comm: Group, accelerator: Accelerator, most_bytes: int, se
     return int(fewest.item())
 
 
-class _Computed(NamedTuple):
-    products: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: "_Computed") -> "_Computed":
-        return _Computed(self.products + other.products, self.seconds + other.seconds)
-
-
 def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
     """Measure for about so many seconds by what factor an overlapped all-reduce slows down a product.
 
@@ -249,27 +241,31 @@ def measure_overlap(comm: Group, accelerator: Accelerator, memory_bytes: int, se
         _affordable_count(comm, accelerator, num_bytes, max(seconds / 2, SHORTEST_SECONDS)), device=device
     )
 
-    def compute(until: Callable[[], bool]) -> _Computed:
-        """Compute products until a condition is true, and one at the least."""
+    def compute(until: Callable[[], bool]) -> tuple[int, float]:
+        """Compute products until a condition is true, and one at the least; return their number and the seconds."""
         count, start = 0, time.perf_counter()
         while not count or not until():
             torch.mm(a, b, out=out)
             accelerator.finish_queued()  # synchronizing the device would wait for the all-reduce too
             count += 1
-        return _Computed(count, time.perf_counter() - start)
+        return count, time.perf_counter() - start
 
-    alone = overlapped = _Computed()
+    alone, overlapped = [], []
     agreed, end, is_warm = torch.zeros(1, device=device), time.monotonic() + seconds, False
     while not agreed.item():
         work = comm.start_all_reduce(moved)
         result = compute(lambda work=work: work.ended)  # no poll: a thread moves the bytes
         work.wait()
         comm.barrier()
-        stop = time.perf_counter() + result.seconds
+        stop = time.perf_counter() + result[1]
         other = compute(lambda stop=stop: time.perf_counter() >= stop)
         if is_warm:  # the first round touches new memory and wakes threads
-            alone, overlapped = alone + other, overlapped + result
+            alone.append(other)
+            overlapped.append(result)
         agreed.fill_(is_warm and time.monotonic() >= end)
         is_warm = True
         comm.all_reduce(agreed, "max")
-    return max(1.0, (overlapped.seconds / overlapped.products) / (alone.seconds / alone.products))
+    mean, mean_alone = (
+        sum(seconds for _, seconds in rounds) / sum(count for count, _ in rounds) for rounds in (overlapped, alone)
+    )
+    return max(1.0, mean / mean_alone)

@@ -38,6 +38,7 @@ from hpctrain.comm.accelerators.torch_device import (
     register_memory,
 )
 from hpctrain.comm.bind import choose_devices, native_ability
+from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.collectives.native import Connection, connect_native, open_store, own_addresses, reachable
 from hpctrain.comm.probe import device_timing
 from hpctrain.comm.probe.device_timing import measure_overlap
@@ -347,7 +348,7 @@ MEMBERS = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=l
 
 def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words():
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
-        connect_native(MEMBERS, FakeAccelerator(), HashStore(), groups=RefusingGroups)
+        connect_native(MEMBERS, FakeAccelerator(), HashStore(), SilentCollectives(0, 2), groups=RefusingGroups)
     assert "RuntimeError: NCCL_ERROR_INVALID_USAGE" in str(refused.value)
 
 

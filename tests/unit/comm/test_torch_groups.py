@@ -12,9 +12,8 @@ from torch.distributed import distributed_c10d
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
-from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.collectives.native import NativeCollectives, library_ability
-from hpctrain.comm.collectives.streamed import ByMemory, StreamedCollectives
+from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.progress.instruments import Instruments
 from hpctrain.comm.progress.operation import Operation
 from tests.ranks.fake_devices import FakeAccelerator
@@ -61,10 +60,9 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
         native = object.__new__(NativeCollectives)
         native._group = GroupOnDevice(accelerator, done, name)
         native.sums, native.name, native.rank, native.size = [torch.float32], "NCCL", 0, 2
+        native._accelerator = accelerator
         values = torch.zeros(3)
-        collectives = StreamedCollectives(
-            ByMemory(native, SilentCollectives(0, 2), accelerator), accelerator, None, [native]
-        )
+        collectives = StreamedCollectives(native, accelerator, None, [native])
         operation = Operation(
             Instruments(), "test", 0, collectives.steps("all_reduce", values, "sum"), SOON, True, accelerator
         )
