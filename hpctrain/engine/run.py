@@ -25,7 +25,7 @@ from hpctrain.config.errors import CorruptionError, HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
-from hpctrain.engine.saves import Saves
+from hpctrain.engine.saves import CheckpointSchedule
 from hpctrain.engine.start.facts import WHY, Described, Prepared
 from hpctrain.engine.start.replan import Unbalanced, predict_compute, replan
 from hpctrain.engine.start.resolve import prepare_run
@@ -351,7 +351,7 @@ class Leg:
 
         run.hear(observer.start(trainer.steps_done) for observer in self._observers)
         self._recorder.begin_step()
-        saves = Saves(
+        saves = CheckpointSchedule(
             trainer.saver(run.path, self._about()),
             self.job.checkpoint,
             run.console.say,

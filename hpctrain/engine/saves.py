@@ -13,7 +13,7 @@ SAID_SECONDS = 1.0
 """Seconds of waiting for the last checkpoint above which the wait is printed."""
 
 
-class Saves:
+class CheckpointSchedule:
     """Starts and completes the checkpoints of a run. All ranks create one, and all call each method."""
 
     def __init__(

@@ -18,7 +18,7 @@ from hpctrain.config.errors import CheckpointError, CommError, CorruptionError, 
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, Batch
 from hpctrain.engine.requests import NO_REQUESTS, EarlyEnd, Requests, StepRequests
-from hpctrain.engine.saves import Saves
+from hpctrain.engine.saves import CheckpointSchedule
 from hpctrain.engine.step import loss_scale
 from hpctrain.engine.step.layout import Layout, make_layout
 from hpctrain.engine.step.loss_scale import LossScale
@@ -212,7 +212,7 @@ class Trainer:
         training: AnySequences,
         validation: AnySequences | None,
         until: int,
-        saves: Saves,
+        saves: CheckpointSchedule,
         report: Callable[[SavedMetrics], None],
         requests: Requests,
         replan: Callable[[], bool] = lambda: False,
@@ -274,7 +274,7 @@ class Trainer:
         replicas = Replicas(self.world, self.layout.store, self.optimizer.shards, holders)
         return replicas if replicas.exist else None
 
-    def _end_before(self, error: CorruptionError, saves: Saves) -> str:
+    def _end_before(self, error: CorruptionError, saves: CheckpointSchedule) -> str:
         """Save the state before an incomplete step, if it is sound; return a message about it.
 
         All ranks must call.

@@ -50,7 +50,8 @@ class StepSample(Observer):
         own: SavedGrid | None = None
         if recorder.knows_times and world.rank in [tile.ranks[0] for tile in shown_tiles(plan)]:
             spans = [
-                (i.op.value, i.virtual_stage, i.microbatch, seconds(begin), seconds(end)) for i, begin, end in computed
+                (i.action.value, i.virtual_stage, i.microbatch, seconds(begin), seconds(end))
+                for i, begin, end in computed
             ]
             own = {"rank": world.rank, "spans": spans}
         grids = world.gather_objects(own)

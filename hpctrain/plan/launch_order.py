@@ -36,8 +36,8 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import (
     ADDING,
     RECEIVING,
+    Action,
     Instruction,
-    Op,
     Schedule,
     forward_only,
     schedule_of,
@@ -71,9 +71,9 @@ class Bridge(NamedTuple):
         """Say whether a tile may use a library in an instruction."""
         if self.launching.isdisjoint(tile.family.split("+")):
             return False
-        if step.op in RECEIVING:
+        if step.action in RECEIVING:
             return tile.tensor.y > 1  # which may gather what it has received in parts
-        return len(tile.ranks) > 1 or tile.zero >= 2 or step.starts_reducing or step.op is Op.REDUCE_GRADIENTS
+        return len(tile.ranks) > 1 or tile.zero >= 2 or step.starts_reducing or step.action is Action.REDUCE_GRADIENTS
 
 
 NO_BRIDGE = Bridge(frozenset(), frozenset(), is_tied=False)
@@ -176,7 +176,7 @@ class LaunchOrderRun(ScheduleRun):
         """Yield the items whose sums an instruction launches, in that order: behind each layer, or, where gradients go
         over z first, when there is no other buffer for those of the next layer; the others at the end of the step."""
         scattering = self._runner_logs[runner].scattering
-        if step.op in ADDING:
+        if step.action in ADDING:
             tile = runner.virtual_stages[step.virtual_stage]
             buffers = OVERLAPPED_BUFFERS if self._overlaps_z and tile.tensor.stored_parts > 1 else 0
             for layer in reversed(layers(tile.items)):
@@ -185,7 +185,7 @@ class LaunchOrderRun(ScheduleRun):
                 scattering.append(layer if step.starts_reducing and tile.zero < 2 else None)
                 if not buffers:
                     yield from _items(scattering.popleft())
-        elif step.op is Op.REDUCE_GRADIENTS:
+        elif step.action is Action.REDUCE_GRADIENTS:
             while scattering:
                 yield from _items(scattering.popleft())
             yield from (item for tile in runner.virtual_stages for item in range(*tile.items))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpctrain.config.job import Model
 from hpctrain.plan.holdings import Holding, holding_of
-from hpctrain.plan.schedule import RECEIVING, SENDING, Op, channel_depth
+from hpctrain.plan.schedule import RECEIVING, SENDING, Action, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
 from hpctrain.sharding.grid import GROUPS
@@ -19,8 +19,8 @@ from hpctrain.sharding.grid import GROUPS
 class Transfers:
     """A rank's messages of a microbatch, to and from one of its tiles, by what sends or receives them."""
 
-    messages: dict[Op, list[Transfer]]
-    gathers: dict[Op, bool]
+    messages: dict[Action, list[Transfer]]
+    gathers: dict[Action, bool]
     """Whether ranks of the tile that need the same each receive a part of it and gather the whole, by the receiving
     instruction."""
 
@@ -87,17 +87,17 @@ def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[C
     largest: dict[tuple[int, int], int] = {}
     depth: dict[tuple[int, int], int] = {}
     for tile, of_tile in zip(plan.tiles_of(rank), transfers, strict=True):
-        for op, messages in of_tile.messages.items():
-            is_before = op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT)
+        for action, messages in of_tile.messages.items():
+            is_before = action in (Action.RECEIVE_ACTIVATION, Action.SEND_GRADIENT)
             item = tile.items.start if is_before else tile.items.stop
             near = (plan.upstream if is_before else plan.downstream)(tile)
-            peers = Counter(transfer.sender if op in RECEIVING else transfer.receiver for transfer in messages)
+            peers = Counter(transfer.sender if action in RECEIVING else transfer.receiver for transfer in messages)
             del peers[rank]  # tiles of one rank hand over to each other
             for peer, count in peers.items():  # several messages, where both cut positions into unlike intervals
                 other = next(each for each in near if peer in each.ranks)
                 depth[peer, item] = max(depth.get((peer, item), 0), count * channel_depth(plan, tile, other))
             for transfer in messages:
-                peer = transfer.sender if op in RECEIVING else transfer.receiver
+                peer = transfer.sender if action in RECEIVING else transfer.receiver
                 if peer != rank:
                     largest[peer, item] = max(largest.get((peer, item), 0), transfer.num_elements)
     pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))

@@ -18,7 +18,7 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import layers
 
 
-class Op(Enum):
+class Action(Enum):
     """Kinds of instructions. Each but the last two is about one microbatch."""
 
     RECEIVE_ACTIVATION = "receive activation"
@@ -37,20 +37,20 @@ class Op(Enum):
     __hash__ = object.__hash__  # there is one of each; an Enum's own hashes its name, in Python
 
 
-COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+COMPUTING = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+ADDING = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
 """Instructions that add to the gradients of weights."""
-GOING_BACK = (Op.BACKWARD, Op.BACKWARD_INPUT)
+GOING_BACK = (Action.BACKWARD, Action.BACKWARD_INPUT)
 """Instructions that need the gradient of a tile's output, and compute that of its input."""
-RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
-SENDING = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+RECEIVING = (Action.RECEIVE_ACTIVATION, Action.RECEIVE_GRADIENT)
+SENDING = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 EXPECTED_AHEAD = 2
 """Number of receives for which a rank has memory before it comes to them: in the steady state one of each kind."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    op: Op
+    action: Action
     microbatch: int = -1
     row_chunk: int = 0
     """Number of the tile's row chunk, for forward and backward passes."""
@@ -64,8 +64,8 @@ class Instruction:
 
     def __str__(self) -> str:
         if self.microbatch < 0:
-            return self.op.value
-        text = f"{self.op.value} {self.microbatch}" + (f".{self.row_chunk}" if self.row_chunk else "")
+            return self.action.value
+        text = f"{self.action.value} {self.microbatch}" + (f".{self.row_chunk}" if self.row_chunk else "")
         text += f" of virtual stage {self.virtual_stage}" if self.virtual_stage else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
 
@@ -97,13 +97,13 @@ def in_flight(plan: Plan, tile: Tile) -> int:
 def _in_flight(virtual_stages: int, stages: int, behind: int, microbatches: int) -> list[int]:
     """Return `in_flight` for each virtual stage of a stage."""
     alive, most = [0] * virtual_stages, [0] * virtual_stages
-    for op, virtual_stage, _ in _passes(virtual_stages, stages, behind, microbatches):
-        alive[virtual_stage] += 1 if op is Op.FORWARD else -1
+    for action, virtual_stage, _ in _passes(virtual_stages, stages, behind, microbatches):
+        alive[virtual_stage] += 1 if action is Action.FORWARD else -1
         most[virtual_stage] = max(most[virtual_stage], alive[virtual_stage])
     return most
 
 
-Pass = tuple[Op, int, int]
+Pass = tuple[Action, int, int]
 """FORWARD or BACKWARD, the virtual stage, the microbatch."""
 
 
@@ -143,31 +143,33 @@ def _passes(virtual_stages: int, stages: int, behind: int, microbatches: int) ->
         for m in range(first, first + stages)
     ]
     warmup = behind if virtual_stages == 1 else 2 * behind + (virtual_stages - 1) * stages
-    made = [(Op.FORWARD, *each) for each in forward[:warmup]]
+    made = [(Action.FORWARD, *each) for each in forward[:warmup]]
     for i, (virtual_stage, m) in enumerate(forward):
-        made += [(Op.FORWARD, *each) for each in forward[warmup + i : warmup + i + 1]]
-        made.append((Op.BACKWARD, virtual_stages - 1 - virtual_stage, m))
+        made += [(Action.FORWARD, *each) for each in forward[warmup + i : warmup + i + 1]]
+        made.append((Action.BACKWARD, virtual_stages - 1 - virtual_stage, m))
     return tuple(each for each in made if each[2] < microbatches)
 
 
-def _microbatch_steps(plan: Plan, tiles: Sequence[Tile], virtual_stage: int, m: int, *ops: Op) -> Iterator[Instruction]:
+def _microbatch_steps(
+    plan: Plan, tiles: Sequence[Tile], virtual_stage: int, m: int, *actions: Action
+) -> Iterator[Instruction]:
     """Yield the passes of one microbatch on a tile, with the messages before and after them.
 
     Of several passes a row chunk goes through all before the next one: forward and back at the loss, so that only one
     chunk is kept.
     """
     tile, made = tiles[virtual_stage], partial(Instruction, microbatch=m, virtual_stage=virtual_stage)
-    if ops[0] is Op.FORWARD and plan.upstream(tile):
-        yield made(Op.RECEIVE_ACTIVATION)
-    if ops[0] in GOING_BACK and plan.downstream(tile):
-        yield made(Op.RECEIVE_GRADIENT)
+    if actions[0] is Action.FORWARD and plan.upstream(tile):
+        yield made(Action.RECEIVE_ACTIVATION)
+    if actions[0] in GOING_BACK and plan.downstream(tile):
+        yield made(Action.RECEIVE_GRADIENT)
     for row_chunk in range(tile.row_chunks):
-        for op in ops:
-            yield made(op, row_chunk=row_chunk)
-    if ops[-1] is Op.FORWARD and plan.downstream(tile):
-        yield made(Op.SEND_ACTIVATION)
-    if ops[-1] in GOING_BACK and plan.upstream(tile):
-        yield made(Op.SEND_GRADIENT)
+        for action in actions:
+            yield made(action, row_chunk=row_chunk)
+    if actions[-1] is Action.FORWARD and plan.downstream(tile):
+        yield made(Action.SEND_ACTIVATION)
+    if actions[-1] in GOING_BACK and plan.upstream(tile):
+        yield made(Action.SEND_GRADIENT)
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
@@ -210,30 +212,32 @@ def one_f_one_b(
     before this one, it is ZB-H1 (Qi et al. 2024, arXiv 2401.10241).
     """
     if tile.is_idle:
-        return (Instruction(Op.UPDATE),)
+        return (Instruction(Action.UPDATE),)
     tiles = plan.virtual_stages(tile)
     delays = [weight_delay(plan, each) if splits_backward else None for each in tiles]
     steps: list[Instruction] = []
     delayed: deque[tuple[int, int]] = deque()
-    for op, virtual_stage, m in passes(plan, tile):
+    for action, virtual_stage, m in passes(plan, tile):
         has_loss, delay = not plan.downstream(tiles[virtual_stage]), delays[virtual_stage]
-        if op is Op.FORWARD:
+        if action is Action.FORWARD:
             if not has_loss:  # else it goes forward just before it goes back
-                steps += _microbatch_steps(plan, tiles, virtual_stage, m, Op.FORWARD)
+                steps += _microbatch_steps(plan, tiles, virtual_stage, m, Action.FORWARD)
             continue
-        back = Op.BACKWARD if delay is None else Op.BACKWARD_INPUT
-        steps += _microbatch_steps(plan, tiles, virtual_stage, m, *([Op.FORWARD] if has_loss else []), back)
+        back = Action.BACKWARD if delay is None else Action.BACKWARD_INPUT
+        steps += _microbatch_steps(plan, tiles, virtual_stage, m, *([Action.FORWARD] if has_loss else []), back)
         if delay is not None:
             delayed.append((virtual_stage, m))
             while len(delayed) > delay:
-                steps += _microbatch_steps(plan, tiles, *delayed.popleft(), Op.BACKWARD_WEIGHT)
+                steps += _microbatch_steps(plan, tiles, *delayed.popleft(), Action.BACKWARD_WEIGHT)
     for late in delayed:
-        steps += _microbatch_steps(plan, tiles, *late, Op.BACKWARD_WEIGHT)
+        steps += _microbatch_steps(plan, tiles, *late, Action.BACKWARD_WEIGHT)
     if reduce_early:
         for virtual_stage in range(len(tiles)):
-            last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.virtual_stage == virtual_stage)
+            last = max(
+                i for i, step in enumerate(steps) if step.action in ADDING and step.virtual_stage == virtual_stage
+            )
             steps[last] = replace(steps[last], starts_reducing=True)
-    return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
+    return (*steps, Instruction(Action.REDUCE_GRADIENTS), Instruction(Action.UPDATE))
 
 
 def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
@@ -241,8 +245,8 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     if tile.is_idle:
         return ()
     tiles = plan.virtual_stages(tile)
-    forward = [(virtual_stage, m) for op, virtual_stage, m in passes(plan, tile) if op is Op.FORWARD]
-    return tuple(step for each in forward for step in _microbatch_steps(plan, tiles, *each, Op.FORWARD))
+    forward = [(virtual_stage, m) for action, virtual_stage, m in passes(plan, tile) if action is Action.FORWARD]
+    return tuple(step for each in forward for step in _microbatch_steps(plan, tiles, *each, Action.FORWARD))
 
 
 def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Tile, Schedule]:
@@ -268,6 +272,6 @@ def layers_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> I
     """Yield the layers whose weights ranks with these tiles need, pass by pass: in their order
     forward, from the last to the first backward."""
     for instruction in schedule:
-        if instruction.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-            step = 1 if instruction.op is Op.FORWARD else -1
+        if instruction.action in (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT):
+            step = 1 if instruction.action is Action.FORWARD else -1
             yield from layers(tiles[instruction.virtual_stage].items)[::step]

@@ -17,8 +17,8 @@ from hpctrain.plan.schedule import (
     COMPUTING,
     RECEIVING,
     SENDING,
+    Action,
     Instruction,
-    Op,
     Schedule,
     channel_depth,
     forward_only,
@@ -27,7 +27,7 @@ from hpctrain.plan.schedule import (
 )
 from hpctrain.plan.tiling import Plan, Tile
 
-ENDING = (Op.REDUCE_GRADIENTS, Op.UPDATE)
+ENDING = (Action.REDUCE_GRADIENTS, Action.UPDATE)
 """The instructions that all ranks execute together, after all others."""
 
 
@@ -36,7 +36,7 @@ class Wire:
     """The messages of one kind from a tile to another."""
 
     ends: tuple[Tile, Tile]
-    op: Op
+    action: Action
     """The instruction that sends them."""
     source: "Runner"
     target: "Runner"
@@ -55,7 +55,7 @@ class Runner:
     """The number of instructions that are done."""
     waits_for: object = None
     """A wire, or an operation in which several runners meet."""
-    wires: dict[tuple[Op, int], tuple[Wire, ...]] = field(default_factory=dict)
+    wires: dict[tuple[Action, int], tuple[Wire, ...]] = field(default_factory=dict)
     """The wires that an instruction sends to or receives from, by its kind and virtual stage."""
     partners: tuple["Runner", ...] = ()
     """The runners that take each pass at the same time as this one."""
@@ -130,17 +130,19 @@ class ScheduleRun:
         for wire in self.wires:
             if wire.microbatches:
                 sender, receiver = map(label, wire.ends)
-                raise PlanError(f"{sender}: '{wire.op.value} {wire.microbatches[0]}' to {receiver} is never received")
+                raise PlanError(
+                    f"{sender}: '{wire.action.value} {wire.microbatches[0]}' to {receiver} is never received"
+                )
 
     def _check_ends(self) -> None:
         """Refuse schedules that did not all come to the same collectives, which end a step."""
         ends = {runner: runner.schedule[runner.place :] for runner in self.runners.values()}
         for runner, rest in ends.items():
-            late = next((step for step in rest if step.op not in ENDING), None)
-            if late and rest[0].op in ENDING:
+            late = next((step for step in rest if step.action not in ENDING), None)
+            if late and rest[0].action in ENDING:
                 raise PlanError(f"{label(runner.virtual_stages[late.virtual_stage])}: '{late}' comes after '{rest[0]}'")
         if stuck := [
-            (rest[0], runner.virtual_stages) for runner, rest in ends.items() if rest and rest[0].op not in ENDING
+            (rest[0], runner.virtual_stages) for runner, rest in ends.items() if rest and rest[0].action not in ENDING
         ]:
             waits = "; ".join(
                 f"{label(virtual_stages[step.virtual_stage])} waits at '{step}'" for step, virtual_stages in stuck[:4]
@@ -148,7 +150,7 @@ class ScheduleRun:
             raise PlanError(f"the schedule deadlocks: {waits}")
         first, *others = ends
         for other in others:
-            if [step.op for step in ends[other]] != [step.op for step in ends[first]]:
+            if [step.action for step in ends[other]] != [step.action for step in ends[first]]:
                 mine, theirs = (", ".join(map(str, ends[each])) or "no more" for each in (first, other))
                 one, another = (label(each.virtual_stages[0]) for each in (first, other))
                 raise PlanError(
@@ -183,18 +185,18 @@ class ScheduleRun:
         for tile in (tile for runner in runners for tile in runner.virtual_stages):
             for other in down(tile):
                 depth, here, there = channel_depth(self._plan, tile, other), self.runner_of[tile], self.runner_of[other]
-                laid[tile, other] = self.wire((tile, other), Op.SEND_ACTIVATION, here, there, depth)
-                laid[other, tile] = self.wire((other, tile), Op.SEND_GRADIENT, there, here, depth)
+                laid[tile, other] = self.wire((tile, other), Action.SEND_ACTIVATION, here, there, depth)
+                laid[other, tile] = self.wire((other, tile), Action.SEND_GRADIENT, there, here, depth)
         self.wires = list(laid.values())
         stages: dict[tuple, list[Runner]] = {}
         for runner in runners:
             stages.setdefault(runner.virtual_stages[0].items, []).append(runner)
             for virtual_stage, tile in enumerate(runner.virtual_stages):
                 runner.wires |= {
-                    (Op.RECEIVE_ACTIVATION, virtual_stage): tuple(laid[other, tile] for other in up(tile)),
-                    (Op.SEND_ACTIVATION, virtual_stage): tuple(laid[tile, other] for other in down(tile)),
-                    (Op.RECEIVE_GRADIENT, virtual_stage): tuple(laid[other, tile] for other in down(tile)),
-                    (Op.SEND_GRADIENT, virtual_stage): tuple(laid[tile, other] for other in up(tile)),
+                    (Action.RECEIVE_ACTIVATION, virtual_stage): tuple(laid[other, tile] for other in up(tile)),
+                    (Action.SEND_ACTIVATION, virtual_stage): tuple(laid[tile, other] for other in down(tile)),
+                    (Action.RECEIVE_GRADIENT, virtual_stage): tuple(laid[other, tile] for other in down(tile)),
+                    (Action.SEND_GRADIENT, virtual_stage): tuple(laid[tile, other] for other in up(tile)),
                 }
         for runner in runners if self.passes_together else ():
             tile = runner.virtual_stages[0]
@@ -206,13 +208,13 @@ class ScheduleRun:
         schedule = runner.schedule
         while runner.place < len(schedule):
             step = schedule[runner.place]
-            op = step.op
-            if op in COMPUTING:
+            action = step.action
+            if action in COMPUTING:
                 if (runner.partners and not self._meet(runner, step)) or not self.may_pass(runner, step):
                     return
                 self.compute(runner, step)
-            elif op in RECEIVING:
-                wires = runner.wires[op, step.virtual_stage]
+            elif action in RECEIVING:
+                wires = runner.wires[action, step.virtual_stage]
                 for wire in wires:
                     if not self.has_arrived(wire):
                         runner.waits_for = wire
@@ -222,8 +224,8 @@ class ScheduleRun:
                         raise PlanError(f"{label(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
                     self.wake(wire.source, wire)
                 self.receive(runner, step, wires)
-            elif op in SENDING:
-                wires = runner.wires[op, step.virtual_stage]
+            elif action in SENDING:
+                wires = runner.wires[action, step.virtual_stage]
                 for wire in wires:
                     if len(wire.microbatches) >= wire.depth:
                         runner.waits_for = wire
@@ -232,7 +234,7 @@ class ScheduleRun:
                 for wire in wires:
                     wire.microbatches.append(step.microbatch)
                     self.wake(wire.target, wire)
-            elif not self.may_pass(runner, step) or op is Op.UPDATE or not self.sums_at_end:
+            elif not self.may_pass(runner, step) or action is Action.UPDATE or not self.sums_at_end:
                 return
             else:
                 self.compute(runner, step)
@@ -253,10 +255,10 @@ class ScheduleRun:
                     f"{label(mine)} exchanges in '{step}' while {label(other.virtual_stages[0])} is at '{theirs}'"
                 )
         if any(other.place < runner.place for other in runner.partners):
-            runner.waits_for = step.op
+            runner.waits_for = step.action
             return False
         for other in runner.partners:
-            self.wake(other, step.op)
+            self.wake(other, step.action)
         return True
 
 
@@ -292,11 +294,11 @@ def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
     added = (-1, 0)
     for step in steps:
         at = step.microbatch, step.row_chunk
-        if step.op is Op.BACKWARD_INPUT:
+        if step.action is Action.BACKWARD_INPUT:
             kept.add(at)
-        elif step.op is Op.BACKWARD_WEIGHT and at not in kept:
+        elif step.action is Action.BACKWARD_WEIGHT and at not in kept:
             raise PlanError(f"{label(tile)}: '{step}' comes before its input pass")
-        if step.op in ADDING:
+        if step.action in ADDING:
             if at <= added:
                 raise PlanError(
                     f"{label(tile)}: '{step}' comes after microbatch {added[0]}, row chunk {added[1]} was added to the"
@@ -305,17 +307,17 @@ def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
             kept.discard(at)
             added = at
     if kept:
-        raise PlanError(f"{label(tile)}: '{Instruction(Op.BACKWARD_INPUT, *min(kept))}' has no weight pass")
+        raise PlanError(f"{label(tile)}: '{Instruction(Action.BACKWARD_INPUT, *min(kept))}' has no weight pass")
 
 
 def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
     starts = [i for i, step in enumerate(steps) if step.starts_reducing]
     if not starts:
         return
-    later = [step for step in steps[starts[0] + 1 :] if step.op in ADDING or step.starts_reducing]
+    later = [step for step in steps[starts[0] + 1 :] if step.action in ADDING or step.starts_reducing]
     if later:
         raise PlanError(f"{label(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
-    if Instruction(Op.REDUCE_GRADIENTS) not in steps[starts[0] :]:
+    if Instruction(Action.REDUCE_GRADIENTS) not in steps[starts[0] :]:
         raise PlanError(
             f"{label(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
         )

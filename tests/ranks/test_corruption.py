@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.folder import complete_checkpoints
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.saves import Saves
+from hpctrain.engine.saves import CheckpointSchedule
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.replicas import Replicas
 from hpctrain.engine.trainer import Trainer
@@ -40,7 +40,7 @@ def fit(world, job, folder, fault: Callable[[Trainer], object], until: int = STE
     with world.freeing():
         trainer = make_trainer(world, job)
         trainer.initialise()
-        saves = Saves(trainer.saver(folder, {}), job.checkpoint, print, None)
+        saves = CheckpointSchedule(trainer.saver(folder, {}), job.checkpoint, print, None)
 
         def report(metrics: dict) -> None:
             if metrics["step"] == FAULT_AFTER:

@@ -6,7 +6,7 @@ import torch
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.data.order import open_datasets
-from hpctrain.plan.schedule import Op
+from hpctrain.plan.schedule import Action
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.shaped import rehearse
@@ -91,7 +91,7 @@ def test_parts_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, 
             overruns.append(own.accelerator.overrun)
             seconds[variant] = own.largest(min(each["step_seconds"] for each in metrics))
             messages = trainer.layout.transfers[0].messages
-            own_parts = messages[Op.SEND_ACTIVATION] + messages[Op.SEND_GRADIENT]
+            own_parts = messages[Action.SEND_ACTIVATION] + messages[Action.SEND_GRADIENT]
             elements = sum(part.num_elements for part in own_parts)
             sent[variant] = sum(own.all_objects(elements))
     if world.rank == 0:

@@ -12,7 +12,7 @@ from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.config.errors import CheckpointError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.requests import EarlyEnd, Requests
-from hpctrain.engine.saves import Saves
+from hpctrain.engine.saves import CheckpointSchedule
 from tests.ranks.small_runs import make_job, make_trainer, whole
 
 LAYOUT = {"tensor": {"y": 2}, "data": 2}
@@ -27,7 +27,9 @@ def fit(world, job, folder, said=None):
     _, training, _ = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(world, job)
     trainer.initialise()
-    saves = Saves(trainer.saver(folder, {}), job.checkpoint, (said if said is not None else []).append, None)
+    saves = CheckpointSchedule(
+        trainer.saver(folder, {}), job.checkpoint, (said if said is not None else []).append, None
+    )
     trainer.fit(training, None, job.train.steps, saves, lambda metrics: None, NoRequests())
     return saves
 
@@ -142,7 +144,7 @@ def test_a_checkpoint_that_fails_before_another_plan_counts_as_any_other(world, 
     trainer, requests = make_trainer(world, job), NoRequests()
     trainer.initialise()
     requests.is_unbalanced = lambda: True
-    saves = Saves(trainer.saver(folder, {}), job.checkpoint, said.append, None)
+    saves = CheckpointSchedule(trainer.saver(folder, {}), job.checkpoint, said.append, None)
     monkeypatch.setattr(saving, "write_stream", full)
     what = training, None, job.train.steps, saves, lambda metrics: None, requests, lambda: True
     if on_error == "stop":

@@ -14,7 +14,7 @@ from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
-from hpctrain.plan.schedule import Op, one_f_one_b, schedule_of
+from hpctrain.plan.schedule import Action, one_f_one_b, schedule_of
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
@@ -84,7 +84,7 @@ def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, 
     job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=shape_of(world.size))
     plan = resolve_plan(job, world.size).plan
     assert plan.schedule == "zb-h1"
-    split = [any(s.op is Op.BACKWARD_WEIGHT for s in schedule_of(plan, tile)) for tile in plan.tiles]
+    split = [any(s.action is Action.BACKWARD_WEIGHT for s in schedule_of(plan, tile)) for tile in plan.tiles]
     assert split == [bool(plan.upstream(tile)) for tile in plan.tiles]
     check(world, tokens, model, plan, monkeypatch)
 

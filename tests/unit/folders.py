@@ -60,7 +60,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     grids = []
     for tile in shown_tiles(plan):
         spans = ((span.instruction, SLOWER * span.begin, SLOWER * span.end) for span in expected.spans[tile])
-        named = [[i.op.value, i.virtual_stage, i.microbatch, begin, end] for i, begin, end in spans]
+        named = [[i.action.value, i.virtual_stage, i.microbatch, begin, end] for i, begin, end in spans]
         grids.append({"rank": tile.ranks[0], "spans": named})
     folder.write(TIMELINE, {"step": 3, "grids": grids})
     parts = {part: SLOWER * value for part, value in expected.prediction.exposed_seconds.items()}

@@ -88,7 +88,7 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1)
     return fitting
 
 
-class Trials:
+class DeviceProfiler:
     """Trials of the job on one rank's device, when it is alone."""
 
     def __init__(
@@ -317,7 +317,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
     """
     (job, kernels), start = _with_kernels(world, accelerator, job), time.monotonic()
     most = max(1, job.train.global_batch - world.size + 1)  # the other replicas have a row each
-    trials = Trials(world, accelerator, job, start + SEARCH_SHARE * seconds, kernels=kernels)
+    trials = DeviceProfiler(world, accelerator, job, start + SEARCH_SHARE * seconds, kernels=kernels)
     limits: list[list[Limit]] = []  # by stage and rank
     own = None
     for zero in PROFILED_ZEROS:
@@ -347,7 +347,7 @@ def short_profile(
     Good for the predictor. How many rows fit, and what an update takes, is not measured.
     """
     job, kernels = _with_kernels(world, accelerator, job)
-    trials = Trials(world, accelerator, job, time.monotonic(), SHORT_ROUNDS, kernels)
+    trials = DeviceProfiler(world, accelerator, job, time.monotonic(), SHORT_ROUNDS, kernels)
     with world.all_or_none():
         trials.times(1, 1, time.monotonic())  # loads and compiles kernels, however long that takes
         likely = -(-job.train.global_batch // world.size)

@@ -22,8 +22,8 @@ from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.schedule import (
     EXPECTED_AHEAD,
     RECEIVING,
+    Action,
     Instruction,
-    Op,
     forward_only,
     layers_in_order,
     schedule_of,
@@ -79,7 +79,7 @@ class Messages:
 
     def start(self, schedule: Iterable[Instruction]) -> None:
         """Begin a pass through a schedule: the caller will ask for all its receives, in its order."""
-        self._to_come = deque(each for each in schedule if each.op in RECEIVING)
+        self._to_come = deque(each for each in schedule if each.action in RECEIVING)
         self._expected.clear()
         self.given.clear()
         self._expect()
@@ -90,9 +90,9 @@ class Messages:
 
     def _arrival(self, instruction: Instruction) -> Arrival | None:
         """Allocate the tensor of a receive and post it to its senders; return None where this rank has the tensor."""
-        virtual_stage, forward = instruction.virtual_stage, instruction.op is Op.RECEIVE_ACTIVATION
+        virtual_stage, forward = instruction.virtual_stage, instruction.action is Action.RECEIVE_ACTIVATION
         transfers = self._layout.transfers[virtual_stage]
-        messages = transfers.messages[instruction.op]
+        messages = transfers.messages[instruction.action]
         if any(transfer.sender == self._layout.rank for transfer in messages):
             return None
         items = self._layout.tiles[virtual_stage].items
@@ -108,7 +108,7 @@ class Messages:
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
             parts.append(Incoming(channel, buffer, target))
-        return Arrival(value, parts, transfers.gathers[instruction.op])
+        return Arrival(value, parts, transfers.gathers[instruction.action])
 
     def receive(self, instruction: Instruction) -> None:
         """Wait for the tensor of a receive, the next in the schedule's order; it is then in `given`."""
@@ -128,10 +128,12 @@ class Messages:
 
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
         """Send the tile's result; parts for another tile of this rank are put into `given`."""
-        op, virtual_stage = instruction.op, instruction.virtual_stage
+        action, virtual_stage = instruction.action, instruction.virtual_stage
         items = self._layout.tiles[virtual_stage].items
-        to, item = (virtual_stage + 1, items.stop) if op is Op.SEND_ACTIVATION else (virtual_stage - 1, items.start)
-        for transfer in self._layout.transfers[virtual_stage].messages[op]:
+        to, item = (
+            (virtual_stage + 1, items.stop) if action is Action.SEND_ACTIVATION else (virtual_stage - 1, items.start)
+        )
+        for transfer in self._layout.transfers[virtual_stage].messages[action]:
             if transfer.receiver == self._layout.rank:  # this rank then has the whole tensor
                 self.given[SlotKey(to, instruction.microbatch)] = value
                 continue
@@ -218,12 +220,12 @@ class Pipeline:
             stage = self._layout.stages[place.virtual_stage]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now() if self._is_traced else 0.0
-            match instruction.op:
-                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+            match instruction.action:
+                case Action.RECEIVE_ACTIVATION | Action.RECEIVE_GRADIENT:
                     messages.receive(instruction)
-                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                case Action.SEND_ACTIVATION | Action.SEND_GRADIENT:
                     messages.send(instruction, made.pop(place))
-                case Op.FORWARD:
+                case Action.FORWARD:
                     ids, targets, starts = self._tokens(batch, stage, place.microbatch, s)
                     given = self._take(place, s) if ids is None else ids
                     value, kept = stage.forward(given, targets, training, starts)
@@ -233,10 +235,10 @@ class Pipeline:
                         loss += value  # on the device: the host waits for it once a step
                     if training:
                         saved[place, s] = kept
-                case Op.BACKWARD | Op.BACKWARD_INPUT:
+                case Action.BACKWARD | Action.BACKWARD_INPUT:
                     gradient = of_loss if stage.is_last else self._take(place, s)
                     kept = saved[place, s]
-                    if instruction.op is Op.BACKWARD:
+                    if instruction.action is Action.BACKWARD:
                         gradient = stage.backward(saved.pop((place, s)), gradient, passed)
                     else:
                         gradient = stage.backward_input(kept, gradient)
@@ -244,11 +246,11 @@ class Pipeline:
                         loss += kept.loss
                     if gradient is not None:
                         self._put(made, place, s, gradient)
-                case Op.BACKWARD_WEIGHT:
+                case Action.BACKWARD_WEIGHT:
                     stage.backward_weight(saved.pop((place, s)), passed)
-                case Op.REDUCE_GRADIENTS:
+                case Action.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
-                case Op.UPDATE:
+                case Action.UPDATE:
                     totals = self._update(self._agree(loss, self._optimizer.squared_norm(), flags), step, loss_tokens)
             if self._is_traced:
                 self._tracer.computed(instruction, since)

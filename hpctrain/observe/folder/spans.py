@@ -10,7 +10,7 @@ from hpctrain.comm.probe.clocks import clock_offset
 from hpctrain.comm.progress.instruments import Tracer
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import SavedAxis
-from hpctrain.plan.schedule import COMPUTING, Instruction, Op
+from hpctrain.plan.schedule import COMPUTING, Action, Instruction
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.simulate import EXPOSED as PARTS
 from hpctrain.sharding.grid import AXES
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
 PART_OF_GROUP = dict.fromkeys(AXES, "tensor") | {"pipeline": "pipeline", "everyone": "pipeline"}
 """Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
-PART_OF_OP = {**dict.fromkeys(COMPUTING, "compute"), Op.UPDATE: "optimizer", Op.REDUCE_GRADIENTS: "data"}
+PART_OF_ACTION = {**dict.fromkeys(COMPUTING, "compute"), Action.UPDATE: "optimizer", Action.REDUCE_GRADIENTS: "data"}
 """Other instructions are of the pipeline."""
 
 
@@ -84,7 +84,7 @@ class StepRecorder(Tracer):
                     alone += span.seconds
                     parts[PART_OF_GROUP.get(span.group, "data")] += span.seconds
                 elif isinstance(span.name, Instruction):
-                    parts[PART_OF_OP.get(span.name.op, "pipeline")] += span.seconds - alone
+                    parts[PART_OF_ACTION.get(span.name.action, "pipeline")] += span.seconds - alone
                     alone = 0.0
             self._parts = {part: seconds / self._accelerator.time_scale for part, seconds in parts.items()}
         return self._parts

@@ -8,16 +8,16 @@ from markupsafe import Markup
 from hpctrain.observe.folder.schema import TIMELINE
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import LANE, LANES_LEFT, MAX_GROUPS, Panel, PixelScale, Svg, show_seconds, sourced
-from hpctrain.plan.schedule import Op
+from hpctrain.plan.schedule import Action
 from hpctrain.plan.tiling import Tile
 
 KINDS = {
-    Op.FORWARD.value: "forward",
-    Op.BACKWARD.value: "backward",
-    Op.BACKWARD_INPUT.value: "backward",
-    Op.BACKWARD_WEIGHT.value: "weights",
-    Op.REDUCE_GRADIENTS.value: "reduce",
-    Op.UPDATE.value: "update",
+    Action.FORWARD.value: "forward",
+    Action.BACKWARD.value: "backward",
+    Action.BACKWARD_INPUT.value: "backward",
+    Action.BACKWARD_WEIGHT.value: "weights",
+    Action.REDUCE_GRADIENTS.value: "reduce",
+    Action.UPDATE.value: "update",
 }
 NAMES = {
     "forward": "forward",
@@ -56,7 +56,7 @@ def timeline_panel(run: RunRecord) -> Panel:
 def _measured(run: RunRecord, tile: Tile) -> list[Bar]:
     grids = run.timeline["grids"] if run.timeline else []
     spans = next((grid["spans"] for grid in grids if grid["rank"] == tile.ranks[0]), [])
-    return [Bar(KINDS[op], begin, end, m) for op, _, m, begin, end in spans if op in KINDS]
+    return [Bar(KINDS[action], begin, end, m) for action, _, m, begin, end in spans if action in KINDS]
 
 
 def _draw(run: RunRecord, width: int) -> Svg | None:
@@ -67,7 +67,10 @@ def _draw(run: RunRecord, width: int) -> Svg | None:
         grids = [(tile, group.describe(tile.ranks)) for group in run.groups for tile in group.tiles]
     forecast = run.forecast.spans if run.forecast else {}
     predicted = [
-        [Bar(KINDS[s.instruction.op.value], s.begin, s.end, s.instruction.microbatch) for s in forecast.get(tile, ())]
+        [
+            Bar(KINDS[s.instruction.action.value], s.begin, s.end, s.instruction.microbatch)
+            for s in forecast.get(tile, ())
+        ]
         for tile, _ in grids
     ]
     lanes = {"predicted": predicted}

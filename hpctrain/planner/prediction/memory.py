@@ -10,7 +10,7 @@ from functools import partial, singledispatch
 from typing import NamedTuple
 
 from hpctrain.plan.holdings import Holding, ShardGroup
-from hpctrain.plan.schedule import Op, passes, weight_delay
+from hpctrain.plan.schedule import Action, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import row_bytes
 from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
@@ -226,8 +226,8 @@ def _most_alive(
     delays = [weight_delay(plan, each) or 0 if splits_backward(setup, plan, each) else 0 for each in virtual_stages]
     alive = most = 0.0
     waiting: deque[float] = deque()
-    for op, number, _ in passes(plan, virtual_stages[0]):
-        if op is Op.FORWARD:
+    for action, number, _ in passes(plan, virtual_stages[0]):
+        if action is Action.FORWARD:
             alive += kept[number]
             most = max(most, alive)
             continue

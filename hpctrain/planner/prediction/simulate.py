@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpctrain.plan.schedule import Instruction, Op, Schedule
+from hpctrain.plan.schedule import Action, Instruction, Schedule
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.prices import PASSES, Costs, GradientExchange, PassCost, TileCost, slowed_by
@@ -46,7 +46,7 @@ class _Clock(Runner):
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
-    sent_at: dict[Op, float] = field(default_factory=dict)
+    sent_at: dict[Action, float] = field(default_factory=dict)
     """Time at which the last message of each kind has left, of those that leave the node."""
     done: list[float] = field(default_factory=list)
     """Time at which each virtual stage finished its last instruction."""
@@ -57,8 +57,8 @@ class _Clock(Runner):
 
     def __post_init__(self) -> None:
         self.done = [0.0] * len(self.virtual_stages)
-        self.opening = next((step for step in self.schedule if step.op in PASSES), None)
-        self.closing = next((step for step in reversed(self.schedule) if step.op in PASSES), None)
+        self.opening = next((step for step in self.schedule if step.action in PASSES), None)
+        self.closing = next((step for step in reversed(self.schedule) if step.action in PASSES), None)
 
     def spend(self, part: str, seconds: float) -> None:
         self.now += seconds
@@ -137,7 +137,7 @@ class Simulation(ScheduleRun):
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
         cost, begin = clock.costs[step.virtual_stage], clock.now
-        one: PassCost = getattr(cost, PASSES[step.op])[step.row_chunk]
+        one: PassCost = getattr(cost, PASSES[step.action])[step.row_chunk]
         if step is clock.opening:
             clock.spend(cost.exposed_part, max(0.0, cost.before_seconds - clock.now))
         if step.virtual_stage in clock.gathers:
@@ -152,14 +152,14 @@ class Simulation(ScheduleRun):
         clock.spans.append(PredictedSpan(step, begin, clock.now))
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
-        others = max((at for op, at in clock.sent_at.items() if op is not step.op), default=0.0)
+        others = max((at for action, at in clock.sent_at.items() if action is not step.action), default=0.0)
         for wire in wires:
             if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
             start = max(clock.now, wire.free_at, others if wire.leaves else 0.0)
             wire.free_at = start + wire.seconds - wire.under_way
             if wire.leaves:
-                clock.sent_at[step.op] = max(wire.free_at, clock.sent_at.get(step.op, 0.0))
+                clock.sent_at[step.action] = max(wire.free_at, clock.sent_at.get(step.action, 0.0))
             wire.arrivals.append(wire.free_at + wire.under_way)
         if share := self._costs.blocking_share:
             end = max(wire.free_at - (wire.seconds - wire.under_way) * (1 - share) for wire in wires)
@@ -215,8 +215,8 @@ class Simulation(ScheduleRun):
             if exchange.needed_seconds is None:
                 self._exchange([clock for clock, *_ in self._clocks_of(exchange)], exchange.gather_seconds)
         for clock in self._clocks:
-            clock.spans.append(PredictedSpan(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
-            clock.spans.append(PredictedSpan(Instruction(Op.UPDATE), reduced[clock], clock.now))
+            clock.spans.append(PredictedSpan(Instruction(Action.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
+            clock.spans.append(PredictedSpan(Instruction(Action.UPDATE), reduced[clock], clock.now))
 
     def _start_gathers(self) -> None:
         """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""

@@ -15,7 +15,7 @@ from hpctrain.config.clusters.cluster import RowTimes
 from hpctrain.config.clusters.truth import PretendDevice
 from hpctrain.config.errors import CommError, TrainingError
 from hpctrain.config.job import Job
-from hpctrain.engine.start.profiler import Limit, Trials, largest_that_fits
+from hpctrain.engine.start.profiler import DeviceProfiler, Limit, largest_that_fits
 from hpctrain.engine.start.profiler import _median_times as median_times
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
@@ -88,7 +88,7 @@ def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: flo
         settings=SimpleNamespace(rehearsal=RehearsedNetwork(None, clock)),
         topology=Topology(places_of(CLUSTER), shares_memory=False),
     )
-    return Trials(world, accelerator, job, time.monotonic() + seconds), accelerator
+    return DeviceProfiler(world, accelerator, job, time.monotonic() + seconds), accelerator
 
 
 def test_one_row_more_than_the_limit_overflows(tmp_path):
@@ -108,7 +108,7 @@ def test_one_row_more_than_the_limit_overflows(tmp_path):
     assert states[0] > states[1] > states[2], "the higher stages keep less"
 
 
-def states_of(alone: Trials, accelerator, job: Job, zero: int) -> int:
+def states_of(alone: DeviceProfiler, accelerator, job: Job, zero: int) -> int:
     with accelerator.running():
         layout = alone._layout(job, zero, 1)
         optimizer = Optimizer(layout, job.train)

@@ -11,7 +11,7 @@ from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import DRIFT, read_saved
 from hpctrain.observe.folder.spans import StepRecorder
 from hpctrain.observe.prediction_check import MeasuredStep, compare, describe_drift, format_comparison
-from hpctrain.plan.schedule import Instruction, Op
+from hpctrain.plan.schedule import Action, Instruction
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prediction.simulate import EXPOSED
@@ -40,24 +40,24 @@ def test_a_recorder_knows_where_time_goes():
     def step():
         begin = now[0]
         recorder.exposed("pipeline", "pipeline 0-1", "receive", 1, take(2.0))
-        recorder.computed(Instruction(Op.RECEIVE_ACTIVATION, 0), begin)
+        recorder.computed(Instruction(Action.RECEIVE_ACTIVATION, 0), begin)
         begin = take(3.0)
         recorder.exposed("y", "y 0-1", "all_reduce", 1, take(0.5))
         recorder.waited("x", "all_reduce", take(0.25))
         recorder.computed("item 1 forward", begin)
-        recorder.computed(Instruction(Op.FORWARD, 0), begin)
+        recorder.computed(Instruction(Action.FORWARD, 0), begin)
         begin = take(0.125)
         recorder.exposed("data", "data 0-1", "reduce_scatter", 1, take(4.0))
-        recorder.computed(Instruction(Op.REDUCE_GRADIENTS, 0), begin)
+        recorder.computed(Instruction(Action.REDUCE_GRADIENTS, 0), begin)
         begin = take(1.0)
         recorder.exposed("everyone", "everyone 0-1", "all_reduce", 1, take(0.0625))
-        recorder.computed(Instruction(Op.UPDATE, 0), begin)
+        recorder.computed(Instruction(Action.UPDATE, 0), begin)
 
     for number in range(2):
         recorder.begin_step()
         step()
         recorder.computed(f"step {number}", 0.0)
-        recorder.computed(Instruction(Op.FORWARD, 0), take(100.0))  # a validation
+        recorder.computed(Instruction(Action.FORWARD, 0), take(100.0))  # a validation
         expected = {"compute": 3.0, "tensor": 0.75, "pipeline": 2.0625, "data": 4.125, "optimizer": 1.0}
         assert recorder.parts() == expected
 

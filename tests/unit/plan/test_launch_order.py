@@ -13,7 +13,7 @@ from hpctrain.config.job import Job, Model
 from hpctrain.model.storage import shard
 from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.launch_order import Bridge, LaunchOrderRun, check_launch_order, check_messages
-from hpctrain.plan.schedule import Instruction, Op, schedule_of
+from hpctrain.plan.schedule import Action, Instruction, schedule_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -192,7 +192,7 @@ def test_tiles_that_sum_their_items_in_different_orders_are_refused():
     first, second = (i for i, step in enumerate(steps) if step.starts_reducing)
     assert steps[first].virtual_stage == 1
     steps[first], steps[second] = replace(steps[first], starts_reducing=False), replace(steps[second], virtual_stage=0)
-    steps.insert(second + 1, Instruction(Op.BACKWARD, 0, starts_reducing=True, virtual_stage=1))
+    steps.insert(second + 1, Instruction(Action.BACKWARD, 0, starts_reducing=True, virtual_stage=1))
     with pytest.raises(PlanError, match=r"deadlocks: tile items .* waits at 'backward 0"):
         LaunchOrderRun(plan, schedules, overlaps_z=False).run()
 

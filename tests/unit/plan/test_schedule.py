@@ -12,8 +12,8 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holdings import check_zero
 from hpctrain.plan.schedule import (
     ADDING,
+    Action,
     Instruction,
-    Op,
     channel_depth,
     forward_only,
     in_flight,
@@ -46,9 +46,9 @@ def test_1f1b_works_on_every_microbatch_once_and_ends(layout):
     check_no_deadlock(plan, schedules)
     check_no_deadlock(plan, {tile: forward_only(plan, tile) for tile in plan.tiles})
     for steps in schedules.values():
-        for op in (Op.FORWARD, Op.BACKWARD):
-            assert [s.microbatch for s in steps if s.op is op] == list(range(plan.microbatches))
-        assert [s.op for s in steps[-2:]] == [Op.REDUCE_GRADIENTS, Op.UPDATE]
+        for action in (Action.FORWARD, Action.BACKWARD):
+            assert [s.microbatch for s in steps if s.action is action] == list(range(plan.microbatches))
+        assert [s.action for s in steps[-2:]] == [Action.REDUCE_GRADIENTS, Action.UPDATE]
 
 
 @given(LAYOUTS)
@@ -57,7 +57,7 @@ def test_1f1b_holds_no_more_activations_than_its_warm_up(layout):
     for tile in plan.tiles:
         alive = most = 0
         for step in one_f_one_b(plan, tile):
-            alive += (step.op is Op.FORWARD) - (step.op is Op.BACKWARD)
+            alive += (step.action is Action.FORWARD) - (step.action is Action.BACKWARD)
             most = max(most, alive)
         assert most == min(plan.microbatches, plan.depth_to_loss(tile) + 1)
 
@@ -75,7 +75,7 @@ def schedules_of_two_stages():
 def test_waiting_for_each_other_is_detected():
     plan, schedules = schedules_of_two_stages()
     first = schedules[plan.tiles[0]]
-    first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_GRADIENT, 0))))
+    first.insert(0, first.pop(first.index(Instruction(Action.RECEIVE_GRADIENT, 0))))
     with pytest.raises(PlanError, match=r"deadlocks: .*items \[0, 3\].* waits at 'receive gradient 0'"):
         check_no_deadlock(plan, schedules)
 
@@ -85,14 +85,14 @@ def test_a_send_waits_while_its_channel_is_full():
     plan = even_plan(6, TensorGrid(), 2, 1, 6, 1)
     first, last = plan.tiles
     assert channel_depth(plan, first, last) < plan.microbatches
-    ends = [Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE)]
+    ends = [Instruction(Action.REDUCE_GRADIENTS), Instruction(Action.UPDATE)]
 
-    def steps(*ops: Op) -> list[Instruction]:
-        return [Instruction(op, microbatch) for op in ops for microbatch in range(plan.microbatches)] + ends
+    def steps(*actions: Action) -> list[Instruction]:
+        return [Instruction(action, microbatch) for action in actions for microbatch in range(plan.microbatches)] + ends
 
     schedules = {
-        first: steps(Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT),
-        last: steps(Op.SEND_GRADIENT, Op.RECEIVE_ACTIVATION),
+        first: steps(Action.SEND_ACTIVATION, Action.RECEIVE_GRADIENT),
+        last: steps(Action.SEND_GRADIENT, Action.RECEIVE_ACTIVATION),
     }
     with pytest.raises(PlanError, match="deadlocks: .* waits at 'send activation 2'; .* waits at 'send gradient 2'"):
         check_no_deadlock(plan, schedules)
@@ -100,7 +100,7 @@ def test_a_send_waits_while_its_channel_is_full():
 
 def test_a_send_that_nobody_takes_is_detected():
     plan, schedules = schedules_of_two_stages()
-    schedules[plan.tiles[1]].remove(Instruction(Op.RECEIVE_ACTIVATION, 1))
+    schedules[plan.tiles[1]].remove(Instruction(Action.RECEIVE_ACTIVATION, 1))
     with pytest.raises(PlanError, match="'send activation 1' to tile items .* is never received"):
         check_no_deadlock(plan, schedules)
 
@@ -108,7 +108,7 @@ def test_a_send_that_nobody_takes_is_detected():
 def test_a_message_out_of_order_is_detected():
     plan, schedules = schedules_of_two_stages()
     last = schedules[plan.tiles[1]]
-    a, b = (last.index(Instruction(Op.RECEIVE_ACTIVATION, m)) for m in (0, 1))
+    a, b = (last.index(Instruction(Action.RECEIVE_ACTIVATION, m)) for m in (0, 1))
     last[a], last[b] = last[b], last[a]
     with pytest.raises(PlanError, match="expects microbatch 1 and is sent 0"):
         check_no_deadlock(plan, schedules)
@@ -119,7 +119,7 @@ def test_tiles_that_exchange_while_they_compute_go_together():
     schedules = {tile: list(one_f_one_b(plan, tile)) for tile in plan.tiles}
     check_no_deadlock(plan, schedules)
     first = schedules[plan.tiles[0]]
-    first.insert(first.index(Instruction(Op.FORWARD, 1)), first.pop(first.index(Instruction(Op.BACKWARD, 0))))
+    first.insert(first.index(Instruction(Action.FORWARD, 1)), first.pop(first.index(Instruction(Action.BACKWARD, 0))))
     with pytest.raises(PlanError, match="exchanges in 'backward 0' while tile .* is at 'forward 1'"):
         check_no_deadlock(plan, schedules)
 
@@ -135,7 +135,7 @@ def test_all_ranks_end_a_step_together():
     def reduce_before_the_last_message(steps):
         steps.insert(-2, steps.pop(-2))
 
-    reduce = Instruction(Op.REDUCE_GRADIENTS)
+    reduce = Instruction(Action.REDUCE_GRADIENTS)
     assert "rows [0, 1]: 'send gradient 1' comes after 'reduce gradients'" in refusal(reduce_before_the_last_message)
     without = refusal(lambda steps: steps.remove(reduce))
     assert "ends with 'reduce gradients, update' and tile items [3, 6] rows [0, 1] with 'update', which all" in without
@@ -167,19 +167,19 @@ TILINGS = st.integers(1, 12).flatmap(
 )
 
 
-def most(steps, over: tuple[Op, ...]) -> int:
+def most(steps, over: tuple[Action, ...]) -> int:
     """The largest number of row chunks that were forward and not yet in a pass of `over`."""
     alive = result = 0
     for step in steps:
-        alive += (step.op is Op.FORWARD) - (step.op in over)
+        alive += (step.action is Action.FORWARD) - (step.action in over)
         result = max(result, alive)
     return result
 
 
 def check_each_pass_is_once_and_in_order(plan: Plan, tile: Tile, steps) -> None:
     every = [(m, s) for m in range(plan.microbatches) for s in range(tile.row_chunks)]
-    for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
-        assert [(step.microbatch, step.row_chunk) for step in steps if step.op in ops] == every
+    for actions in ((Action.FORWARD,), (Action.BACKWARD, Action.BACKWARD_INPUT), ADDING):
+        assert [(step.microbatch, step.row_chunk) for step in steps if step.action in actions] == every
 
 
 @given(TILINGS, st.sampled_from(["1f1b", "zb-h1"]), st.booleans())
@@ -189,7 +189,7 @@ def test_any_tiling_has_each_pass_once_in_the_order_of_microbatches_and_ends(dra
     for tile in plan.tiles:
         steps = schedule_of(plan, tile, reduce_early)
         check_each_pass_is_once_and_in_order(plan, tile, steps)
-        assert [step for step in steps if step.starts_reducing] == [s for s in steps if s.op in ADDING][
+        assert [step for step in steps if step.starts_reducing] == [s for s in steps if s.action in ADDING][
             -1:
         ] * reduce_early
 
@@ -203,7 +203,7 @@ def test_more_microbatches_in_flight_wait_for_nobody_for_ever(plan, reduce_early
         check_each_pass_is_once_and_in_order(plan, tile, steps)
         if plan.downstream(tile):
             kept = min(plan.depth_to_loss(tile) + tile.extra_warmup + 1, plan.microbatches)
-            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.row_chunks * kept
+            assert most(steps, (Action.BACKWARD, Action.BACKWARD_INPUT)) == tile.row_chunks * kept
             assert in_flight(plan, tile) == kept
 
 
@@ -285,7 +285,9 @@ def test_zb_h1_keeps_no_more_microbatches_than_the_first_tile_on_the_longest_pat
     for tile in plan.tiles:
         steps, depth = schedule_of(plan, tile), plan.depth_to_loss(tile)
         if plan.downstream(tile):  # at the loss row_chunks go forward and back one by one
-            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.row_chunks * min(depth + 1, plan.microbatches)
+            assert most(steps, (Action.BACKWARD, Action.BACKWARD_INPUT)) == tile.row_chunks * min(
+                depth + 1, plan.microbatches
+            )
         path = depth + plan.depth_from_start(tile) + 1
         assert most(steps, ADDING) <= tile.row_chunks * min(path, plan.microbatches)
 
@@ -295,8 +297,8 @@ def test_tiles_wait_for_each_other_in_the_order_of_1f1b_whatever_the_schedule(dr
     for schedule in ("1f1b", "zb-h1"):
         plan = replace(drawn, schedule=schedule)
         for tile in plan.tiles:
-            split = [step for step in schedule_of(plan, tile) if step.op is not Op.BACKWARD_WEIGHT]
-            as_one = [replace(s, op=Op.BACKWARD) if s.op is Op.BACKWARD_INPUT else s for s in split]
+            split = [step for step in schedule_of(plan, tile) if step.action is not Action.BACKWARD_WEIGHT]
+            as_one = [replace(s, action=Action.BACKWARD) if s.action is Action.BACKWARD_INPUT else s for s in split]
             assert as_one == list(one_f_one_b(plan, tile))
 
 
@@ -321,9 +323,11 @@ def delay_of_the_second(grid: TensorGrid, **options) -> int | None:
 
 def test_zb_h1_leaves_weight_passes_for_the_end():
     plan = even_plan(8, TensorGrid(), 3, 1, 4, 1, schedule="zb-h1")
-    letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+    letters = {Action.FORWARD: "F", Action.BACKWARD: "B", Action.BACKWARD_INPUT: "I", Action.BACKWARD_WEIGHT: "W"}
     computed = [
-        " ".join(f"{letters[step.op]}{step.microbatch}" for step in schedule_of(plan, tile) if step.op in letters)
+        " ".join(
+            f"{letters[step.action]}{step.microbatch}" for step in schedule_of(plan, tile) if step.action in letters
+        )
         for tile in plan.tiles
     ]
     assert computed == [
@@ -364,7 +368,7 @@ def test_gradients_that_are_added_out_of_order_or_never_are_detected():
             check_no_deadlock(plan, schedules)
         return str(error.value)
 
-    first, second = (Instruction(Op.BACKWARD_WEIGHT, m) for m in (0, 1))
+    first, second = (Instruction(Action.BACKWARD_WEIGHT, m) for m in (0, 1))
 
     def swap(steps):
         a, b = steps.index(first), steps.index(second)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.config.job import Model
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.role import role_of
-from hpctrain.plan.schedule import Op, channel_depth
+from hpctrain.plan.schedule import Action, channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import (
     RowShape,
@@ -213,8 +213,8 @@ def test_channels_hold_the_largest_message(plan, data):
     role = role_of(model, POSITIONS, plan, rank)
     assert {need.peer: need.elements for need in role.channels} == needed
     assert {need.peer: need.depth for need in role.channels} == depth
-    assert role.transfers[0].messages[Op.SEND_ACTIVATION] == sends(plan, tile, rank, ROW, True)
-    assert role.transfers[0].messages[Op.RECEIVE_GRADIENT] == receives(plan, tile, rank, ROW, False)
+    assert role.transfers[0].messages[Action.SEND_ACTIVATION] == sends(plan, tile, rank, ROW, True)
+    assert role.transfers[0].messages[Action.RECEIVE_GRADIENT] == receives(plan, tile, rank, ROW, False)
 
 
 def test_equal_grids_send_to_their_counterpart_alone():

@@ -13,7 +13,16 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holdings import check_zero
-from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_flight, one_f_one_b, passes, schedule_of
+from hpctrain.plan.schedule import (
+    ADDING,
+    Action,
+    Instruction,
+    forward_only,
+    in_flight,
+    one_f_one_b,
+    passes,
+    schedule_of,
+)
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.explain import reasons
@@ -132,8 +141,8 @@ def test_tiles_with_zero_2_equal_virtual_stages_or_are_refused():
 
 def written(plan: Plan, tile: Tile) -> str:
     """Passes by microbatch, forward ones of virtual stages as `a b c`, backward ones as `A B C`."""
-    letters = {Op.FORWARD: "abc", Op.BACKWARD: "ABC"}
-    return " ".join(f"{letters[op][virtual_stage]}{m}" for op, virtual_stage, m in passes(plan, tile))
+    letters = {Action.FORWARD: "abc", Action.BACKWARD: "ABC"}
+    return " ".join(f"{letters[action][virtual_stage]}{m}" for action, virtual_stage, m in passes(plan, tile))
 
 
 def test_the_order_is_that_of_the_paper():
@@ -156,20 +165,22 @@ def test_each_pass_is_there_once_in_the_order_of_microbatches_and_all_end(shape,
         steps = schedule_of(plan, tile, reduce_early)
         for virtual_stage in range(virtual_stages):
             own = [step for step in steps if step.virtual_stage == virtual_stage]
-            for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
-                assert [step.microbatch for step in own if step.op in ops] == list(range(microbatches))
+            for actions in ((Action.FORWARD,), (Action.BACKWARD, Action.BACKWARD_INPUT), ADDING):
+                assert [step.microbatch for step in own if step.action in actions] == list(range(microbatches))
             early = [step for step in own if step.starts_reducing]
-            assert early == [step for step in own if step.op in ADDING][-1:] * reduce_early
+            assert early == [step for step in own if step.action in ADDING][-1:] * reduce_early
         backward = [
-            step.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+            step.action in (Action.BACKWARD, Action.BACKWARD_INPUT)
             for step in steps
-            if step.op in {Op.FORWARD, *ADDING, Op.BACKWARD_INPUT}
+            if step.action in {Action.FORWARD, *ADDING, Action.BACKWARD_INPUT}
         ]
         if microbatches % stages == 0:
             warmup = 2 * (stages - 1 - tile.ranks[0] // shape[3]) + (virtual_stages - 1) * stages
             assert backward.index(True) == min(warmup + 1, virtual_stages * microbatches)
-        order = [(step.virtual_stage, step.microbatch) for step in steps if step.op is Op.FORWARD]
-        assert order == [(s.virtual_stage, s.microbatch) for s in forward_only(plan, tile) if s.op is Op.FORWARD]
+        order = [(step.virtual_stage, step.microbatch) for step in steps if step.action is Action.FORWARD]
+        assert order == [
+            (s.virtual_stage, s.microbatch) for s in forward_only(plan, tile) if s.action is Action.FORWARD
+        ]
 
 
 @given(SHAPES)
@@ -177,9 +188,9 @@ def test_channels_hold_what_is_in_flight(shape):
     plan = plan_of(shape)
     for tile in plan.tiles:
         alive = most = 0
-        for op, virtual_stage, _ in passes(plan, tile):
+        for action, virtual_stage, _ in passes(plan, tile):
             if plan.virtual_stages(tile)[virtual_stage] == tile:
-                alive += 1 if op is Op.FORWARD else -1
+                alive += 1 if action is Action.FORWARD else -1
                 most = max(most, alive)
         assert in_flight(plan, tile) == most <= shape[2]
 
@@ -200,7 +211,7 @@ def test_instructions_say_which_virtual_stage_they_are_for_and_are_checked_by_it
     assert "forward 0 of virtual stage 1, backward 0 of virtual stage 1, send gradient 0 of virtual stage 1" in text
     check_no_deadlock(plan, schedules)
     first = schedules[plan.tiles[0]]
-    first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, virtual_stage=1))))
+    first.insert(0, first.pop(first.index(Instruction(Action.RECEIVE_ACTIVATION, 0, virtual_stage=1))))
     waits = r"deadlocks: .*items \[5, 7\].* waits at 'receive activation 0 of virtual stage 1'"
     with pytest.raises(PlanError, match=waits):
         check_no_deadlock(plan, schedules)

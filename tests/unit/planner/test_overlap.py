@@ -29,7 +29,7 @@ from hpctrain.engine.start.resolve_overlap import (
     topology_of,
 )
 from hpctrain.plan.holdings import holding_of
-from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
+from hpctrain.plan.schedule import Action, Instruction, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -280,8 +280,8 @@ def test_a_start_before_gradients_are_final_is_detected():
     plan = even_plan(6, TensorGrid(), 1, 1, 2, 1)
     made = schedules(plan)
     steps = made[plan.tiles[0]]
-    early = Instruction(Op.BACKWARD, 0, starts_reducing=True)
-    steps[steps.index(Instruction(Op.BACKWARD, 0))] = early
+    early = Instruction(Action.BACKWARD, 0, starts_reducing=True)
+    steps[steps.index(Instruction(Action.BACKWARD, 0))] = early
     with pytest.raises(PlanError, match="'backward 0 and start to reduce' comes before 'backward 1 and start"):
         check_no_deadlock(plan, made)
 
@@ -289,7 +289,7 @@ def test_a_start_before_gradients_are_final_is_detected():
 def test_a_start_that_nobody_waits_for_is_detected():
     plan = even_plan(6, TensorGrid(), 1, 1, 1, 1)
     made = schedules(plan)
-    made[plan.tiles[0]].remove(Instruction(Op.REDUCE_GRADIENTS))
+    made[plan.tiles[0]].remove(Instruction(Action.REDUCE_GRADIENTS))
     with pytest.raises(PlanError, match="starts is never waited for"):
         check_no_deadlock(plan, made)
 
