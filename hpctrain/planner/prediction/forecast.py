@@ -94,7 +94,11 @@ def waterfall(predictor: Predictor) -> dict[str, float]:
 
     def saved(change: TileChange | None = None, **others) -> float:
         """Return by how much a step is shorter at changed prices."""
-        changed = {tile: change(tile, cost) for tile, cost in costs.tiles.items()} if change else costs.tiles
+        changed, known = costs.tiles, {}
+        if change:
+            kinds = {tile: (id(cost), even[tile], tile.tensor) for tile, cost in costs.tiles.items()}
+            known = {kind: change(tile, costs.tiles[tile]) for kind, tile in {k: t for t, k in kinds.items()}.items()}
+            changed = {tile: known[kind] for tile, kind in kinds.items()}
         return step - predictor.simulated_at(replace(costs, tiles=changed, **others)).step_seconds
 
     exchanges = costs.exchanges

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
-from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of
+from hpctrain.plan.schedule import Schedule, in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
@@ -110,6 +110,8 @@ class Predictor:
         if like is not None and like.plan.tiles == plan.tiles:
             self._holdings, self._sharers = like._holdings, like._sharers
             self._exchanges, self._messages = like._exchanges, like._messages
+            if like.plan is plan:
+                self._schedules = like._schedules
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -127,8 +129,11 @@ class Predictor:
 
     def simulated_at(self, costs: Costs) -> Simulated:
         """Return the step of the plan at other prices than its own."""
-        make = partial(one_f_one_b, splits_backward=self.setup.splits_backward)
-        return simulate(self.plan, schedules_of(self.plan, make), costs)
+        return simulate(self.plan, self._schedules, costs)
+
+    @cached_property
+    def _schedules(self) -> dict[Tile, Schedule]:
+        return schedules_of(self.plan, partial(one_f_one_b, splits_backward=self.setup.splits_backward))
 
     def predict(self) -> Prediction:
         simulated = self.simulated

@@ -116,6 +116,9 @@ class Simulation(ScheduleRun):
 
     def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs):
         self._costs = costs
+        objects, numbers = {id(cost): cost for cost in costs.tiles.values()}, {}
+        self._cost_numbers = {key: numbers.setdefault(cost, len(numbers)) for key, cost in objects.items()}
+        """A number of each cost, by its identity: equal costs have one. So each is hashed once, however many tiles."""
         super().__init__(plan, schedules)
         self._clocks: list[_Clock] = list(self.runners.values())
         self._members: dict[int, list[tuple[_Clock, Tile, int]]] = {}
@@ -133,7 +136,7 @@ class Simulation(ScheduleRun):
         pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
         costs = self._costs
         messages = tuple((costs.messages[e], costs.under_way.get(e), e in costs.leaving) for e in pairs)
-        return tuple(self._costs.tiles[tile] for tile in tiles), messages
+        return tuple(self._cost_numbers[id(costs.tiles[tile])] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
         cost, begin = clock.costs[step.virtual_stage], clock.now
