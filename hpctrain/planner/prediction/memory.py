@@ -13,7 +13,13 @@ from hpctrain.plan.holdings import Holding, ShardGroup
 from hpctrain.plan.schedule import Action, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import row_bytes
-from hpctrain.planner.prices.buffers import exchanged_bytes, largest_message_bytes, num_messages, scattered_scratch
+from hpctrain.planner.prices.buffers import (
+    SUMMED_BYTES,
+    exchanged_bytes,
+    largest_message_bytes,
+    num_messages,
+    scattered_scratch,
+)
 from hpctrain.planner.prices.cost import layer_elements
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import GRADIENT_BYTES, Setup
@@ -127,7 +133,9 @@ def memory_of(
         kept, computing = _activations(setup, plan, tile)
         gathered = _gathered(setup, plan, tile, shards)
         if setup.sums_itself:
-            overlapped, blocking = scattered_scratch(setup, network, plan, tile, held, rank)
+            items = itertools.chain.from_iterable(range(*each.items) for each in plan.virtual_stages(tile))
+            sums = [(stored * SUMMED_BYTES, group.ranks, rank) for group, stored in held if group.zero >= 2]
+            overlapped, blocking = scattered_scratch(setup, network, tile, items, sums)
             alive_before = partial(_alive_before, setup, plan, tile)
             exchanged = exchanged_bytes(setup, network, plan, tile, held, rank, alive_before)
             gathered += int(overlapped)

@@ -29,27 +29,25 @@ def largest_unit(setup: Setup, grid: TensorGrid, items: Iterable[int]) -> int:
 
 
 def scattered_scratch(
-    setup: Setup, network: ClusterNetwork, plan: Plan, tile: Tile, held: Held, rank: int
+    setup: Setup,
+    network: ClusterNetwork,
+    tile: Tile,
+    items: Iterable[int],
+    sums: Iterable[tuple[int, Sequence[int], int]],
 ) -> tuple[float, float]:
     """Return the scratch bytes of sums whose results are scattered after each layer's backward pass.
 
-    These sums are over z, and over the holders of ZeRO 2 and 3. The first figure is of sums that overlap the next
-    layer, the second of sums that nothing overlaps.
+    These sums are over z, of the largest of a tile's `items`, and over the holders of ZeRO 2 and 3: `sums` are of so
+    many bytes, among some ranks, on one of these. The first figure is of sums that overlap the next layer, the second
+    of sums that nothing overlaps.
     """
     overlapped = blocking = 0.0
     if tile.tensor.stored_parts > 1:
-        largest = largest_unit(
-            setup, tile.tensor, (i for each in plan.virtual_stages(tile) for i in range(*each.items))
-        )
         ranks = tile.axis_ranks(STORING, tile.ranks[0])
-        scratch = network.scratch_bytes("reduce_scatter", largest * SUMMED_BYTES, ranks, tile.ranks[0])
+        num_bytes = SUMMED_BYTES * largest_unit(setup, tile.tensor, items)
+        scratch = network.scratch_bytes("reduce_scatter", num_bytes, ranks, tile.ranks[0])
         overlapped, blocking = (scratch, 0.0) if setup.overlaps_weights else (0.0, scratch)
-    sums = (
-        network.scratch_bytes("reduce_scatter", stored * SUMMED_BYTES, group.ranks, rank)
-        for group, stored in held
-        if group.zero >= 2
-    )
-    scratch = max(sums, default=0.0)
+    scratch = max((network.scratch_bytes("reduce_scatter", *each) for each in sums), default=0.0)
     is_overlapped = setup.bucket_bytes is not None
     return (overlapped + scratch, blocking) if is_overlapped else (overlapped, max(blocking, scratch))
 

@@ -255,6 +255,13 @@ class Setup:
         return {first[kind]: count / self.model.num_layers for kind, count in counts.items()}
 
     @cached_property
+    def num_leading(self) -> int:
+        """Return how many first blocks are of kinds that no later block is of: dense ones before those with experts."""
+        kinds = [self.first_equal[slice(1 + 2 * n, 3 + 2 * n)] for n in range(self.model.num_layers)]
+        first = range(1, self.model.num_layers // 2 + 1)
+        return next((n for n in first if not {*kinds[:n]} & {*kinds[n:]}), 0)
+
+    @cached_property
     def head(self) -> Interval:
         """The last layer."""
         return Interval(self.model.num_items - 1, self.model.num_items)

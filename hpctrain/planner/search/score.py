@@ -204,7 +204,7 @@ class Scorer:
             seconds = []
             for stage in stages:
                 where = stage.pool, stage.choice
-                block, at_ends = self.layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
+                block, at_ends = self.layer_seconds(*where, BLOCK, rows), self.costs.end_layers(stage.ends)
                 seconds.append(BlockLine(sum(self.layer_seconds(*where, end, rows) for end in at_ends), block).at)
             blocks = deal_out(num_blocks, [1] * num_stages, seconds)
         return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
@@ -227,7 +227,7 @@ class Scorer:
         for stage in stages:
             ends, each = stage.shape.ends, stage.variant.line
             first, head = each.fixed * ends[0], each.fixed * (ends[1] and not ends[0])
-            seconds = [each.per_block * count + first for count in sums]
+            seconds = [each.at(count) - each.fixed + first for count in sums]
             seconds[0], seconds[last] = 0.0, seconds[last] + head
             priced.append(PricedItems(seconds, 2 * stage.variant.most + sum(ends)))
         bounds = [2 * count for count in itertools.accumulate((stage.blocks for stage in stages), initial=0)]

@@ -1,15 +1,15 @@
 """Prices stages of pipelines: seconds and bytes as lines in the number of blocks, shared by all plans. Pure.
 
-A stage of k blocks takes a fixed part (of the embedding or the head) and k times the mean of all blocks. The mean has
-each kind as often as the model has it, since the blocks of a stage are not known before all are cut. A simulation takes
-the blocks that a stage has. Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a
-prediction. They differ by rounding, and for tiles that exchange with tiles of different grids, which a search only
-estimates.
+A stage of k blocks takes a fixed part (of the embedding or the head) and k times the mean of blocks. The mean has each
+kind as often as the model has it, since the blocks of a stage are not known before all are cut. Leading blocks, such as
+dense ones before those with experts, are known to be the first stage's. A simulation takes the blocks that a stage has.
+Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, as in a prediction. They differ by
+rounding, and for tiles that exchange with tiles of different grids, which a search only estimates.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -22,14 +22,20 @@ from hpctrain.planner.prediction.activations import RowBytes, row_bytes
 from hpctrain.planner.prediction.memory import gathered_bytes, state_of
 from hpctrain.planner.prediction.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.prediction.predictor import AGREED_BYTES
-from hpctrain.planner.prices.buffers import EXCHANGED_SHARE, SUMMED_BYTES, largest_unit, message_bytes
+from hpctrain.planner.prices.buffers import (
+    EXCHANGED_SHARE,
+    SUMMED_BYTES,
+    largest_unit,
+    message_bytes,
+    scattered_scratch,
+)
 from hpctrain.planner.prices.cost import layer_elements, update_seconds
 from hpctrain.planner.prices.network import ConcurrentRanks
 from hpctrain.planner.prices.prices import Prices, Site, part_counts
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.space import PoolUse
-from hpctrain.sharding.grid import STORING, TensorGrid
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid, item_parameters
@@ -57,29 +63,37 @@ class Passes(NamedTuple):
 
 
 class BlockLine(NamedTuple):
-    """A quantity of a stage with k blocks: fixed + k * per_block."""
+    """A quantity of a stage with k blocks: fixed + k * per_block, and `extra` for each of the first `num_leading`."""
 
     fixed: float
     per_block: float
+    extra: float = 0.0
+    num_leading: int = 0
 
     def at(self, k: float) -> float:
-        return self.fixed + k * self.per_block
+        return self.fixed + k * self.per_block + (self.extra * min(k, self.num_leading) if self.extra else 0.0)
 
     def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
-        return BlockLine(self.fixed + times * other.fixed, self.per_block + times * other.per_block)
+        fixed, per_block, extra = (own + times * its for own, its in zip(self[:3], other[:3], strict=True))
+        return BlockLine(fixed, per_block, extra, max(self.num_leading, other.num_leading))
 
     def more(self, fixed: float) -> "BlockLine":
-        return BlockLine(self.fixed + fixed, self.per_block)
+        return self._replace(fixed=self.fixed + fixed)
 
     def times(self, factor: float) -> "BlockLine":
-        return BlockLine(factor * self.fixed, factor * self.per_block)
+        return BlockLine(factor * self.fixed, factor * self.per_block, factor * self.extra, self.num_leading)
 
     def most(self, limit: float) -> int:
         """Return the number of blocks up to which the quantity stays within a limit."""
-        return max(0, math.floor((limit - self.fixed) / self.per_block))
+        leading = math.floor((limit - self.fixed) / (self.per_block + self.extra))
+        if self.extra and leading >= self.num_leading:
+            return math.floor((limit - self.fixed - self.extra * self.num_leading) / self.per_block)
+        return max(0, leading)
 
 
 NOTHING = BlockLine(0.0, 0.0)
+LEADING = Interval(0, 0)
+"""Stands for the mean of the leading blocks, as `BLOCK` does for that of the others."""
 
 
 class Holders(NamedTuple):
@@ -227,12 +241,18 @@ class StageCosts:
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
         self.concurrent = lru_cache(None)(self._concurrent)
-        self.scratch_bytes = lru_cache(None)(self.network.scratch_bytes)
+        self.scattered = lru_cache(None)(self._scattered)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup))
         """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
         """Bytes of its host's memory that a rank may fill, for each pool; 0 where that is not known."""
+        of_all, num_leading = setup.block_kinds, setup.num_leading
+        leading, later = (
+            {k: n for k, n in of_all.items() if (k.start > 2 * num_leading) is late} for late in (False, True)
+        )
+        self.kinds = {BLOCK: _shares(later)} | ({LEADING: _shares(leading)} if leading else {})
+        """For the mean of leading blocks and for that of all others, a block of each kind and its share."""
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
     def _grids(self, number: int) -> list[TensorGrid]:
@@ -257,9 +277,14 @@ class StageCosts:
             result += [cut] if is_faster else [grid, cut]
         return result
 
-    def layers(self, ends: tuple[bool, bool], blocks: int = 1) -> list[Interval]:
-        """Return the layers of a stage with so many blocks, of which one stands for all, and its ends."""
-        return [*[EMBEDDING] * ends[0], *[BLOCK] * blocks, *[self.head] * ends[1]]
+    def end_layers(self, ends: tuple[bool, bool]) -> list[Interval]:
+        """Return the ends of the model that a stage has."""
+        return [*[EMBEDDING] * ends[0], *[self.head] * ends[1]]
+
+    def line(self, is_first: bool, of: Callable[[Interval], float], fixed: float) -> BlockLine:
+        """Return a quantity of a stage, given that `of` a layer or of a mean of blocks, and a fixed part."""
+        num_leading = self.setup.num_leading if is_first else 0
+        return BlockLine(fixed, of(BLOCK), of(LEADING) - of(BLOCK) if num_leading else 0.0, num_leading)
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
@@ -275,17 +300,21 @@ class StageCosts:
     ) -> Passes:
         """Return the seconds of passes over a layer on a grid of a pool, each of whose ranks has `rows`.
 
-        Products are cut in so many parts, or in the best number. `BLOCK` is the mean of all blocks, by kind.
+        Products are cut in so many parts, or in the best number. `BLOCK` and `LEADING` are means of blocks, by kind.
         """
         what = self.site(number, grid, holders), rows, recompute, parts or self.part_count(number, grid)
         return Passes(*(self._mean_seconds(name, layer, *what) for name in ("forward", "backward")))
 
     def _mean_seconds(self, name: str, layer: Interval, site: Site, *options) -> float:
-        return sum(share * self.prices.price(name, site, kind, *options).seconds for kind, share in self._kinds(layer))
+        return self._mean(layer, lambda kind: self.prices.price(name, site, kind, *options).seconds)
 
-    def _kinds(self, layer: Interval) -> Iterable[tuple[Interval, float]]:
-        """Return the kinds of layers that one stands for, with the share of each."""
-        return self.setup.block_kinds.items() if layer == BLOCK else ((layer, 1.0),)
+    def _mean(self, layer: Interval, of: Callable[[Interval], float]) -> float:
+        """Return the mean of the kinds of layers that one stands for."""
+        return sum(share * of(kind) for kind, share in self.kinds.get(layer, {layer: 1.0}).items())
+
+    def _blocks_of(self, is_first: bool) -> list[Interval]:
+        """Return a block of each kind that a stage may have; the first one is of the later blocks."""
+        return [*self.kinds[BLOCK], *(self.kinds.get(LEADING, ()) if is_first else ())]
 
     def _both_seconds(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> float:
         """Return what both passes over a layer take a rank; of many rows it is a line between powers of two."""
@@ -334,18 +363,20 @@ class StageCosts:
 
     def variant(self, stage: StageShape, recompute: str, row_chunks: int, offload: str, most: int) -> StageVariant:
         """Return a variant of a stage for up to so many blocks."""
-        layers = BLOCK, *self.layers(stage.ends, 0)
-        block, *ends = (self.piecewise(stage, layer, recompute, row_chunks) for layer in layers)
-        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
+        is_first, ends = stage.ends[0], self.end_layers(stage.ends)
+        passes = lru_cache(None)(lambda layer: self.piecewise(stage, layer, recompute, row_chunks))
+        fixed = [sum(passes(end)[i] for end in ends) for i in (0, 1)]
+        forward, backward = (self.line(is_first, lambda layer, i=i: passes(layer)[i], fixed[i]) for i in (0, 1))
         update = weight = NOTHING
         if offload == "optimizer":
             longer = self._offloaded_update(stage, 1 / stage.holders if stage.zero else 1.0)
             update = longer.times(1 / stage.microbatches)
         if row_chunks == 1 and not stage.ends[0] and self.splits_backward(stage.choice.grid, recompute, stage.zero):
-            block, *ends = (
-                self.weight_seconds(stage.pool, stage.choice.grid, n, stage.rows, recompute) for n in layers
+            block, *of_ends = (
+                self.weight_seconds(stage.pool, stage.choice.grid, layer, stage.rows, recompute)
+                for layer in (BLOCK, *ends)
             )
-            weight = BlockLine(sum(ends), block)
+            weight = BlockLine(sum(of_ends), block)
         return StageVariant(recompute, row_chunks, forward, backward, most, offload, update, weight)
 
     def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
@@ -404,8 +435,7 @@ class StageCosts:
         fixed = of(EMBEDDING) * is_first + of(self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
             fixed += of(EMBEDDING)
-        of_blocks = sum(share * of(kind) for kind, share in self._kinds(BLOCK))
-        return BlockLine(fixed / grid.stored_parts, of_blocks / grid.stored_parts)
+        return self.line(is_first, partial(self._mean, of=of), fixed).times(1 / grid.stored_parts)
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> StageMemoryNeeds:
         """Return what a rank of a stage needs; see `memory_of`."""
@@ -418,50 +448,53 @@ class StageCosts:
             of_optimizer, on_host = on_host, of_optimizer
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and self.splits_backward(grid, recompute, stage.zero)
-        block, others = self.row_bytes(grid, recompute, ends, splits, at_once if ends[1] else min(at_once, 2))
+        kept_of, computing_of = self.row_bytes(grid, recompute, ends, splits, at_once if ends[1] else min(at_once, 2))
         messages = 0 if all(ends) else 2 + setup.expected_messages
-        blocks = [self.elements_of(grid, kind) for kind in setup.block_kinds]
-        sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.layers(ends, 0))]
+        blocks = [self.elements_of(grid, kind) for kind in self._blocks_of(ends[0])]
+        sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.end_layers(ends))]
         pair = max(blocks) + max(sizes)
         fixed = messages * message_bytes(setup, grid, stage.rows)
         fixed += gathered_bytes(setup, grid.stored_parts, zero, holders, max(sizes), pair, splits)
-        in_passes, first, last = self._sums(stage, zero, max(sizes)) if setup.sums_itself else (0.0, 0.0, NOTHING)
-        always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + in_passes)
-        kept, computing = BlockLine(others.kept, block.kept).times(at_once), at_once * others.computing
+        overlapped, blocking, first, last = 0.0, 0.0, 0.0, NOTHING
+        if setup.sums_itself:
+            overlapped, blocking = self.scattered(stage.pool, grid, ends, stage.exchanging)
+            first, last = self._sums(stage, zero, max(sizes))
+        always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + overlapped)
+        kept, computing = kept_of.times(at_once), computing_of.times(at_once)
+        computing = computing.more(max(0.0, blocking - computing.at(1)))
         on_device = (
-            always.plus(kept, stage.kept).more(computing),
-            always.plus(kept).more(computing + first),
+            always.plus(kept, stage.kept).plus(computing),
+            always.plus(kept).plus(computing).more(first),
             always.plus(last),
         )
         return StageMemoryNeeds(on_device, on_host)
 
-    def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, float, BlockLine]:
-        """Return about the bytes that sums take, as three figures; see `buffers.py`.
+    def _scattered(self, pool: int, grid: TensorGrid, ends: tuple[bool, bool], holders: Holders) -> tuple[float, float]:
+        """Return the bytes that sums take in every pass of a stage, where these are overlapped and where not."""
+        setup, site = self.setup, self.site(pool, grid, holders)
+        layers = (*self._blocks_of(ends[0]), *self.end_layers(ends))
+        items, sums = [item for layer in layers for item in range(*layer)], []
+        if holders.groups:
+            unit = SUMMED_BYTES * largest_unit(setup, grid, items) // grid.stored_parts
+            sums = [(unit, site.data_ranks, site.data_ranks[0])]
+        return scattered_scratch(setup, self.network, site.tile, items, sums)
 
-        The first is of each layer's sums, in every pass. The second is of the first sum at the end of a step, while one
-        microbatch is kept. The third is of the last sum, with all packed copies. `largest` are the weights of the
-        largest layer, and a bucket has whole layers.
+    def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, BlockLine]:
+        """Return about the bytes that sums take at the end of a step; see `buffers.py`.
+
+        The first figure is of the first sum, while one microbatch is kept, the second of the last sum, with all packed
+        copies. `largest` are the weights of the largest layer, and a bucket has whole layers.
         """
-        setup, grid, in_passes, bucket = self.setup, stage.choice.grid, 0, self.setup.bucket_bytes
-        layers = (*setup.block_kinds, *self.layers(stage.ends, 0))
-        items = tuple(item for layer in layers for item in range(*layer))
-        unit, where = SUMMED_BYTES * largest_unit(setup, grid, items), (stage.pool, grid, stage.exchanging)
-        if setup.overlaps_weights and grid.stored_parts > 1:
-            tile = self.site(*where).tile
-            ranks = tile.axis_ranks(STORING, tile.ranks[0])
-            in_passes += self.scratch_bytes("reduce_scatter", unit, ranks, ranks[0])
-        if bucket is not None and stage.exchanging.groups:
-            ranks = self.site(*where).data_ranks
-            in_passes += self.scratch_bytes("reduce_scatter", unit // grid.stored_parts, ranks, ranks[0])
         if zero >= 2 or stage.holders == 1:
-            return in_passes, 0.0, NOTHING
+            return 0.0, NOTHING
+        setup, grid, bucket = self.setup, stage.choice.grid, self.setup.bucket_bytes
         summed, packed = self.elements(grid, *stage.ends).times(SUMMED_BYTES), float(stage.meets_mixed)
         if bucket is not None:
             bucket = max(bucket, SUMMED_BYTES * largest / grid.stored_parts)
             if 2 * bucket < summed.at(setup.model.num_layers):  # else all is summed at the end
                 in_flight = EXCHANGED_SHARE * bucket
-                return in_passes, in_flight + packed * bucket, summed.times(packed).more(in_flight)
-        return in_passes, 0.0, summed.times(EXCHANGED_SHARE + packed)
+                return in_flight + packed * bucket, summed.times(packed).more(in_flight)
+        return 0.0, summed.times(EXCHANGED_SHARE + packed)
 
     def _most_blocks(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
         """Return the number of blocks of a stage that fit in the memory of its devices and of their host."""
@@ -471,19 +504,24 @@ class StageCosts:
 
     def _row_bytes(
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, rows: int
-    ) -> tuple[RowBytes, RowBytes]:
-        """Return the bytes of a row for each block of a stage, and for its ends, with `rows` at once.
+    ) -> tuple[BlockLine, BlockLine]:
+        """Return the bytes that a stage keeps of a row, and the bytes that it computes with, with `rows` at once.
 
-        The second figure has what all layers compute with. Whether one row or several are at once makes a difference;
-        beyond that the number matters to the head alone.
+        Whether one row or several are at once makes a difference; beyond that the number matters to the head alone.
+        Where weight passes need more than a block keeps, blocks that went backward add to what is computed with.
         """
 
         def bytes_of(*blocks: Interval) -> RowBytes:
             layers = [*[EMBEDDING] * ends[0], *blocks, *[self.head] * ends[1]]
             return row_bytes(self.setup, grid, layers, recompute, splits=splits, rows=rows)
 
-        one, pairs = bytes_of(BLOCK), [(bytes_of(BLOCK, kind), share) for kind, share in self._kinds(BLOCK)]
-        first, _ = pairs[0]
-        each = zip(*([share * more for more in pair.minus(one)] for pair, share in pairs), strict=True)
-        computing = max(pair.computing for pair, _ in pairs)
-        return RowBytes(*map(sum, each)), one.minus(first.minus(one))._replace(computing=computing)
+        kinds = self._blocks_of(ends[0])
+        one, pairs = bytes_of(kinds[0]), {kind: bytes_of(kinds[0], kind) for kind in kinds}
+        kept = {kind: pair.kept - one.kept for kind, pair in pairs.items()}
+        line = self.line(ends[0], partial(self._mean, of=kept.__getitem__), one.kept - kept[kinds[0]])
+        more = bytes_of(*kinds[:1] * 3).computing - pairs[kinds[0]].computing if splits else 0.0
+        return line, BlockLine(max(pair.computing for pair in pairs.values()) - 2 * more, more)
+
+
+def _shares(counts: Mapping[Interval, float]) -> dict[Interval, float]:
+    return {kind: count / sum(counts.values()) for kind, count in counts.items()}
