@@ -40,6 +40,8 @@ def done_after(
     a stage has memory for so many more. Of many microbatches some are run, and the others take as long as these.
     """
     last, stages = len(passes) - 1, range(len(passes))
+    if not last:
+        return [microbatches * passes[0].both]
     gaps = [
         Gap(i, i + 1, passes[i].both + passes[i + 1].both + message.activation + message.gradient)
         for i, message in enumerate(messages)
@@ -85,5 +87,5 @@ def done_after(
     if num_run == microbatches:
         return now
     middle = num_run - 1 - warm_ups[0]  # the last microbatch before the pipeline drains
-    each = (gradients_at[0][middle] - gradients_at[0][middle - PERIOD]) / PERIOD if last else slowest
+    each = (gradients_at[0][middle] - gradients_at[0][middle - PERIOD]) / PERIOD
     return [time + (microbatches - num_run) * each for time in now]

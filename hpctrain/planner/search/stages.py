@@ -74,11 +74,15 @@ class BlockLine(NamedTuple):
         return self.fixed + k * self.per_block + (self.extra * min(k, self.num_leading) if self.extra else 0.0)
 
     def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
-        fixed, per_block, extra = (own + times * its for own, its in zip(self[:3], other[:3], strict=True))
-        return BlockLine(fixed, per_block, extra, max(self.num_leading, other.num_leading))
+        return BlockLine(
+            self.fixed + times * other.fixed,
+            self.per_block + times * other.per_block,
+            self.extra + times * other.extra,
+            max(self.num_leading, other.num_leading),
+        )
 
     def more(self, fixed: float) -> "BlockLine":
-        return self._replace(fixed=self.fixed + fixed)
+        return BlockLine(self.fixed + fixed, self.per_block, self.extra, self.num_leading)
 
     def times(self, factor: float) -> "BlockLine":
         return BlockLine(factor * self.fixed, factor * self.per_block, factor * self.extra, self.num_leading)
@@ -144,6 +148,19 @@ class StageMemoryNeeds(NamedTuple):
 
     def device_bytes(self, blocks: float) -> float:
         return max(line.at(blocks) for line in self.on_device)
+
+
+class HeldBytes(NamedTuple):
+    """Bytes of a stage's rank that do not depend on rows."""
+
+    always: BlockLine
+    """Weights, gradients, the optimizer's state, what is gathered, and sums that are overlapped in every pass."""
+    blocking: float
+    """Scratch of sums in every pass that nothing overlaps."""
+    first_sum: float
+    """Scratch of the first sum at the end of a step, while one microbatch is kept."""
+    last_sum: BlockLine
+    on_host: BlockLine
 
 
 class StageVariant(NamedTuple):
@@ -241,10 +258,11 @@ class StageCosts:
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
         self.concurrent = lru_cache(None)(self._concurrent)
-        self.scattered = lru_cache(None)(self._scattered)
+        self.held = lru_cache(None)(self._held)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup))
         """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
+        self.memory_bytes = [pool.memory_bytes for pool in self.pools]
         self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
         """Bytes of its host's memory that a rank may fill, for each pool; 0 where that is not known."""
         of_all, num_leading = setup.block_kinds, setup.num_leading
@@ -439,38 +457,57 @@ class StageCosts:
 
     def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> StageMemoryNeeds:
         """Return what a rank of a stage needs; see `memory_of`."""
-        setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
-        zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
+        setup, grid, ends = self.setup, stage.choice.grid, stage.ends
+        splits = not ends[0] and row_chunks == 1 and self.splits_backward(grid, recompute, stage.zero)
+        held = self.held(
+            stage.pool, grid, ends, stage.zero, stage.holders, stage.meets_mixed, stage.exchanging, splits, offload
+        )
+        at_once = -(-stage.rows // row_chunks)
+        kept_of, computing_of = self.row_bytes(grid, recompute, ends, splits, at_once if ends[1] else min(at_once, 2))
+        kept, computing = kept_of.times(at_once), computing_of.times(at_once)
+        computing = computing.more(max(0.0, held.blocking - computing.at(1)))
+        messages = 0 if all(ends) else 2 + setup.expected_messages
+        always = held.always.more(messages * message_bytes(setup, grid, stage.rows))
+        passing = always.plus(computing)
+        on_device = passing.plus(kept, stage.kept), passing.plus(kept).more(held.first_sum), always.plus(held.last_sum)
+        return StageMemoryNeeds(on_device, held.on_host)
+
+    def _held(
+        self,
+        pool: int,
+        grid: TensorGrid,
+        ends: tuple[bool, bool],
+        zero: int,
+        holders: int,
+        meets_mixed: bool,
+        exchanging: Holders,
+        splits: bool,
+        offload: str,
+    ) -> HeldBytes:
+        """Return the bytes of a stage's rank that do not depend on rows."""
+        setup = self.setup
+        zero = 1 if zero > 1 and holders == 1 else zero
         share = 1 / holders if zero else 1.0
-        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders, 0.0)
+        state = state_of(setup, 1.0, share, float(meets_mixed), zero, holders, 0.0)
         of_optimizer, on_host = self.state_bytes(grid, *ends).times(share), NOTHING
         if offload == "optimizer":
             of_optimizer, on_host = on_host, of_optimizer
-        stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
-        splits = not ends[0] and row_chunks == 1 and self.splits_backward(grid, recompute, stage.zero)
-        kept_of, computing_of = self.row_bytes(grid, recompute, ends, splits, at_once if ends[1] else min(at_once, 2))
-        messages = 0 if all(ends) else 2 + setup.expected_messages
         blocks = [self.elements_of(grid, kind) for kind in self._blocks_of(ends[0])]
         sizes = [*blocks, *(self.elements_of(grid, layer) for layer in self.end_layers(ends))]
-        pair = max(blocks) + max(sizes)
-        fixed = messages * message_bytes(setup, grid, stage.rows)
-        fixed += gathered_bytes(setup, grid.stored_parts, zero, holders, max(sizes), pair, splits)
+        pair, largest = max(blocks) + max(sizes), max(sizes)
+        fixed = gathered_bytes(setup, grid.stored_parts, zero, holders, largest, pair, splits)
         overlapped, blocking, first, last = 0.0, 0.0, 0.0, NOTHING
         if setup.sums_itself:
-            overlapped, blocking = self.scattered(stage.pool, grid, ends, stage.exchanging)
-            first, last = self._sums(stage, zero, max(sizes))
-        always = stored.times(state.weights + state.gradients).plus(of_optimizer).more(fixed + overlapped)
-        kept, computing = kept_of.times(at_once), computing_of.times(at_once)
-        computing = computing.more(max(0.0, blocking - computing.at(1)))
-        on_device = (
-            always.plus(kept, stage.kept).plus(computing),
-            always.plus(kept).plus(computing).more(first),
-            always.plus(last),
-        )
-        return StageMemoryNeeds(on_device, on_host)
+            overlapped, blocking = self._scattered(pool, grid, ends, exchanging)
+            if zero < 2 and holders > 1:
+                first, last = self._sums(grid, ends, meets_mixed, largest)
+        always = self.elements(grid, *ends).times(state.weights + state.gradients).plus(of_optimizer)
+        return HeldBytes(always.more(fixed + overlapped), blocking, first, last, on_host)
 
     def _scattered(self, pool: int, grid: TensorGrid, ends: tuple[bool, bool], holders: Holders) -> tuple[float, float]:
         """Return the bytes that sums take in every pass of a stage, where these are overlapped and where not."""
+        if grid.stored_parts == 1 and not holders.groups:
+            return 0.0, 0.0
         setup, site = self.setup, self.site(pool, grid, holders)
         layers = (*self._blocks_of(ends[0]), *self.end_layers(ends))
         items, sums = [item for layer in layers for item in range(*layer)], []
@@ -479,16 +516,16 @@ class StageCosts:
             sums = [(unit, site.data_ranks, site.data_ranks[0])]
         return scattered_scratch(setup, self.network, site.tile, items, sums)
 
-    def _sums(self, stage: StageShape, zero: int, largest: int) -> tuple[float, BlockLine]:
-        """Return about the bytes that sums take at the end of a step; see `buffers.py`.
+    def _sums(
+        self, grid: TensorGrid, ends: tuple[bool, bool], meets_mixed: bool, largest: int
+    ) -> tuple[float, BlockLine]:
+        """Return about the bytes that sums take at the end of a step, in ZeRO 0 and 1; see `buffers.py`.
 
         The first figure is of the first sum, while one microbatch is kept, the second of the last sum, with all packed
         copies. `largest` are the weights of the largest layer, and a bucket has whole layers.
         """
-        if zero >= 2 or stage.holders == 1:
-            return 0.0, NOTHING
-        setup, grid, bucket = self.setup, stage.choice.grid, self.setup.bucket_bytes
-        summed, packed = self.elements(grid, *stage.ends).times(SUMMED_BYTES), float(stage.meets_mixed)
+        setup, bucket = self.setup, self.setup.bucket_bytes
+        summed, packed = self.elements(grid, *ends).times(SUMMED_BYTES), float(meets_mixed)
         if bucket is not None:
             bucket = max(bucket, SUMMED_BYTES * largest / grid.stored_parts)
             if 2 * bucket < summed.at(setup.model.num_layers):  # else all is summed at the end
@@ -499,7 +536,8 @@ class StageCosts:
     def _most_blocks(self, stage: StageShape, recompute: str, row_chunks: int, offload: str) -> int:
         """Return the number of blocks of a stage that fit in the memory of its devices and of their host."""
         needs = self.needs(stage, recompute, row_chunks, offload)
-        most = min(line.most(self.pools[stage.pool].memory_bytes) for line in needs.on_device)
+        limit = self.memory_bytes[stage.pool]
+        most = min(line.most(limit) for line in needs.on_device)
         return min(most, needs.on_host.most(self.host_bytes[stage.pool])) if any(needs.on_host) else most
 
     def _row_bytes(
