@@ -21,11 +21,11 @@ from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_e
 from hpctrain.config.job import Job, Model
 from hpctrain.config.saved import ignore, saved_job, with_other_numbers
 from hpctrain.config.tables import explain
-from hpctrain.model.storage.groups import StoredRegion
 from hpctrain.model.storage.shard import Shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import parse_plan
 from hpctrain.plan.holdings import check_zero
+from hpctrain.plan.stored import StoredRegion
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import check_grid, whole_rows

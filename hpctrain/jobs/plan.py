@@ -25,6 +25,8 @@ from hpctrain.jobs.arguments import (
 )
 from hpctrain.jobs.common import check_runs, load_job_for, with_vocabulary, write_out
 from hpctrain.jobs.predict import format_prediction, prediction_data, predictor_of_run, profile_source, with_overlap
+from hpctrain.jobs.what_if import SCORED, searches_for
+from hpctrain.observe.machines import format_losses
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
@@ -33,6 +35,7 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes, with_enough_rows
 from hpctrain.planner.explain import MIB, reasons, runner_up
+from hpctrain.planner.if_lost import KINDS, price_losses
 from hpctrain.planner.prediction.forecast import Forecast, format_waterfall
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
@@ -76,13 +79,19 @@ def command():
 @click.option("--top", type=NONE_OR_MORE, default=5, show_default=True, help="List so many plans.")
 @click.option("--seconds", type=SECONDS, metavar="S", help="End the search after S seconds.")
 @click.option("--budget", type=LARGE_COUNT, metavar="N", help="Score N plans.")
+@click.option(
+    "--if-lost",
+    type=click.Choice(KINDS),
+    help="Say what the loss of each rank, node or family would cost: the best plan of those left, and the stall.",
+)
 @click.option("--verbose", is_flag=True, help="Print all reasons, assumed inputs, memory by part and other plans.")
-def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget, verbose):
+def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget, if_lost, verbose):
     """Search for the fastest plan of JOB on a cluster.
 
     \b
     hpctrain plan search mixed --cluster v100-t4 --out plan.toml
     hpctrain plan search mixed --cluster v100-t4 --space even
+    hpctrain plan search mixed --cluster v100-t4 --out plan.toml --if-lost rank
 
     The answer depends on --budget. It does not depend on the machine that searches, unless --seconds ends the search.
     """
@@ -97,6 +106,12 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
     text = plan_text.rstrip("\n")
     if out is not None:
         text = f"{out}: {summary['layout']}\n" + format_search(summary, result, described.cluster, verbose)
+    if if_lost:
+        searches = searches_for(loaded, described, Limits(scored=budget or SCORED))
+        losses = price_losses(loaded, described.cluster, result.best.predictor, if_lost, *searches)
+        summary["if_lost"] = [loss.data() for loss in losses]
+        table_text = format_losses(losses)
+        text += "\n\n" + (table_text if out is not None else "\n".join(toml_comment(table_text)))
     print_result({"plan": plan_text if out is None else str(out), **summary}, text, as_json)
 
 

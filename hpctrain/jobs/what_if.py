@@ -1,12 +1,16 @@
 """`hpctrain what-if`: compares the machine that there is with others. Needs neither ranks nor torch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import click
 
 from hpctrain.config.clusters.changed_cluster import ClusterChanges
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import locate_cluster
+from hpctrain.config.job import Job
 from hpctrain.config.prices import load_prices
+from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve_overlap import setups_by_plan, topology_of
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
@@ -20,7 +24,9 @@ from hpctrain.jobs.arguments import (
 from hpctrain.jobs.common import load_job_for, write_out
 from hpctrain.jobs.predict import predictor_of_run, with_overlap
 from hpctrain.observe.machines import format_machines
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.choose import search_best, with_dtypes
+from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.search.search import Limits
 from hpctrain.planner.what_if import PossibleMachine, what_if
 
@@ -82,18 +88,7 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
             assumed.append("links of the cluster file were measured before what is set; they are scaled with it")
         machines.append(PossibleMachine(name, file.cluster, tuple(assumed)))
 
-    def search(machine, known_seconds):
-        asked, _ = with_dtypes(loaded, machine, sorted(machine.families), described.name)
-        job, _ = with_overlap(asked, replace(described, cluster=machine))
-        setup_of = setups_by_plan(asked, job, topology_of(machine, described.is_rehearsed))
-        limits = Limits(scored=budget, known_seconds=known_seconds)
-        return search_best(job, machine, limits, described.name, setup_of=setup_of).best.predictor
-
-    def predict(machine, plan):
-        used = sorted({machine.devices[rank].family for tile in plan.tiles for rank in tile.ranks})
-        asked, _ = with_dtypes(loaded, machine, used, cluster)
-        return predictor_of_run(asked, replace(described, cluster=machine), plan)[0]
-
+    search, predict = searches_for(loaded, described, Limits(scored=budget))
     prices = load_prices(price) if price else None
     known = {family for machine in machines for family in machine.cluster.families}
     unread = sorted(prices.families.keys() - known) if prices else []
@@ -105,3 +100,23 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
 
         write_out(html, render_machines(rows, f"{loaded.name} on {described.name}", currency))
     print_result([row.data() for row in rows], format_machines(rows, currency, mtbf is not None), as_json)
+
+
+def searches_for(
+    job: Job, described: Described, limits: Limits
+) -> tuple[Callable[[Cluster, float], Predictor], Callable[[Cluster, Plan], Predictor]]:
+    """Return `search` and `predict` of `hpctrain.planner.what_if` for a job on machines such as the one described."""
+
+    def search(machine: Cluster, known_seconds: float) -> Predictor:
+        asked, _ = with_dtypes(job, machine, sorted(machine.families), described.name)
+        run, _ = with_overlap(asked, replace(described, cluster=machine))
+        setup_of = setups_by_plan(asked, run, topology_of(machine, described.is_rehearsed))
+        seeded = replace(limits, known_seconds=known_seconds)
+        return search_best(run, machine, seeded, described.name, setup_of=setup_of).best.predictor
+
+    def predict(machine: Cluster, plan: Plan) -> Predictor:
+        used = sorted({machine.devices[rank].family for tile in plan.tiles for rank in tile.ranks})
+        asked, _ = with_dtypes(job, machine, used, described.name)
+        return predictor_of_run(asked, replace(described, cluster=machine), plan)[0]
+
+    return search, predict

@@ -1,10 +1,18 @@
-"""The answer of `hpctrain what-if` as text: a row for each machine."""
+"""Other machines as text: the rows of `hpctrain what-if`, and the losses of `hpctrain plan search --if-lost`."""
 
 from collections.abc import Sequence
 
 from hpctrain.observe.text_tables import table, text_of
+from hpctrain.planner.if_lost import ROADS, PricedLoss
 from hpctrain.planner.prediction.forecast import format_waterfall
 from hpctrain.planner.what_if import TOLERANCE, ComparedMachine
+
+LOSS_COLUMNS = (
+    "moves: masters and moments that ranks need by the next plan and do not own by the last one",
+    "lost: those that no rank has in memory any more; they come from the last checkpoint",
+    "given back: the stall, where RUN/resize asks for it and the ranks that leave hand over what they own",
+    "restarted: the stall, where they died and the same command starts the others from the last checkpoint",
+)
 
 
 def format_machines(rows: Sequence[ComparedMachine], currency: str, shows_share: bool) -> str:
@@ -33,6 +41,35 @@ def format_machines(rows: Sequence[ComparedMachine], currency: str, shows_share:
         named = {text: row.machine.name for text in row.assumed} | named
     of_others = (f"{name}: {text}" for text, name in named.items() if text not in now.assumed)
     return "\n".join([*lines, "assumed", *(f"  {text}" for text in (*now.assumed, *of_others))])
+
+
+def format_losses(rows: Sequence[PricedLoss]) -> str:
+    """Return a table of losses, after the machine without one, and what is assumed."""
+    figures = ["how many", "step, s", "tokens/s", "change", "moves, GB", "lost, GB", *(f"{road}, s" for road in ROADS)]
+    columns = table("lost", *figures, numbers=figures)
+    for priced in rows:
+        prediction, change = priced.row.prediction, priced.row.change
+        step = f"{prediction.step_seconds:,.4g}" if prediction else "-"
+        cells = [f"{priced.loss.count}", step, f"{priced.row.tokens_per_second:,.0f}"]
+        cells += ["" if priced is rows[0] else "none" if change is None else f"{change:+.1%}"]
+        sizes = [f"{each / 1e9:,.3g}" for each in (priced.moved_bytes, priced.lost_bytes)]
+        stalls = [f"{sum(parts.values()):,.3g}" for parts in priced.stall_seconds.values()]
+        columns.add_row(priced.loss.name, *cells, *(sizes + stalls if stalls else ["-"] * (2 + len(ROADS))))
+    lines = [text_of(columns), *LOSS_COLUMNS]
+    for priced in rows[1:]:
+        if priced.row.plan is None:
+            lines.append(f"{priced.loss.name}: no plan of those left: {priced.row.refusal}")
+            continue
+        lines.append(f"{priced.loss.name}: {priced.row.machine.cluster.describe()}: {priced.row.plan.describe()}")
+        for road, parts in priced.stall_seconds.items():
+            lines.append(f"  {road}: " + ", ".join(f"{part} {seconds:,.3g} s" for part, seconds in parts.items()))
+    stalled = next((priced for priced in rows if priced.stall_seconds), None)
+    if stalled is None:
+        return "\n".join(lines)
+    lines.append(
+        f"restarted: about {stalled.repeated_steps:,.3g} steps since the last checkpoint are repeated, on the mean"
+    )
+    return "\n".join([*lines, "assumed", *(f"  {text}" for text in stalled.assumed)])
 
 
 def _known(value: float | None) -> str:

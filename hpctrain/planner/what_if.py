@@ -7,7 +7,7 @@ worse. A difference below the tolerance of the search is none.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,10 @@ from hpctrain.config.clusters.cluster import Cluster, Device, Family
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, IDLE_SHARE, lookup
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.prices import FamilyPrice, PriceFile
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.forecast import BUSY, INTERACTION, Forecast
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
+from hpctrain.sharding.intervals import Interval
 
 TOLERANCE = 0.02
 """Share of a step by which two searches of one machine may differ. They did by 2.2 %, with 100 plans and with 300 for
@@ -35,6 +36,8 @@ class PossibleMachine:
     name: str
     cluster: Cluster
     assumed: tuple[str, ...] = ()
+    kept: tuple[int, ...] | None = None
+    """The ranks of the first machine that its ranks are, where it is known to be a part of it."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,10 @@ def what_if(
     def moved(number: int, other: int) -> Predictor | None:
         """Return the plan of another machine on a machine; None where it does not run or fit there."""
         theirs, here = results[other], machines[number].cluster
-        plan = moved_plan(theirs.plan, machines[other].cluster, here) if isinstance(theirs, Predictor) else None
+        part, ranks = machines[number if other == 0 else other].kept, None
+        if part is not None:  # ranks there by those here, or the other way round
+            ranks = {old: new for new, old in enumerate(part)} if other == 0 else dict(enumerate(part))
+        plan = moved_plan(theirs.plan, machines[other].cluster, here, ranks) if isinstance(theirs, Predictor) else None
         if plan is None:
             return None
         with suppress(HpctrainError):  # such as a family that computes in another dtype here
@@ -135,10 +141,11 @@ def what_if(
             return predictor if predictor.predict().fits else None
         return None
 
-    def faster(result: Predictor | HpctrainError, other: Predictor | None) -> Predictor | HpctrainError:
-        if other is None or (isinstance(result, Predictor) and _seconds(result) <= _seconds(other)):
+    def faster(result: Predictor | HpctrainError, other: Predictor | HpctrainError | None):
+        """Return the faster one; of equals the first."""
+        if not isinstance(other, Predictor):
             return result
-        return other
+        return result if isinstance(result, Predictor) and _seconds(result) <= _seconds(other) else other
 
     for number, machine in enumerate(machines):
         start = moved(number, 0) if number else None
@@ -146,12 +153,14 @@ def what_if(
             own: Predictor | HpctrainError = search(machine.cluster, _seconds(start) if start else math.inf)
         except HpctrainError as error:
             own = error
-        results.append(faster(own, start))
-    first = results[0]
-    for other in range(1, len(machines)):
-        results[0] = faster(results[0], moved(0, other))
-    if results[0] is not first:
-        results[1:] = [faster(results[number], moved(number, 0)) for number in range(1, len(machines))]
+        results.append(faster(start, own) if start else own)
+    first = None
+    while results[0] is not first:  # without the rows that a machine does not have, a plan may be faster than both
+        first = results[0]
+        for other in range(1, len(machines)):
+            results[0] = faster(results[0], moved(0, other))
+        if results[0] is not first:
+            results[1:] = [faster(results[number], moved(number, 0)) for number in range(1, len(machines))]
     rows: list[ComparedMachine] = []
     for machine, best in zip(machines, results, strict=True):
         rows.append(_row(machine, best, rows[:1], prices, mtbf_seconds, checkpoint_steps))
@@ -237,19 +246,55 @@ def power_of(name: str, family: Family, price: FamilyPrice, assumed: list[str]) 
     return watts, min(idle, watts)
 
 
-def moved_plan(plan: Plan, here: Cluster, there: Cluster) -> Plan | None:
-    """Return a plan of one cluster on the same devices of another; None where one that it uses is not there.
+def moved_plan(plan: Plan, here: Cluster, there: Cluster, ranks: Mapping[int, int] | None = None) -> Plan | None:
+    """Return a plan of one cluster on the same devices of another, by their `ranks` there. All others there rest.
 
-    Devices are the same by their table of nodes, node, family and number. Tables of the second cluster are those of the
-    first without the families that it does not have, and then new ones; or the other way round. On new devices the job
-    is not started, so that they do not even agree on the step.
+    Where some are not there, the plan goes on without the rows that they compute; None where that is all rows.
+
+    Left out: devices are the same by their table of nodes, node, family and number. Tables of the second cluster are
+    those of the first without the families that it does not have, and then new ones; or the other way round. On new
+    devices the job is not started, so that they do not even agree on the step.
     """
-    ranks = _places(there, here)
-    moved = {rank: ranks[key] for key, rank in _places(here, there).items() if key in ranks}
-    if any(rank not in moved for tile in plan.tiles for rank in tile.ranks):
+    everyone: Collection[int] = range(there.num_devices) if ranks is not None else ()
+    if ranks is None:
+        places = _places(there, here)
+        ranks = {rank: places[key] for key, rank in _places(here, there).items() if key in places}
+    left = without_rows(plan, [rank for tile in plan.tiles for rank in tile.ranks if rank not in ranks])
+    if left is None:
         return None
-    tiles = tuple(replace(tile, ranks=tuple(moved[rank] for rank in tile.ranks)) for tile in plan.tiles)
-    return replace(plan, tiles=tiles, unused=tuple(moved[rank] for rank in plan.unused if rank in moved))
+    tiles = tuple(replace(tile, ranks=tuple(ranks[rank] for rank in tile.ranks)) for tile in left.tiles)
+    idle = {ranks[rank] for rank in left.unused if rank in ranks}.union(everyone)
+    idle -= {rank for tile in tiles for rank in tile.ranks}
+    return replace(left, tiles=tiles, unused=tuple(sorted(idle)))
+
+
+def without_rows(plan: Plan, gone: Sequence[int]) -> Plan | None:
+    """Return a plan without the rows that some ranks compute, and all tiles of these. The other tiles get more rows, in
+    proportion; None where there is no other."""
+    if not gone:
+        return plan
+    dropped = [tile for tile in plan.tiles if not set(gone).isdisjoint(tile.ranks)]
+    kept = [tile for tile in plan.tiles if tile not in dropped]
+    for tile in dropped:  # grows: tiles that share rows with these, one after the other
+        more = [other for other in kept if other.rows.intersect(tile.rows).size]
+        dropped += more
+        kept = [other for other in kept if other not in more]
+    bounds = sorted({bound for tile in kept for bound in tile.rows})
+    bands = [band for band in itertools.starmap(Interval, itertools.pairwise(bounds)) if _is_inside(band, kept)]
+    total, place, places = sum(band.size for band in bands), 0, {}
+    for band in bands:
+        places[band.start] = place * plan.rows // total
+        place += band.size
+        places[band.stop] = place * plan.rows // total
+    if not kept:
+        return None
+    tiles = tuple(replace(tile, rows=Interval(places[tile.rows.start], places[tile.rows.stop])) for tile in kept)
+    idle = {rank for tile in dropped for rank in tile.ranks}.difference(gone, *(tile.ranks for tile in kept))
+    return replace(plan, tiles=tiles, unused=tuple(sorted({*plan.unused, *idle})))
+
+
+def _is_inside(band: Interval, tiles: Sequence[Tile]) -> bool:
+    return any(tile.rows.intersect(band).size for tile in tiles)
 
 
 def _places(cluster: Cluster, other: Cluster) -> Mapping[tuple, int]:

@@ -9,6 +9,7 @@ from hpctrain.config.clusters.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TopologyError
 from hpctrain.jobs.plan import command as plan
 from hpctrain.jobs.what_if import command
+from hpctrain.plan.file import parse_plan
 from hpctrain.planner.what_if import TOLERANCE
 from tests.unit.small_searches import cluster_of
 
@@ -80,3 +81,31 @@ def test_what_cannot_be_asked_is_refused(files, arguments, kind, says):
     with pytest.raises(kind) as refused:
         ask(files, *arguments)
     assert says in str(refused.value)
+
+
+def test_what_a_loss_costs_stands_below_the_plan(files):
+    where = ["search", str(files / "job.toml"), "--cluster", str(files / "now.toml"), "--budget", "20"]
+    done = CliRunner().invoke(plan, [*where, "--if-lost", "rank", "--out", str(files / "plan.toml")])
+    assert done.exit_code == 0, done.output
+    for text in (
+        "nothing",
+        "a rank of a",
+        "a rank of c",
+        "moves, GB",
+        "restarted, s",
+        "a start: 2.8 s of torch's import",
+    ):
+        assert text in done.output
+    assert "made 0.5 s, first step" in done.output
+    found = json.loads(CliRunner().invoke(plan, [*where, "--if-lost", "family", "--json"]).stdout.splitlines()[-1])
+    now, *losses = found["if_lost"]
+    assert [(loss["lost"], loss["ranks"]) for loss in losses] == [("all 2 a", [0, 1]), ("all 1 c", [2])]
+    for loss in losses:
+        assert loss["moved_bytes"] > 0 and loss["stall_seconds"]["restarted"]["first step"] == loss["step_seconds"]
+        assert loss["tokens_per_second"] <= now["tokens_per_second"] * (1 + TOLERANCE)
+
+
+def test_without_a_file_the_costs_of_losses_are_comments_of_the_plan(files):
+    where = ["search", str(files / "job.toml"), "--cluster", str(files / "now.toml"), "--budget", "20"]
+    done = CliRunner().invoke(plan, [*where, "--if-lost", "rank"])
+    assert "# nothing" in done.output and parse_plan(done.output, "printed").ranks == (0, 1, 2)

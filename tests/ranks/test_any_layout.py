@@ -14,9 +14,11 @@ from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.checkpoint.resume import verify_checkpoint
 from hpctrain.checkpoint.state import tensors_of
 from hpctrain.config.precision import Precision
+from hpctrain.config.training.optimizers import RULES
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
+from hpctrain.plan.moves import PlanState
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import all_parameters, whole_rows
 from tests.examples import costly
@@ -116,7 +118,12 @@ def test_moved_state_is_that_of_a_checkpoint_and_each_element_is_sent_once(world
         for one, other in zip(tensors, others, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (first, second)
         missing = sum(4 * int((need - had.get(key, 0) > 0).sum()) for key, need in needs.items())
-        assert sum(world.all_objects(live.bytes_sent)) == sum(world.all_objects(missing)), "each element once"
+        sent = sum(world.all_objects(live.bytes_sent))
+        assert sent == sum(world.all_objects(missing)), "each element once"
+        before, after = (PlanState(job.model, plan, job.overlap.bucket_bytes) for plan in (first, second))
+        rule, everyone = RULES[job.train.optimizer], range(world.size)
+        counted = before.moves_to(after, everyone, lambda shape: 4 + rule.moment_bytes(shape))
+        assert sent == sum(counted.values()), "as it is counted without ranks"
         if world.rank == 0:
             shutil.rmtree(folder)
 

@@ -1,10 +1,10 @@
-"""A cluster as a run finds it while it trains: of its first ranks, with devices slower or faster than their family."""
+"""A cluster as a run finds it while it trains: some of its ranks, with devices slower or faster than their family."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 
-from hpctrain.config.clusters.cluster import Cluster, Family, LinkClass, Nodes, Profile
+from hpctrain.config.clusters.cluster import Cluster, Device, Family, LinkClass, Nodes, Profile
 
 OWN_SPEED = re.compile(r"-x\d+\.\d\d$")
 
@@ -24,17 +24,26 @@ def has_own_speed(name: str) -> bool:
     return OWN_SPEED.search(name) is not None
 
 
-def with_speeds(cluster: Cluster, names: Sequence[str]) -> Cluster:
-    """Return the part of the cluster that the ranks of `names_by_speed` are, with these families."""
-    ranks = zip(names, cluster.devices, strict=False)  # a part of them
-    factors = {name: (device.family, _factor(name, device.family)) for name, device in ranks}
+def without_ranks(cluster: Cluster, lost: Collection[int]) -> Cluster:
+    """Return the part of the cluster that is left without some ranks. The others are numbered in their order."""
+    devices = [device for device in cluster.devices if device.rank not in lost]
+    return with_speeds(cluster, [device.family for device in devices], devices)
+
+
+def with_speeds(cluster: Cluster, names: Sequence[str], devices: Sequence[Device] = ()) -> Cluster:
+    """Return the part of the cluster that the ranks of `names_by_speed` are, with these families.
+
+    They are the first ranks, or those of `devices`.
+    """
+    devices = devices or cluster.devices[: len(names)]
+    factors = {name: (device.family, _factor(name, device.family)) for name, device in zip(names, devices, strict=True)}
     variants: dict[str, list[str]] = {}
     for name, (family, _) in factors.items():
         variants.setdefault(family, []).append(name)
     return Cluster(
         families={name: _slower(cluster.families[family], factor) for name, (family, factor) in factors.items()},
         fabrics=cluster.fabrics,
-        nodes=tuple(_nodes(cluster, names)),
+        nodes=tuple(_nodes(cluster, names, devices)),
         links=tuple(each for link in cluster.links for each in _links(link, variants)),
         profiles=tuple(
             _profile(profile, name, factors[name][1])
@@ -58,16 +67,16 @@ def _slower(family: Family, factor: float) -> Family:
     return family.model_copy(update=changes)
 
 
-def _nodes(cluster: Cluster, names: Sequence[str]) -> list[Nodes]:
+def _nodes(cluster: Cluster, names: Sequence[str], devices: Sequence[Device]) -> list[Nodes]:
     """Return tables that list their ranks, since devices of one family need not be neighbours any more."""
     ranks_of: dict[int, list[int]] = {}
-    for device in cluster.devices[: len(names)]:
-        ranks_of.setdefault(device.node, []).append(device.rank)
+    for rank, device in enumerate(devices):
+        ranks_of.setdefault(device.node, []).append(rank)
     tables: list[Nodes] = []
     for ranks in ranks_of.values():
         families = list(dict.fromkeys(names[rank] for rank in ranks))
         by_family = {family: [rank for rank in ranks if names[rank] == family] for family in families}
-        table = cluster.nodes[cluster.devices[ranks[0]].table]
+        table = cluster.nodes[devices[ranks[0]].table]
         counts = {family: len(of_family) for family, of_family in by_family.items()}
         order = tuple(rank for of_family in by_family.values() for rank in of_family)
         made, last = table.model_copy(update={"count": 1, "devices": counts, "ranks": order}), tables[-1:]

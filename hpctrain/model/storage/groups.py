@@ -5,30 +5,15 @@ packed for the exchange, and spread out after it (`hpctrain.model.storage.region
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hpctrain.model.parallel.axes import Axis, Following, PendingWork
 from hpctrain.plan.holdings import ShardGroup
-from hpctrain.sharding.grid_parts import GridPart
+from hpctrain.plan.stored import StoredRegion, UnitPlaces
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
-
-
-@dataclass(frozen=True)
-class StoredRegion:
-    """Consecutive elements of one box of a parameter in a group's flat array."""
-
-    parameter: Parameter
-    box: Box
-    elements: Interval
-    """The interval in the flattened box."""
-    at: Interval
-    """The interval in the group's flat array."""
-    counts: bool
-    """Whether this copy counts in norms and checkpoints, where axes do not cut the parameter."""
+from hpctrain.sharding.parameters import UnitLayout
 
 
 def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
@@ -58,25 +43,8 @@ class Places(Protocol):
         ...
 
 
-class PlacedUnits:
-    """Places of a rank's z-shards of whole units in its flat array, where they follow each other."""
-
-    def __init__(self, layouts: Sequence[UnitLayout], part: GridPart):
-        placed, self.size = [], 0
-        for layout in layouts:
-            shard = part.stored(layout)
-            placed.append((layout, shard, self.size))
-            self.size += shard.size
-        self.placed: Sequence[tuple[UnitLayout, Interval, int]] = placed
-        self._part = part
-
-    def regions(self, within: Interval) -> Iterator[StoredRegion]:
-        for layout, shard, at in self.placed:
-            for parameter, box, placed in layout.placed():
-                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
-                if stored.size:
-                    elements = stored.shift(shard.start - at - placed.start)
-                    yield StoredRegion(parameter, box, elements, stored, self._part.counts(parameter))
+class PlacedUnits(UnitPlaces):
+    """Places of whole units, in which the model computes with the flat array as it is."""
 
     def pack(self, grads: torch.Tensor) -> torch.Tensor:
         return grads

@@ -7,46 +7,37 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.model.storage.groups import Places, StoredRegion
+from hpctrain.model.storage.groups import Places
 from hpctrain.plan.holdings import Region
+from hpctrain.plan.stored import RegionPlaces
 from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import Box, UnitLayout, box_size
 
 
-class PackedRegions:
+class PackedRegions(RegionPlaces):
     """Regions of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
 
     def __init__(self, regions: Sequence[Region], part: GridPart, units: Places):
         """They are of these units."""
+        super().__init__(regions)
         self.placed: Sequence[tuple[UnitLayout, Interval, int]] = ()
         self._part = part
-        self._regions: list[tuple[Region, Interval]] = []
         self._offsets: list[tuple[int, int]] = []
-        self.size = 0
         start_of: dict[str, tuple[Box, int]] = {}
         for layout, shard, at in units.placed:
             for parameter, box, placed in layout.placed():
                 start_of[parameter.name] = box, at + placed.start - shard.start
         for region in regions:
-            self._regions.append((region, Interval(self.size, self.size + region.size)))
-            self.size += region.size
             box, start = start_of[region.parameter.name]
             width = box_size(box[1:])
             first_row, *columns = (interval.start for interval in box)
             offset = (region.rows.start - first_row) * width + region.columns.start - sum(columns)
             self._offsets.append((width, start + offset))
 
-    def regions(self, within: Interval) -> Iterator[StoredRegion]:
-        """Yield what lies in an interval of the packed array. Each element has one owner, so that all count."""
-        for region, placed in self._regions:
-            at = placed.intersect(within)
-            if at.size:
-                yield StoredRegion(region.parameter, region.box, at.shift(-placed.start), at, counts=True)
-
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
         """Yield each region, its place in the packed array, and its [rows, columns] in the flat one."""
-        for (region, at), (width, offset) in zip(self._regions, self._offsets, strict=True):
+        for (region, at), (width, offset) in zip(self.of_regions, self._offsets, strict=True):
             shape = region.rows.size, region.columns.size
             yield region, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
 
