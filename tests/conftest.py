@@ -20,8 +20,11 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 # How long an example takes says something of the machine, not of the code. A suite that tries the same examples each
 # time says something of a change; `make test-random` looks for new ones.
-settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = 40
+"""Of a rule that does not say how many it needs; new ones are 100."""
+IN_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, max_examples=EXAMPLES, **IN_TIME)
+settings.register_profile("random", **IN_TIME)
 settings.load_profile(os.environ.get("HPCTRAIN_TEST_EXAMPLES", "same"))
 
 PATIENCE = 2.5

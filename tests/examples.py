@@ -4,7 +4,7 @@ import os
 
 VARIABLE, ALL = "HPCTRAIN_TEST_EXAMPLES", "random"
 """The variable that selects the profile of examples, see tests/conftest.py, and its value for new ones each time."""
-PART = 4
+PART = 6
 
 
 def costly(count: int) -> int:

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.busy import own_seconds, seconds_of  # noqa: E402
-from tests.compilers import CACHE_VARIABLE  # noqa: E402
 from tests.results import append_result, read_results  # noqa: E402
 from tests.warm_start import MODULE, SERVER_VARIABLE, client_command, serving  # noqa: E402
 
@@ -63,6 +62,8 @@ WARM = "warm"
 """Stands for what forks a process of a server that has imported everything: see tests/warm_start.py."""
 COMPILER = "torch._inductor.compile_fx"
 """Takes a rank that compiles three seconds to import."""
+LIBRARY = "transformers.models.llama.modeling_llama"
+"""Takes each process that runs tests of one host two seconds."""
 OPTIONS = ("-p", "tests.results", "--durations", "10", "--durations-min", "5")
 PYTEST = ("python", "-m", "pytest", *OPTIONS)
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
@@ -286,7 +287,6 @@ def main(names: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
     reports, begun = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder, ExitStack() as stack:
-        os.environ[CACHE_VARIABLE] = f"{folder}/compiled"  # for all stages
         background = None
         for name in names or STAGES:
             stage = stages[name]
@@ -295,7 +295,7 @@ def main(names: list[str]) -> int:
                 stack.callback(background.close)
                 continue
             if stage.is_forked and not server_of(Path(folder)).exists():
-                stack.enter_context(serving(server_of(Path(folder)), COMPILER))
+                stack.enter_context(serving(server_of(Path(folder)), COMPILER, LIBRARY))
                 os.environ[SERVER_VARIABLE] = str(server_of(Path(folder)))
             if background and stage.is_alone:
                 reports.append(background.report())

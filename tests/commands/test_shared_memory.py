@@ -13,18 +13,18 @@ LARGE = [word for name, size in SIZES.items() for word in ("--set", f"model.{nam
 SHORT = ("--set", "train.steps=2", "--set", "train.validate_every=2", "--sample", "0")
 
 
-def train(folder, mount: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+def train(warm_start, folder, mount: str, *arguments: str) -> subprocess.CompletedProcess:
     """Train with another /dev/shm, in a namespace of mounts of its own."""
     script = f'mount -t tmpfs -o {mount} tmpfs /dev/shm && exec "$@"'
-    start = [BIN / "mpirun", "-n", str(ranks), BIN / "hpctrain", "train", "job.toml", *SHORT, *arguments]
+    start = [BIN / "mpirun", "-n", "2", *warm_start, "train", "job.toml", *SHORT, *arguments]
     command = ["unshare", "-m", "sh", "-c", script, "sh", *map(str, start)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @pytest.mark.timeout(240)
-def test_what_shared_memory_has_no_room_for_is_elsewhere(folder):
-    done = train(folder, "size=64m", 2, "--run", "small", "--set", "plan.data=2", *LARGE)
+def test_what_shared_memory_has_no_room_for_is_elsewhere(warm_start, folder):
+    done = train(warm_start, folder, "size=64m", "--run", "small", "--set", "plan.data=2", *LARGE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after 2 steps" in done.stdout
 
@@ -34,8 +34,8 @@ def test_what_shared_memory_has_no_room_for_is_elsewhere(folder):
 @pytest.mark.parametrize(
     ("mount", "remedy"), [("size=1m", "--shm-size"), ("size=16m", "--shm-size"), ("ro", "mount it read-write")]
 )
-def test_less_than_mpi_needs_is_refused_before_it_starts(folder, mount, remedy):
-    done = train(folder, mount, 2, "--run", "none")
+def test_less_than_mpi_needs_is_refused_before_it_starts(warm_start, folder, mount, remedy):
+    done = train(warm_start, folder, mount, "--run", "none")
     assert done.returncode == 82
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"hpctrain: HostError: {os.uname().nodename}:/dev/shm: ") and line.count(remedy) == 1

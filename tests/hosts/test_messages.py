@@ -27,7 +27,7 @@ HEADERS = 1.08
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("y", [2, 4])
+@pytest.mark.parametrize("y", [2, 4], ids=["two", "four"])
 def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(network, warm_start, tmp_path, y):
     """Each host is a stage of y ranks, and each microbatch is one row: whole messages would cross y times."""
     write_tokens(tmp_path / "tokens.bin")

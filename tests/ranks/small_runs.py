@@ -200,6 +200,14 @@ def go_on(world, job: Job, plan: Plan, folder: Path, steps: int, resume: bool) -
     return [m[key] for m in result for key in ("loss", "grad_norm")]
 
 
+def whole_if_resumed_exactly(world, job: Job, plan: Plan, folder: Path, before: int = 1, after: int = 2) -> list[float]:
+    """Return losses and norms of a whole run, and assert that one that is interrupted and resumed has the same bits."""
+    uninterrupted = go_on(world, job, plan, folder / "whole", before + after, resume=False)
+    first = go_on(world, job, plan, folder / "parts", before, resume=False)
+    assert first + go_on(world, job, plan, folder / "parts", after, resume=True) == uninterrupted
+    return uninterrupted
+
+
 def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]], plan: Plan | None = None) -> int:
     """Return what all ranks send in a step that is not the first, in the groups that `which` takes from a layout."""
     _, training, _ = open_datasets(job.data, job.train.seed)

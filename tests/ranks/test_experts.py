@@ -19,7 +19,14 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer, world_of
+from tests.ranks.small_runs import (
+    Alone,
+    largest_relative_difference,
+    make_job,
+    make_trainer,
+    whole_if_resumed_exactly,
+    world_of,
+)
 from tests.ranks.test_legs import DEVICES
 
 TOLERANCE, STEPS = 1e-5, 6
@@ -49,13 +56,12 @@ LAYOUTS = {
         ("dots1", {"tensor": {"y": 2}, "data": 2, "zero": 3}),
     ],
 }
-LONG = {
+DEEP = {
     "ZeRO 2": {"tensor": {"y": 2}, "data": 2, "zero": 2},
     "interleaved": {"tensor": {"y": 2}, "pipeline": 2, "virtual_stages": 2},
     "interleaved, ZeRO 1": {"pipeline": 2, "virtual_stages": 2, "data": 2, "zero": 1},
 }
-"""Layouts that are trained for longer."""
-LONG_STEPS = 20
+"""Layouts of a deeper model."""
 
 
 def job_of(tokens, family: str, plan: dict | None = None):
@@ -131,9 +137,9 @@ def test_each_layout_has_the_losses_and_biases_of_one_rank(world, tokens):
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", LONG)
-def test_twenty_steps_have_the_losses_and_biases_of_one_rank(world, tokens, name):
-    check(world, tokens, "deep", LONG[name], steps=LONG_STEPS)
+@pytest.mark.parametrize("name", DEEP)
+def test_a_deep_model_has_the_losses_and_biases_of_one_rank(world, tokens, steps, name):
+    check(world, tokens, "deep", DEEP[name], steps=steps)
 
 
 @pytest.mark.ranks(4)
@@ -146,13 +152,9 @@ def test_tiles_with_other_grids_share_whole_experts(world, tokens):
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, tokens, tmp_path_factory):
-    folder = world.broadcast_object(tmp_path_factory.mktemp("run") if world.rank == 0 else None)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, tokens, folder):
     job = job_of(tokens, "dots1", {"tensor": {"y": 2}})
-    plan = resolve_plan(job, world.size).plan
-    whole = go_on(world, job, plan, folder / "whole", 4, resume=False)
-    first = go_on(world, job, plan, folder / "cut", 2, resume=False)
-    assert first + go_on(world, job, plan, folder / "cut", 2, resume=True) == whole
+    whole_if_resumed_exactly(world, job, resolve_plan(job, world.size).plan, folder)
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan
-from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, losses, make_job
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, whole_if_resumed_exactly
 
 STEPS, FUSED = 4, "fused"
 LAYOUTS = {
@@ -53,6 +53,4 @@ def test_losses_are_those_of_one_rank_without_them(world, tokens, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_interrupted_run_has_the_same_bits(world, tokens, layout, folder):
     _, job, plan = fused_job(tokens, layout, steps=4)
-    whole = go_on(world, job, plan, folder / "whole", 4, False)
-    parts = go_on(world, job, plan, folder / "parts", 2, False) + go_on(world, job, plan, folder / "parts", 2, True)
-    assert parts == whole
+    whole_if_resumed_exactly(world, job, plan, folder)

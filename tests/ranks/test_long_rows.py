@@ -24,11 +24,11 @@ from tests.ranks.small_runs import (
     Alone,
     by,
     bytes_of_a_step,
-    go_on,
     largest_relative_difference,
     losses,
     make_job,
     rehearsed_world,
+    whole_if_resumed_exactly,
 )
 
 TOLERANCE = 1e-5
@@ -211,9 +211,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
     name = {2: "c", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
     job, plan = job_of(tokens, "gpt2"), plan_of(name, world.size)
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
-    uninterrupted = go_on(world, job, plan, folder, 4, resume=False)
-    halves = [go_on(world, job, plan, folder, 2, resume) for resume in (False, True)]
-    assert halves[0] + halves[1] == uninterrupted
+    whole_if_resumed_exactly(world, job, plan, folder)
 
 
 @pytest.mark.ranks(2, 4)

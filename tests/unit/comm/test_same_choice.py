@@ -1,5 +1,6 @@
 """Engine and predictor take the same algorithm: for all groups and sizes of plans for the ready clusters."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,9 @@ GRIDS = {
     "y, z and stages": PlanRequest(tensor=TensorSizes(y=2, z=2), pipeline=2, microbatch=4),
     "y of all devices": PlanRequest(tensor=TensorSizes(y=8), microbatch=4),
 }
-"""Plans with other groups than those of the search, whose tensor grids sum over families and nodes too."""
+"""Plans with other groups than those of the search, whose tensor grids sum over families and nodes too. Each cluster
+has one of them."""
+CASES = [(name, None) for name in DEVICES] + list(zip(DEVICES, itertools.cycle(GRIDS), strict=False))
 SIZES = [1 << power for power in range(3, 22)]
 
 
@@ -96,8 +99,7 @@ def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
     return {ranks for ranks in result if len(ranks) > 1}
 
 
-@pytest.mark.parametrize("grid", [None, *GRIDS])
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize(("name", "grid"), CASES)
 def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
     """For what the job exchanges by the plan of a search, or by another; and for all-reduces of other sizes."""
     made = ready_miniature(name)

@@ -28,7 +28,7 @@ from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import LayerContext
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
-from tests.compilers import CACHE_VARIABLE, need_compiler
+from tests.compilers import need_compiler
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 from tests.unit.model.test_model import MODELS, make_stage
 
@@ -38,8 +38,8 @@ WORKS, FAILS = Ability(True, "the same numbers"), Ability(False, "torch.compile:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> Kernels:
-    need_compiler(tmp_path_factory.getbasetemp() / "compiled")
+def kernels() -> Kernels:
+    need_compiler()
     return Kernels(Compiled())
 
 
@@ -188,7 +188,7 @@ def test_a_device_for_which_torch_is_not_built_says_so():
 
 @pytest.mark.timeout(120)
 def test_a_host_without_a_compiler_says_so(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with inductor.patch({"cpp.cxx": ("/nowhere/g++",)}):
         ability = CPU.compiles()
     assert not ability.works and "No working C++ compiler found" in ability.reason

@@ -150,7 +150,7 @@ def test_one_more_device_never_hurts(tables, more, network):
     assert after.best.seconds <= before.best.seconds + agreeing
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(1, 4), (4, 1), (2, 2), (1, 8)])
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 4), (4, 1), (2, 2)])
 def test_equal_devices_get_equal_parts(nodes, devices):
     result = best(cluster_of([("a", nodes, devices)]), batch=16, setup=setup_of(8, vocabulary=2))
     tiles = result.best.plan.tiles

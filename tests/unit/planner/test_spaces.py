@@ -256,7 +256,7 @@ def test_where_two_fabrics_are_joined_by_a_slow_one_the_pipeline_crosses_it():
 ROOMY_HOSTS = CLUSTER.model_copy(
     update={"nodes": tuple(nodes.model_copy(update={"host_memory_bytes": 10**15}) for nodes in CLUSTER.nodes)}
 )
-PATIENT = JOB.model_copy(update={"search": JOB.search.model_copy(update={"seconds": 1000.0, "plans": 600})})
+PATIENT = JOB.model_copy(update={"search": JOB.search.model_copy(update={"seconds": 1000.0, "plans": 300})})
 """Searches end by the number of plans, however busy the machine is."""
 
 

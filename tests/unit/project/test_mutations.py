@@ -16,7 +16,7 @@ KINDS += ("csv", "run folder", "checkpoint", "arguments")
 
 @pytest.mark.timeout(240)
 def test_mutated_files_end_well(request):
-    every = 19 if request.config.getoption("--thorough") else 38
+    every = 19 if request.config.getoption("--thorough") else 57
     only = [word for kind in KINDS for word in ("--only", kind)]
     command = [sys.executable, "-m", "benchmarks.mutations", "--every", str(every), *only]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=230)
