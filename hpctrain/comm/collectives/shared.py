@@ -1,9 +1,8 @@
 """The shared-memory route: ranks of one host exchange through memory that all of them see.
 
 No message is matched and nobody needs to make progress for anybody else: a rank copies its part into its own slot,
-says so by raising a counter, and reads the slots of the others. Tensors in memory from `allocate` are read where they
-are, without slots. Reductions are done by ourselves, in the order of ranks and in fp32 for half precision. So the
-result is the same on every rank and in every run.
+says so by raising a counter, and reads the slots of the others. Reductions are done by ourselves, in the order of ranks
+and in fp32 for half precision. So the result is the same on every rank and in every run.
 """
 
 from collections.abc import Sequence
@@ -51,40 +50,25 @@ class SharedCollectives(Collectives):
         self._slot_bytes = min(SLOT_BYTES, max(MIN_SLOT_BYTES, fitting))
         self._window = SharedWindow(members, 2 * self._slot_bytes)
         self._regions: list[SharedWindow] = []
-        self._readable: list[SharedWindow] = []
-        """Regions of `allocate`: each rank has its own part, and the others read it."""
         self._announced = 0
         self._slot = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
-    def allocate(self, num_bytes: int, is_common: bool = False) -> torch.Tensor | None:
-        """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
+    def allocate_common(self, num_bytes: int) -> torch.Tensor | None:
+        """Return zeroed bytes that all ranks of the group share; None where shared memory is too small for all.
 
-        Collectives on tensors inside them need no copies through slots. With `is_common` all ranks get the same memory,
-        which no collective may use. All ranks must call with the same size.
+        No collective may use them. All ranks must call with the same size.
         """
-        parts_on_host = self._ranks_on_host // self.size if is_common else self._ranks_on_host
+        parts_on_host = self._ranks_on_host // self.size
         enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= num_bytes * parts_on_host
         if not self._members.combine(enough, all):
             return None
         try:
-            region = SharedWindow(self._members, 0 if is_common and self.rank else num_bytes)
+            region = SharedWindow(self._members, 0 if self.rank else num_bytes)
         except NoRoomError:  # other groups took it meanwhile
             return None
         self._regions.append(region)
-        if not is_common:
-            self._readable.append(region)
-        return region.bytes[0 if is_common else self.rank]
-
-    def _views_of_all(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return this rank's views of all ranks' parts of a tensor; None if the tensor is not in memory of
-        `allocate`."""
-        for region in self._readable:
-            start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
-            stop = start + flat.numel() * flat.element_size()
-            if start >= 0 and stop <= region.bytes[self.rank].numel():
-                return [memory[start:stop].view(flat.dtype) for memory in region.bytes]
-        return None
+        return region.bytes[0]
 
     def _announce(self) -> Steps:
         """Announce that this rank has reached the next point, and wait until all have."""
@@ -114,13 +98,6 @@ class SharedCollectives(Collectives):
         yield from self._announce()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        if (views := self._views_of_all(flat)) is not None:
-            cuts = cut_evenly(flat.numel(), self.size)
-            own = flat[slice(*cuts[self.rank])]
-            yield from self._announce()
-            reduce_in_order([view[slice(*cuts[self.rank])] for view in views], own, op)
-            yield from self._gather_views(views, cuts)
-            return
         step = self._slot_bytes // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield from self._all_reduce_chunk(flat[start : start + step], op)
@@ -144,21 +121,7 @@ class SharedCollectives(Collectives):
             if other != self.rank:
                 chunk[slice(*cut)].copy_(copies[other][slice(*cut)])
 
-    def _gather_views(self, views: list[torch.Tensor], cuts: Sequence[Interval]) -> Steps:
-        yield from self._announce()
-        for other, cut in enumerate(cuts):
-            if other != self.rank:
-                views[self.rank][slice(*cut)].copy_(views[other][slice(*cut)])
-        yield from self._announce()  # no rank reads this rank's memory any longer
-
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        own = cuts[self.rank]
-        if (views := self._views_of_all(flat)) is not None:
-            yield from self._announce()
-            if own.size:
-                reduce_in_order([view[slice(*own)] for view in views], out, op)
-            yield from self._announce()
-            return
         step = self._slot_bytes // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             sections = [section_of(cut, start, step) for cut in cuts]
@@ -176,9 +139,6 @@ class SharedCollectives(Collectives):
                 reduce_in_order(parts, out[start : start + section.size], op)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        if (views := self._views_of_all(flat)) is not None:
-            yield from self._gather_views(views, cuts)
-            return
         step = self._slot_bytes // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             slot = self._next_slot()

@@ -302,27 +302,15 @@ class Group:
         """Wait with this group's patience for something of this rank alone, such as its device. Raises CommError."""
         wait_until(ready, lambda: awaited, self._patience)
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
-
-        All ranks must call with the same `numel`, and bring the same part of it to an operation. Blocking operations
-        work on it; started ones copy. When the group is closed it is ordinary memory.
-        """
-        memory = self._allocate(numel, dtype, device, is_common=False)
-        return torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
-
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return zeros [numel] in one memory that all ranks share; None where the group has no such memory.
 
         A writer must make sure by `barrier` that nobody reads. All ranks must call.
         """
-        return self._allocate(numel, dtype, device, is_common=True)
-
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device, is_common: bool) -> torch.Tensor | None:
         collectives = self._collectives
         if not isinstance(collectives, SharedCollectives) or device.type != "cpu" or not numel:
             return None
-        memory = collectives.allocate(numel * dtype.itemsize, is_common)
+        memory = collectives.allocate_common(numel * dtype.itemsize)
         return None if memory is None else memory.view(dtype)
 
     def abandon(self) -> None:

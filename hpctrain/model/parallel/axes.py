@@ -79,8 +79,6 @@ class Axis(Protocol):
 
     def barrier(self) -> object: ...
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None: ...
 
 
@@ -122,9 +120,6 @@ class OneRank:
         return self
 
     def barrier(self) -> object: ...
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
 
     def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         return None

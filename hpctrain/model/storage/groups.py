@@ -16,12 +16,6 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.parameters import UnitLayout
 
 
-def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
-    """Return zeros [size] for weights. Where all holders compute in one dtype (`exchanged` is None) it is memory that
-    suits their collectives, and all of them must call."""
-    return torch.zeros(size, dtype=dtype, device=device) if exchanged else holders.allocate(size, dtype, device)
-
-
 class Places(Protocol):
     """The places of what a group holds: in its flat array, and in the arrays that the model computes with."""
 
@@ -98,14 +92,14 @@ class Sharded(HeldArray):
     weights too (ZeRO 3)."""
 
     def __init__(self, shard_group: ShardGroup, holders: Axis, places: PlacedUnits, dtype, device, exchanged=None):
-        """They exchange weights in the dtype `exchanged`. All holders must call."""
+        """They exchange weights in the dtype `exchanged`."""
         ((self.layout, _, _),) = places.placed
         self.holders, self.cuts = holders, shard_group.cuts(places.size)
         own = self.cuts[holders.rank]
         grads = torch.zeros(own.size, dtype=torch.float32, device=device)
         self.keeps_weights = shard_group.zero < 3
         if self.keeps_weights:
-            super().__init__(places, weight_array(holders, places.size, dtype, device, exchanged), grads, exchanged)
+            super().__init__(places, torch.zeros(places.size, dtype=dtype, device=device), grads, exchanged)
         else:
             super().__init__(places, torch.zeros(own.size, dtype=dtype, device=device), grads, exchanged, own)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from hpctrain.model.parallel.axes import Axes, Axis, PendingWork
-from hpctrain.model.storage.groups import HeldArray, PlacedUnits, Sharded, weight_array
+from hpctrain.model.storage.groups import HeldArray, PlacedUnits, Sharded
 from hpctrain.model.storage.regions import PackedRegions
 from hpctrain.model.storage.traffic import Traffic
 from hpctrain.model.storage.units import Deferred, UnitStore, Weight
@@ -122,14 +122,14 @@ class Store:
 def _held_array(
     shard_group: ShardGroup, holders: Axis, part: GridPart, of_regions: HeldArray, dtype, wire: torch.dtype | None
 ) -> HeldArray:
-    """Make the array of a shard group, whose regions are of units in the array `of_regions`. All holders must call."""
+    """Make the array of a shard group, whose regions are of units in the array `of_regions`."""
     device = of_regions.weights.device
     units = PlacedUnits(shard_group.layouts, part)
     if shard_group.zero >= 2:
         return Sharded(shard_group, holders, units, dtype, device, wire)
     if not shard_group.regions:
-        weights = weight_array(holders, units.size, dtype, device, wire)
-        return HeldArray(units, weights, holders.allocate(units.size, torch.float32, device), wire)
+        weights = torch.zeros(units.size, dtype=dtype, device=device)
+        return HeldArray(units, weights, torch.zeros(units.size, device=device), wire)
     places = PackedRegions(shard_group.regions, part, of_regions.places)
-    weights = weight_array(holders, places.size, dtype, device, wire)
+    weights = torch.zeros(places.size, dtype=dtype, device=device)
     return HeldArray(places, weights, of_regions.grads, wire, in_use=of_regions.weights)

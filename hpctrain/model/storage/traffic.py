@@ -43,10 +43,7 @@ class Traffic:
         device: torch.device,
         keep_gathered: Collection[int],
     ):
-        """`units` are by item; those of the items `keep_gathered` stay gathered until `forget`.
-
-        All ranks of z must call.
-        """
+        """`units` are by item; those of the items `keep_gathered` stay gathered until `forget`."""
         self._units = units
         self._moving: dict[Interval, tuple[list[UnitStore], list[UnitStore]]] = {}
         self._gathers = any(not unit.stays for of_item in units.values() for unit in of_item)
@@ -58,7 +55,7 @@ class Traffic:
             sizes[block_of(item)] += sum(unit.layout.size for unit in of_item if unit.scatters)
         largest = max(sizes.values(), default=0)
         rooms = OVERLAPPED_BUFFERS if self._is_overlapped else 1
-        self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
+        self._free = deque(torch.zeros(largest, device=device) for _ in range(rooms if largest else 0))
         self._buffer: torch.Tensor | None = None
         self.scattering: deque[_Scattering] = deque()
 

@@ -55,9 +55,6 @@ class PretendedAxis:
     def barrier(self):
         assert not self.in_flight
 
-    def allocate(self, numel, dtype, device):
-        return torch.zeros(numel, dtype=dtype, device=device)
-
     def allocate_common(self, numel, dtype, device):
         return None
 
