@@ -17,7 +17,8 @@ import torch
 
 from hpctrain.comm.accelerators.compiling import try_compile
 from hpctrain.comm.accelerators.kinds import Ability
-from hpctrain.comm.accelerators.launches import Event, LaunchOrder, Stream
+from hpctrain.comm.accelerators.launches import LaunchOrder
+from hpctrain.comm.progress.operation import Event, Stream
 from hpctrain.config.errors import HpctrainError
 
 OVERFLOWS = (

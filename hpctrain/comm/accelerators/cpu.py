@@ -43,9 +43,16 @@ class CpuAccelerator(Accelerator):
         """Computing threads of the host's ranks for each core, 1 or more; set by `bind_accelerator`."""
 
     def bind(self, in_one_order: bool = True) -> None:
-        """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory."""
+        """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory.
+
+        glibc's malloc would map the activations of each step anew, a page fault for every 4 KiB. Other C libraries are
+        left alone.
+        """
         torch.set_num_threads(asked_threads() or 1)
-        keep_freed_memory()
+        with suppress(AttributeError, OSError):
+            mallopt = ctypes.CDLL(None).mallopt
+            for parameter, value in MALLOC_SETTINGS.items():
+                mallopt(parameter, value)
 
     def memory(self) -> DeviceMemory:
         """Return the memory of this process; `total` is that of the host, which its ranks share."""
@@ -105,16 +112,3 @@ def _processor_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return os.uname().machine
-
-
-def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory: each step allocates the same activations again.
-
-    Without this each of them is mapped anew, a page fault for every 4 KiB. Other C libraries are left alone.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    for parameter, value in MALLOC_SETTINGS.items():
-        mallopt(parameter, value)

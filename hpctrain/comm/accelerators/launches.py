@@ -15,33 +15,13 @@ from functools import cached_property
 from typing import Protocol
 
 from hpctrain.comm.progress.lanes import Lane
-from hpctrain.comm.progress.operation import EndingDevice, Event, Operation
+from hpctrain.comm.progress.operation import LaunchingDevice, Operation, Stream
 from hpctrain.comm.waiting import wait_until
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks for an error that a library noticed by itself, such as a lost peer."""
 MOST_IN_FLIGHT = 128
 """Most operations that may wait on a device: fewer than a flight record has slots."""
-
-
-class Stream(Protocol):
-    """A queue of work for the device."""
-
-    def wait_event(self, event: Event) -> None:
-        """Let what is queued from now on start after the event. The host does not wait."""
-        ...
-
-    def record_event(self) -> Event:
-        """Return the place after everything that is queued now."""
-        ...
-
-
-class LaunchingDevice(EndingDevice, Protocol):
-    """The interface of a device that launches need; see `Accelerator`."""
-
-    def use(self) -> None: ...
-
-    def launch_stream(self) -> Stream: ...
 
 
 class Watched(Protocol):

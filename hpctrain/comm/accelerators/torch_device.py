@@ -54,8 +54,18 @@ class TorchAccelerator(Accelerator):
 
     @cached_property
     def cupy(self) -> Any:
-        """CuPy's module, or None where it is not installed or not built for this kind."""
-        return self._given_cupy or (import_cupy() if self._kind.uses_cupy else None)
+        """CuPy's module, or None where it is missing, broken, or not built for this kind.
+
+        Raises TopologyError for a CuPy of another maker or another ROCm than torch's: a process has one such runtime.
+        """
+        if self._given_cupy or not self._kind.uses_cupy:
+            return self._given_cupy
+        try:
+            import cupy  # pyright: ignore[reportMissingImports] - an extra
+        except Exception:  # whatever a broken installation raises
+            return None
+        check_cupy(cupy.cuda, torch.version.hip)
+        return cupy
 
     def use(self) -> None:
         """Make it the current device of the calling thread: for torch, for CuPy, and for an MPI that asks the
@@ -255,19 +265,6 @@ class TorchAccelerator(Accelerator):
             torch.matmul(a, b)
         self.synchronize()
         return MEASURED_PRODUCTS * 2 * MEASURED_SIZE**3 / (time.perf_counter() - start)
-
-
-def import_cupy() -> Any:
-    """Return CuPy's module, or None where it is missing or broken.
-
-    Raises TopologyError for a CuPy of another maker or another ROCm than torch's: a process can have one such runtime.
-    """
-    try:
-        import cupy  # pyright: ignore[reportMissingImports] - an extra
-    except Exception:  # whatever a broken installation raises
-        return None
-    check_cupy(cupy.cuda, torch.version.hip)
-    return cupy
 
 
 def check_cupy(cuda: Any, hip: str | None) -> None:

@@ -196,10 +196,8 @@ def operation_seconds(accelerator: Accelerator, seconds: float) -> float:
     weight = torch.ones(8, 8, device=accelerator.device, requires_grad=True)
     data = torch.ones(8, 8, device=accelerator.device)
 
-    def both_passes() -> None:
-        torch.nn.functional.gelu(data @ weight).sum().backward()
-
-    return seconds_of(both_passes, accelerator, seconds) / SMALL_OPERATIONS
+    both_passes = seconds_of(lambda: torch.nn.functional.gelu(data @ weight).sum().backward(), accelerator, seconds)
+    return both_passes / SMALL_OPERATIONS
 
 
 # Products short enough that many are computed while bytes move, and large enough to keep the device busy.

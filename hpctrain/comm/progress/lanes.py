@@ -134,16 +134,13 @@ class ProgressEngine:
                 return
             self._submitted.clear()
             pause = FIRST_SLEEP_SECONDS if self.poll() else min(2 * pause, LONGEST_SLEEP_SECONDS)
-            known = self._not_before() - time.monotonic() - WAKE_SECONDS
+            with self._lock:  # before that time no lane moves by itself; 0: polling may help at any time
+                not_before = min((lane.not_before() for lane in self._lanes if lane.queue), default=0.0)
+            known = not_before - time.monotonic() - WAKE_SECONDS
             if known > pause:
                 self._submitted.wait(min(known, LONGEST_KNOWN_SLEEP_SECONDS))
             else:
                 time.sleep(pause)
-
-    def _not_before(self) -> float:
-        """Return the `time.monotonic` before which no lane moves by itself; 0: polling may help at any time."""
-        with self._lock:
-            return min((lane.not_before() for lane in self._lanes if lane.queue), default=0.0)
 
     def finish(self) -> None:
         """Wait for the operations in flight on all lanes."""

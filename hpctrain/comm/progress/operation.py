@@ -28,8 +28,24 @@ class Event(Protocol):
         ...
 
 
-class EndingDevice(Protocol):
-    """A device that runs whole operations and records their ends."""
+class Stream(Protocol):
+    """A queue of work for a device."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on start after the event. The host does not wait."""
+        ...
+
+    def record_event(self) -> Event:
+        """Return the place after everything that is queued now."""
+        ...
+
+
+class LaunchingDevice(Protocol):
+    """A device that runs whole operations and records their ends; see `Accelerator`."""
+
+    def use(self) -> None: ...
+
+    def launch_stream(self) -> Stream: ...
 
     def wait_for(self, event: Event) -> None: ...
 
@@ -65,7 +81,7 @@ class Operation:
         steps: Steps,
         patience: Patience,
         is_overlapped: bool = False,
-        device: EndingDevice | None = None,
+        device: LaunchingDevice | None = None,
         kept: Sequence[object] = (),
     ):
         """An overlapped operation continues while the rank computes, until the rank waits for it.

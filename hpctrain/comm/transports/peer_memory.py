@@ -63,10 +63,7 @@ class PeerMemory:
             self.sent += 1
             return self._copy(slot[: part.data.numel()], part.data)
 
-        def may_fill() -> bool:
-            return self.sent - self._peer[EMPTIED] < SLOTS and queued.query()
-
-        stage = MessageStage(fill, may_fill)
+        stage = MessageStage(fill, lambda: self.sent - self._peer[EMPTIED] < SLOTS and queued.query())
         return Message(parts, [stage], num_ordered=2, end=lambda part: self._note(FILLED))
 
     def receive(self, parts: Sequence[torch.Tensor], queued: Event) -> Message:
