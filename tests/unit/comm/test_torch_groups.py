@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from hpctrain.comm.accelerators.kinds import CUDA, KINDS
 from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
 from hpctrain.comm.bind import native_ability
+from hpctrain.comm.collectives.flat import SilentCollectives
 from hpctrain.comm.collectives.native import NativeCollectives, library_ability
 from hpctrain.comm.collectives.streamed import StreamedCollectives
 from hpctrain.comm.progress.instruments import Instruments
@@ -60,7 +61,8 @@ def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits
         native = object.__new__(NativeCollectives)
         native._group = GroupOnDevice(accelerator, done, name)
         native.sums, native.name, native.rank, native.size = [torch.float32], "NCCL", 0, 2
-        native._accelerator = accelerator
+        native._accelerator, native._host = accelerator, SilentCollectives(0, 2)
+        assert not list(native.steps("barrier", torch.empty(0))), "what is not for the library is the host's"
         values = torch.zeros(3)
         collectives = StreamedCollectives(native, accelerator, None, [native])
         operation = Operation(
