@@ -78,6 +78,18 @@ def dtfm() -> PublishedSet:
     return summary("DT-FM, 3 to 64 V100 on slow links", "dtfm_v100.csv")
 
 
+def long_rows() -> PublishedSet:
+    """Rows of 4 thousand to a million positions in fp8, with context parallelism.
+
+    Llama 2 7B on H100 and Llama 3 8B on B200 by NeMo 24.03 and 25.04 (NVIDIA/NeMo, docs/source/performance/
+    performance_long_sequence.md at 0aa2671, and later). Seconds follow from the operations that its flops_formulas.py
+    counts, with all pairs of positions. Assumed: 4 Mi tokens a step on H100, as is told of B200. At 24.03 Transformer
+    Engine had FlashAttention 2 where keys and values go around. Llama 3.1 8B and 405B by torchtitan (tables 2 and 6 of
+    the file that `published.torchtitan` names), all recomputed. One row a microbatch is assumed, and memory is what
+    torch has reserved."""
+    return summary("long rows in fp8, H100 and B200", "long_rows_fp8.csv")
+
+
 def golden_memory() -> list[tuple[str, float, float]]:
     """Return of Megatron-LM's own functional tests what torch allocated on the last rank at the peak: (name, bytes as
     published, bytes as predicted). Small models on 4 or 8 A100, H100 and GB200 (NVIDIA/Megatron-LM at d98e8a6)."""
@@ -90,5 +102,5 @@ def golden_memory() -> list[tuple[str, float, float]]:
 
 
 def held_out_sets() -> list[PublishedSet]:
-    sets = dgxc, mlperf, megatron_bridge, flagperf, gipfelsturm, internevo, nanotron, yafsdp, diloco, dtfm
+    sets = dgxc, mlperf, megatron_bridge, flagperf, gipfelsturm, internevo, nanotron, yafsdp, diloco, dtfm, long_rows
     return [each() for each in sets]

@@ -43,6 +43,8 @@ class PlanRequest(Table):
     sequence_parallel: bool = False
     """Cut hidden states by positions over y, outside of attention and feed-forward parts: norms, activations that are
     kept and messages between stages are a y-th as large."""
+    exchange_heads: bool = False
+    """Where c cuts positions, exchange heads for positions in attention (Ulysses), and gather no keys and values."""
     pipeline: RankCount = 1
     """Pipeline stages (PP)."""
     data: RankCount = 1

@@ -89,7 +89,7 @@ class Stage:
     ) -> tuple[torch.Tensor, Saved]:
         """Run all layers on token ids (first stage) or hidden states; return hidden states or the summed loss.
 
-        `targets` are for the last stage; with `starts`, int64 [rows, positions], attention begins at each token's own.
+        `targets` are for the last stage; with `starts`, int64 [rows, all positions], attention begins at a token's own.
         Without `training` nothing is saved, and the loss is there at once; see `Saved.loss`.
         """
         saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))

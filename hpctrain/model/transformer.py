@@ -25,7 +25,7 @@ from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
 from hpctrain.model.operators.norm import NormLayer
 from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
-from hpctrain.model.parallel.context import gather_context
+from hpctrain.model.parallel.context import see_context
 from hpctrain.model.recompute import Dropping, KeepingInputs
 from hpctrain.model.storage.store import Store
 from hpctrain.model.storage.units import Weight
@@ -153,8 +153,9 @@ class Embedding(LayerModule):
             return hidden
         positions, places = self.axes.positions(ids.shape[1], self.first()), None
         if documents is not None:
-            own = torch.cat([torch.arange(*each, device=ids.device) for each in self.axes.context(ids.shape[1])])
-            places = own - documents.starts
+            own = self.axes.context(ids.shape[1])
+            parts = [torch.arange(*each, device=ids.device) - documents.starts[:, slice(*each)] for each in own]
+            places = torch.cat(parts, dim=1)
             places = places.tensor_split(y.size, dim=1)[y.rank] if is_cut else places
         return add_positions(hidden, self.positions[0], positions, places)
 
@@ -278,17 +279,15 @@ class Block(LayerModule):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, documents: Documents | None
     ) -> torch.Tensor:
         """Return attention's mix of values. With selective recomputing autograd does not keep scores with a cap."""
-        positions = self.axes.context(queries.shape[2], self.cache.length if self.cache else 0)
+        first = self.cache.length if self.cache else 0
         if self.cache:
             keys, values = self.cache.extended(keys, values)
-        keys, values = context = gather_context(keys, values, self.axes.c, self.dropping)
-        backend, attention = self.kernels.attention, self.attention_description
-        attending = partial(attend_at, attention=attention, positions=positions, documents=documents, backend=backend)
+        seen = see_context(queries, keys, values, self.axes, first, self.dropping)
+        backend, attention, places = self.kernels.attention, self.attention_description, seen.positions
+        attending = partial(attend_at, attention=attention, positions=places, documents=documents, backend=backend)
         if self._recompute == "selective" and attention.score_cap is not None:
             attending = partial(KeepingInputs.apply, attending)
-        mixed = self.computed_in("attention", attending, queries, keys, values)
-        del context  # until here it can be computed again, where it is dropped
-        return mixed
+        return seen.restore(self.computed_in("attention", attending, *seen.heads))
 
 
 class Head(LayerModule):

@@ -33,6 +33,10 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
     if grid.sequence_parallel and grid.y == 1:
         raise PlanError(f"{where}: sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y")
     c, y = grid.context_parts, grid.position_parts
+    if grid.exchanges_heads and c == 1:
+        raise PlanError(
+            f"{where}: exchange_heads is of ranks that cut positions, and tensor c = 1; remove it, or raise c"
+        )
     if c > 1 and sequence_length % (2 * c):
         raise PlanError(
             f"{where}: tensor c = {c} cuts the {sequence_length} positions of data.sequence_length into {2 * c}"

@@ -58,6 +58,7 @@ class _TileTable(Table):
     ranks: Ranks
     tensor: TensorSizes = TensorSizes()
     sequence_parallel: bool = False
+    exchange_heads: bool = False
     family: str = "cpu"
     recompute: Literal["none", "selective", "full"] = "none"
     zero: ZeroStage = 1
@@ -104,8 +105,8 @@ def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore, is_typ
             Interval(*t.items),
             Interval(*t.rows),
             t.ranks,
-            TensorGrid(**t.tensor.sizes, sequence_parallel=t.sequence_parallel),
-            **t.model_dump(exclude={"items", "rows", "ranks", "tensor", "sequence_parallel"}),
+            TensorGrid(**t.tensor.sizes, sequence_parallel=t.sequence_parallel, exchanges_heads=t.exchange_heads),
+            **t.model_dump(exclude={"items", "rows", "ranks", "tensor", "sequence_parallel", "exchange_heads"}),
         )
         for t in table.tile
     )
@@ -149,6 +150,7 @@ def dump_plan(plan: Plan) -> str:
         }
         values |= {key: value for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1}
         values |= {"sequence_parallel": True} if grid.sequence_parallel else {}
+        values |= {"exchange_heads": True} if grid.exchanges_heads else {}
         values |= {"extra_warmup": tile.extra_warmup} if tile.extra_warmup else {}
         values |= {"offload": tile.offload} if tile.offload != "none" else {}
         lines += ["", "[[tile]]", *_pairs(values)]

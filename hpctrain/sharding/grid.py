@@ -59,7 +59,8 @@ class Coordinate(NamedTuple):
 class TensorGrid(NamedTuple):
     """The size of each axis of a tensor grid.
 
-    With `sequence_parallel` y also cuts hidden states by positions, outside of attention and feed-forward parts.
+    With `sequence_parallel` y also cuts hidden states by positions, outside of attention and feed-forward parts. With
+    `exchanges_heads` ranks of c exchange heads for positions in attention; else they gather keys and values.
     """
 
     x: int = 1
@@ -67,6 +68,7 @@ class TensorGrid(NamedTuple):
     z: int = 1
     c: int = 1
     sequence_parallel: bool = False
+    exchanges_heads: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -105,6 +107,11 @@ class TensorGrid(NamedTuple):
     def context_parts(self) -> int:
         """Number of parts into which the positions of a row are cut for all that ranks compute, but keys and values."""
         return self.num_parts(CUTTING_CONTEXT)
+
+    @property
+    def head_parts(self) -> int:
+        """Number of parts into which attention cuts the heads that a rank has products of."""
+        return self.context_parts if self.exchanges_heads else 1
 
     @property
     def position_parts(self) -> int:
@@ -151,7 +158,7 @@ class TensorGrid(NamedTuple):
 
     def __str__(self) -> str:
         """Return `TP4` for a grid that is y alone, else `TP8 (x=2, y=4)`; `TP4+SP` where it is sequence parallel."""
-        suffix = "+SP" if self.sequence_parallel else ""
+        suffix = "+SP" * self.sequence_parallel + ", heads exchanged" * self.exchanges_heads
         if self.size == self.y:
             return f"TP{self.y}{suffix}"
         return f"TP{self.size}{suffix} ({', '.join(f'{axis}={n}' for axis, n in self.sizes.items() if n > 1)})"

@@ -311,3 +311,10 @@ def _check_block(model: Model, attention: Attention, mlp: Mlp, grid: TensorGrid)
             f"tensor y = {grid.y} is more than model.num_kv_heads {attention.kv_heads} and not a multiple of it;"
             f" set y to a multiple or a divisor of {attention.kv_heads}"
         )
+    queries, keys, parts = attention.heads // grid.y, max(1, attention.kv_heads // grid.y), grid.head_parts
+    if queries % parts or (keys % parts and parts % keys):
+        raise PlanError(
+            f"exchange_heads cuts a rank's {queries} heads, and its {keys} of keys and values, into tensor c = {parts}"
+            " parts; set c so that it divides the heads, and divides those of keys and values or is a multiple of them,"
+            " or set exchange_heads to false"
+        )

@@ -77,6 +77,9 @@ TILINGS = {
         "c": whole((0, 1), c=2),
         "c of one row at a time, selectively recomputed": whole((1, 0), c=2, recompute="selective", row_chunks=4),
         "c and all recomputed": whole((0, 1), c=2, recompute="full"),
+        "heads": whole((0, 1), c=2, exchanges_heads=True),
+        "heads, selectively recomputed": whole((1, 0), c=2, exchanges_heads=True, recompute="selective", row_chunks=4),
+        "heads, all recomputed": whole((0, 1), c=2, exchanges_heads=True, recompute="full"),
     },
     4: {
         "c of four": whole((0, 1, 2, 3), c=4),
@@ -107,6 +110,13 @@ TILINGS = {
             for items, ranks in (((0, 2), (0, 1)), ((2, 3), (2, 3)), ((3, 4), (0, 1)), ((4, LAST), (2, 3)))
         ),
         "zero-bubble": (tile((0, 3), (0, 4), (0, 1), c=2), tile((3, LAST), (0, 4), (2, 3), c=2)),
+        "heads of four": whole((0, 1, 2, 3), c=4, exchanges_heads=True),
+        "heads, y that cuts positions": whole((3, 1, 2, 0), y=2, c=2, sequence_parallel=True, exchanges_heads=True),
+        "heads and z": whole((0, 1, 2, 3), z=2, c=2, zero=0, exchanges_heads=True, recompute="selective"),
+        "heads, then c, zero-bubble": (
+            tile((0, 3), (0, 4), (0, 1), c=2, exchanges_heads=True),
+            tile((3, LAST), (0, 4), (2, 3), c=2),
+        ),
     },
     8: {
         "c of eight": whole(tuple(range(8)), c=8),
@@ -117,12 +127,13 @@ TILINGS = {
             tile((3, LAST), (0, 2), (4, 5), c=2, zero=0),
             tile((3, LAST), (2, 4), (6, 7), x=2, zero=0),
         ),
+        "heads of two by two": whole(tuple(range(8)), y=2, z=2, c=2, exchanges_heads=True),
     },
 }
 
 
 def plan_of(name: str, size: int) -> Plan:
-    schedule = "zb-h1" if name == "zero-bubble" else "1f1b"
+    schedule = "zb-h1" if "zero-bubble" in name else "1f1b"
     return Plan(TILINGS[size][name], MICROBATCHES, ROWS, schedule)
 
 
@@ -169,8 +180,9 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", MODELS)
 def test_windows_and_caps_have_the_losses_of_one_rank(world, tokens, steps, model):
-    result = curve(world, job_of(tokens, model), plan_of("c", 2), steps)
-    assert largest_relative_difference(result, one_rank(world, tokens, model, steps)) < TOLERANCE
+    for name in ("c", "heads"):
+        result = curve(world, job_of(tokens, model), plan_of(name, 2), steps)
+        assert largest_relative_difference(result, one_rank(world, tokens, model, steps)) < TOLERANCE, name
 
 
 @pytest.mark.ranks(2, 4)
@@ -188,7 +200,8 @@ def test_documents_and_prompts_have_the_losses_of_one_rank(world, folder, model)
     job = job_of(folder / "packed.h5", model)
     job = job.model_copy(update={"data": job.data.model_copy(update={"mask_documents": True})})
     expected = world.on_first_rank(lambda: losses(Alone(), job, 4, plan=Plan(whole((0,)), 2, ROWS)))
-    for name in ["c"] if world.size == 2 else ["c of four", "y that cuts positions, and c"]:
+    names = {2: ["c", "heads"], 4: ["c of four", "y that cuts positions, and c", "heads of four"]}
+    for name in names[world.size]:
         assert largest_relative_difference(curve(world, job, plan_of(name, world.size), 4), expected) < TOLERANCE, name
 
 
@@ -208,7 +221,7 @@ def test_what_is_overlapped_changes_no_bit(world, tokens, name):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, dtype):
-    name = {2: "c", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
+    name = {2: "heads", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
     job, plan = job_of(tokens, "gpt2"), plan_of(name, world.size)
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     whole_if_resumed_exactly(world, job, plan, folder)
@@ -227,6 +240,26 @@ def test_c_moves_the_keys_and_values_of_each_block(world, tokens, recompute, mon
     passes = 2 if recompute == "none" else 3
     sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c])
     assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_an_exchange_moves_each_head_once(world, tokens, recompute, kv_heads, monkeypatch):
+    """fp32; a rank keeps an n-th of what it has. Queries, keys, values and the result move forward, again where all is
+    recomputed, and their gradients. Keys and values of fewer heads than ranks are sent to several of them."""
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
+    n = world.size
+    job = make_job(
+        tokens, "llama", {"tensor": {"c": n}, "exchange_heads": True, "microbatch": 8, "recompute": recompute}
+    )
+    job = job.model_copy(update={"model": job.model.model_copy(update={"num_kv_heads": kv_heads})})
+    numbers, head_size = 16 * 16, job.model.hidden_size // job.model.num_heads
+    passes = 3 if recompute == "full" else 2
+    sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c])
+    of_token = 2 * job.model.num_heads + 2 * max(kv_heads, n)
+    assert sent == 4 * passes * job.model.num_layers * numbers * of_token * head_size * (n - 1) // n
 
 
 DEVICE = PretendDevice(memory_bytes=400_000_000, memory_bytes_per_second=4e9, flops_per_second={"fp32": 1e9})

@@ -27,6 +27,12 @@ WITH_MESSAGES = {
     "c, gathering again": ("gemma2", {"tensor": {"c": 4}, "microbatch": 4, "recompute": "selective"}),
     "c, norms of heads": ("qwen3", {"tensor": {"c": 4}, "microbatch": 4}),
     "c, a window in a pipeline": ("gemma3", {"tensor": {"c": 2}, "pipeline": 2, "microbatch": 4}),
+    "heads, all kept": ("llama", {"tensor": {"c": 4}, "exchange_heads": True, "microbatch": 4}),
+    "heads, learned positions": ("gpt2", {"tensor": {"c": 2, "y": 2}, "exchange_heads": True, "microbatch": 4}),
+    "heads, norms": (
+        "qwen3",
+        {"tensor": {"c": 4}, "exchange_heads": True, "microbatch": 4, "recompute": "selective"},
+    ),
     "chunks": ("llama", {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2}),
 }
 FEW_ROWS = {

@@ -83,7 +83,8 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
         return ONE_RANK if len(ranks) == 1 else world.group(ranks, name, overlapped=bool(overlapped))
 
     along = {name: group(ranks, name, getattr(overlap, AXES[name].overlap)) for name, ranks in role.axes.items()}
-    axes = Axes(**along, sequence_parallel=role.tiles[0].tensor.sequence_parallel)
+    grid = role.tiles[0].tensor
+    axes = Axes(**along, sequence_parallel=grid.sequence_parallel, exchanges_heads=grid.exchanges_heads)
     shard_groups = role.holding.shard_groups
     sets = dict.fromkeys(shard_group.ranks for shard_group in shard_groups)
     made = {ranks: group(ranks, "data", overlap.data) for ranks in sets}

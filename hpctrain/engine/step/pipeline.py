@@ -295,10 +295,13 @@ class Pipeline:
     def _tokens(
         self, batch: Batch, stage: Stage, microbatch: int, row_chunk: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
+        """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed.
+
+        Documents are those of whole rows, for a rank attends to positions of others too.
+        """
         rows = self._row_chunks[row_chunk].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
-        starts = None if starts is None else self._on_device(self._own(starts))
+        starts = None if starts is None else self._on_device(starts)
         if not (stage.is_first or stage.is_last):
             return None, None, starts
         tokens = batch.rows(rows)

@@ -26,7 +26,7 @@ class Documents:
     """
 
     def __init__(self, starts: torch.Tensor):
-        """`starts`, int64 [rows, positions], is where in its row each token's document starts."""
+        """`starts`, int64 [rows, all positions], is where in its row each token's document starts."""
         self.starts = starts
         self._masks: dict[tuple, Any] = {}
 
@@ -192,7 +192,7 @@ def attend_at(
         own = slice(before, before + interval.size)
         before = own.stop
         seen = slice(max(0, interval.start + 1 - (attention.window or interval.stop)), interval.stop)
-        inside = documents and documents.of(own, seen.start)
+        inside = documents and documents.of(slice(*interval), seen.start)
         first = interval.start - seen.start
         mixed.append(
             attend(queries[:, :, own], keys[:, :, seen], values[:, :, seen], attention, first, inside, backend=backend)

@@ -142,6 +142,8 @@ class Axes:
     c: Axis = ONE_RANK
     sequence_parallel: bool = False
     """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""
+    exchanges_heads: bool = False
+    """Whether ranks of c exchange heads for positions in attention, and gather no keys and values."""
 
     @property
     def storing(self) -> Axis:

@@ -5,7 +5,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
-from hpctrain.planner.prices.cost import busiest_share, computed_pairs, heads_on
+from hpctrain.planner.prices.cost import busiest_share, computed_pairs, exchanged_features, heads_on
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -106,14 +106,17 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
 
 
 def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
-    """Return the bytes of a row that the backward pass of attention computes with where c gathers keys and values.
+    """Return the bytes of a row that the backward pass of attention computes with where c cuts positions.
 
-    They are gradients of all positions: for each head of queries, as flash attention has them, and as they are
-    scattered. Keys and values that are gathered again are there too.
+    They are gradients of all positions: of keys and values for each head of queries, as flash attention has them, and
+    as they are scattered. Keys and values that are gathered again are there too. Of exchanged heads they are those of
+    queries, keys and values, as attention returns them, and as they are sent.
     """
     attention = setup.branches(layer)[0] if setup.is_block(layer) else None
     if attention is None or grid.context_parts == 1:
         return 0.0
+    if grid.head_parts > 1:
+        return 2 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
     copies = 2 if recompute == "selective" else 1
     return 2 * setup.positions * grid.context_parts * (query + copies * key) * setup.item_bytes
@@ -176,9 +179,9 @@ def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
 
     They are sums of exponentials; with a cap, tanh and exponential of each score.
     """
-    heads = attention.heads / grid.y
+    heads = attention.heads / grid.y / grid.head_parts
     if attention.score_cap is None:
-        return setup.positions * heads * STATISTIC_BYTES
+        return setup.attending.positions * heads * STATISTIC_BYTES
     return computed_pairs(setup, attention.window) * heads * CAPPED_BYTES
 
 
@@ -306,12 +309,21 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
 
 
 def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: bool) -> float:
-    """Return the bytes that a rank keeps of a row because it gathers keys and values over c: those of all ranks, in
-    place of its own where attention read them from a tensor that nobody else keeps; or, where they are gathered again,
-    a copy of its own."""
+    """Return the bytes that a rank keeps of a row because c cuts positions.
+
+    Gathered keys and values are those of all ranks, in place of its own where attention read them from a tensor that
+    nobody else keeps; or, where they are gathered again, a copy of its own. Exchanged heads are kept in place of its
+    own, unless norms keep these; and attention's result before it is moved back.
+    """
     if grid.context_parts == 1:
         return 0.0
     query, key = heads_on(attention, grid)
+    if grid.head_parts > 1:
+        features = grid.head_parts * sum(exchanged_features(attention, grid)) - query - 2 * key
+        features += (query + 2 * key) * (attention.head_norm is not None)
+        if not drops and attention.score_cap is None:
+            features -= (query + key) * (attention.rotary is not None or attention.head_norm is not None)
+        return setup.item_bytes * setup.positions * features
     features = 2 * key * (1 if drops else grid.context_parts)
     if attention.score_cap is None:
         features += query  # kernels keep the result of each interval, and the next product keeps them as one tensor

@@ -31,6 +31,9 @@ CAPPED_SCORES_PASSED = 18, 24
 CONTEXT_OPERATIONS = 7, 6
 """Operations that c adds to attention, forward and backward, but for the copies of each interval: keys and values are
 put together and among those of others; a second interval of queries is attended to, and joined with the first."""
+EXCHANGE_OPERATIONS = 9
+"""Operations of an exchange of heads for each rank of c, forward or backward: of queries, keys and values three copies
+for a rank and two from it; of the result two and one; and one for memory."""
 EXPERT_OPERATIONS = 24, 20
 """Operations of a mixture of experts that are no products, forward and backward: the router's, sorts, gathers, sums."""
 ALIGNED = 8
@@ -163,13 +166,17 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     rotary = tokens * (query + key) if attention.rotary else 0
     normed = tokens * (query + key) if attention.head_norm else 0
     core, core_backward = _attention(setup, attention, rows, grid)
-    gathered, scattered = _context(setup, grid, tokens * 2 * key)
+    if grid.head_parts > 1:
+        moved = [_exchange(setup, grid, attention, tokens)] * 2
+    else:
+        moved = _context(setup, grid, tokens * 2 * key)
     work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
-    work.parts[1:1] = [PassWork(passed_bytes=forward), gathered, core]
-    backward_input = PassWork.joined((work.backward_input, core_backward, scattered, PassWork(passed_bytes=backward)))
+    work.parts[1:1] = [PassWork(passed_bytes=forward), moved[0], core]
+    backward_input = PassWork.joined((work.backward_input, core_backward, moved[1], PassWork(passed_bytes=backward)))
     again = computed_again(setup, grid, tokens, attention, forward)
-    again = PassWork.joined((again, gathered))
+    if grid.head_parts == 1:  # what was exchanged is kept
+        again = PassWork.joined((again, moved[0]))
     if attention.score_cap is not None or not setup.engine.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
@@ -189,6 +196,22 @@ def _context(setup: Setup, grid: TensorGrid, numbers: int) -> tuple[PassWork, Pa
         exchange = Exchange(CONTEXT, operation, whole)
         works.append(PassWork([], 2.0 * whole + 4.0 * whole / c, count + 2 * c, [exchange]))
     return works[0], works[1]
+
+
+def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, tokens: int) -> PassWork:
+    """Return what c exchanges of heads in one pass: queries, keys and values, and attention's result, or their
+    gradients. They are put together, cut by rank, and put in order: each is read and written."""
+    there, back = (grid.head_parts * size * tokens * setup.item_bytes for size in exchanged_features(attention, grid))
+    exchanges = [Exchange(CONTEXT, "all_to_all", int(num_bytes)) for num_bytes in (there, back)]
+    return PassWork([], 6.0 * there + 4.0 * back, EXCHANGE_OPERATIONS * grid.head_parts, exchanges)
+
+
+def exchanged_features(attention: Attention, grid: TensorGrid) -> tuple[float, float]:
+    """Return the features of queries, keys and values that a rank has of each position after an exchange of heads, and
+    of the result. Keys and values of fewer heads than ranks are there for several of them."""
+    query, key = (features / attention.head_size for features in heads_on(attention, grid))
+    query, key = query / grid.head_parts, max(1.0, key / grid.head_parts)
+    return (query + 2 * key) * attention.head_size, query * attention.head_size
 
 
 def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
@@ -329,7 +352,8 @@ def _labelled(item: str, rows: int, cost: LayerCost) -> LayerCost:
 
 def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) -> tuple[PassWork, PassWork]:
     """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
-    positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y)
+    setup = setup.attending
+    positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y // grid.head_parts)
     flash, passes = setup.engine.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
@@ -352,6 +376,7 @@ def computed_pairs(setup: Setup, window: int | None) -> int:
 
     Queries of each interval of positions have all keys up to its end, from the first one that a window shows.
     """
+    setup = setup.attending
     parts = cut_zigzag(setup.positions * setup.context_parts, setup.context_parts)
     return max(sum(own.size * min(own.stop, own.size + (window or own.stop) - 1) for own in part) for part in parts)
 

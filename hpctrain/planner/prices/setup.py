@@ -163,6 +163,8 @@ class Setup:
     context_parts: int = 1
     """Number of parts into which c, or other software's context parallelism, cuts the positions of a row. `positions`
     are those of one part, whose queries see the keys of all parts."""
+    exchanges_heads: bool = False
+    """Whether attention is of all positions of a row, and of a part of the heads, which ranks of c have exchanged."""
     tensor_parts: int | None = 1
     """Number of parts into which blocks cut products next to collectives of x and y. None: a search chooses it
     (`prediction/cut_products.py`); without a search products stay whole."""
@@ -279,16 +281,23 @@ class Setup:
         )
 
     @cached_property
-    def _by_parts(self) -> dict[int, Self]:
-        return {1: self}
+    def _by_parts(self) -> dict[tuple[int, bool], Self]:
+        return {(1, False): self}
 
     def on(self, grid: TensorGrid) -> Self:
         """Return the setup as a rank of a grid sees it: with its own positions of each row, where c cuts them."""
-        parts = grid.context_parts
-        if parts not in self._by_parts:
+        key = parts, exchanges = grid.context_parts, grid.exchanges_heads
+        if key not in self._by_parts:
             own = replace(self, positions=-(-self.positions // parts), context_parts=self.context_parts * parts)
-            self._by_parts[parts] = own
-        return self._by_parts[parts]
+            self._by_parts[key] = replace(own, exchanges_heads=exchanges)
+        return self._by_parts[key]
+
+    @cached_property
+    def attending(self) -> Self:
+        """Return the setup as attention sees it: with the positions of its queries."""
+        if not self.exchanges_heads:
+            return self
+        return replace(self, positions=self.positions * self.context_parts, context_parts=1, exchanges_heads=False)
 
     @property
     def context_sizes(self) -> list[int]:

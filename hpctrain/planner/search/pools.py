@@ -53,12 +53,13 @@ class Pool:
         """Return all tensor grids that fit on a node, small ones first.
 
         Those of y alone are there with c of some sizes too: it cuts rows that are so long that there are few, which x
-        and z do not help.
+        and z do not help. Ranks of c gather keys and values, or exchange heads.
         """
         most = max(map(len, self.nodes))
         sizes = (each for each in itertools.product(range(1, most + 1), repeat=3) if math.prod(each) <= most)
         grids = list(itertools.starmap(TensorGrid, sizes))
-        grids += [TensorGrid(y=y, c=c) for c in context_sizes for y in range(1, most // c + 1)]
+        for c, exchanges in itertools.product(context_sizes, (False, True)):
+            grids += [TensorGrid(y=y, c=c, exchanges_heads=exchanges) for y in range(1, most // c + 1)]
         return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z, grid.c))
 
 

@@ -277,8 +277,14 @@ class StageCosts:
         """Return the grids that have room on a node of a pool and cut the model, where y cuts positions too.
 
         Where a grid whose y cuts no positions is faster, it is there as well: the other needs less memory, and sends
-        less.
+        less. Keys and values are gathered where an exchange of heads is not possible, or not faster: it needs less
+        memory.
         """
+
+        def is_faster(one: TensorGrid, other: TensorGrid) -> bool:
+            both = [[self.passes(number, each, BLOCK, rows) for each in (one, other)] for rows in COMPARED_ROWS]
+            return all(own <= that for pair in both for own, that in zip(*pair, strict=True))
+
         result = []
         for grid in self.pools[number].grids(self.setup.context_sizes):
             try:
@@ -290,10 +296,9 @@ class StageCosts:
             if not is_finer or self.setup.positions % (cut.context_parts * cut.position_parts):
                 result.append(grid)
                 continue
-            both = [[self.passes(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
-            is_faster = all(own <= other for pair in both for own, other in zip(*pair, strict=True))
-            result += [cut] if is_faster else [grid, cut]
-        return result
+            result += [cut] if is_faster(cut, grid) else [grid, cut]
+        exchanging = {grid._replace(exchanges_heads=False): grid for grid in result if grid.exchanges_heads}
+        return [grid for grid in result if grid not in exchanging or not is_faster(exchanging[grid], grid)]
 
     def end_layers(self, ends: tuple[bool, bool]) -> list[Interval]:
         """Return the ends of the model that a stage has."""

@@ -263,7 +263,7 @@ def test_the_intervals_of_a_zigzag_attend_as_the_whole_row_does(window, masks, c
         mixed = torch.empty_like(upstream)
         for intervals in parts:
             own = torch.cat([torch.arange(*each) for each in intervals])
-            documents = None if starts is None else Documents(starts[:, own])
+            documents = None if starts is None else Documents(starts)
             part = use(given[0][:, :, own], *given[1:], attention, intervals, documents)
             part.backward(upstream[:, :, own])
             mixed[:, :, own] = part.detach()

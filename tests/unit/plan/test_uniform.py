@@ -55,6 +55,11 @@ def test_a_pipeline_gets_enough_microbatches():
             " divide them; set data.sequence_length to a multiple of 2, or sequence_parallel to false",
         ),
         (
+            ["plan.data=2", "plan.exchange_heads=true"],
+            2,
+            "exchange_heads is of ranks that cut positions, and tensor c = 1; remove it, or raise c",
+        ),
+        (
             ["plan.data=2", "plan.sequence_parallel=true"],
             2,
             "sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y",
@@ -106,6 +111,8 @@ def test_what_cuts_positions_is_written_by_tile_and_read_again(tmp_path):
     first, second = plan.tiles
     mixed = replace(plan, tiles=(first, replace(second, tensor=TensorGrid(y=2))))
     assert dump_plan(mixed).count("sequence_parallel = true") == 1
+    exchanging = replace(mixed, tiles=(first, replace(second, tensor=TensorGrid(c=2, exchanges_heads=True))))
+    assert parse_plan(dump_plan(exchanging), "plan.toml") == exchanging
     assert parse_plan(dump_plan(mixed), "plan.toml") == mixed
 
 

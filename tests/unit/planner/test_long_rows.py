@@ -7,15 +7,18 @@ import torch
 
 from hpctrain.config.errors import PlanError
 from hpctrain.model.operators import attention as attention_of_model
+from hpctrain.plan.checks import check_positions
 from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
 from hpctrain.planner.prices.setup import LEAST_CONTEXT, Setup
-from hpctrain.planner.search.pools import Pool
+from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.search import search
+from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
 from hpctrain.sharding.intervals import cut_zigzag
 from hpctrain.sharding.items import BLOCK
+from hpctrain.sharding.parameters import check_grid
 from tests.pretended import cluster_with
 from tests.unit.planner.test_predict import SETUP
 
@@ -44,6 +47,50 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(recompute, g
     assert sorted(of_c) == [("all_gather", whole)] * gathers + [("reduce_scatter", whole)]
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kv_heads", [SETUP.model.num_heads, 1])
+def test_exchanged_heads_are_moved_there_and_back(recompute, kv_heads):
+    """Ranks have as many products as where keys and values are gathered. Selective recomputing moves nothing again."""
+    setup = replace(SETUP, model=SETUP.model.model_copy(update={"num_kv_heads": kv_heads}))
+    grid = TensorGrid(c=2)
+    exchanging, attention = grid._replace(exchanges_heads=True), setup.branches(BLOCK)[0]
+    cost, gathered = (layer_cost(setup, each, BLOCK, ROWS, recompute) for each in (exchanging, grid))
+    works = [[getattr(each, name) for name in ("forward", "backward_input")] for each in (cost, gathered)]
+    flops = [
+        sum(p.m * p.k * p.n * p.batch * p.share for p in products) for products in (own.products for own in works[0])
+    ]
+    assert flops == pytest.approx([sum(p.m * p.k * p.n * p.batch * p.share for p in w.products) for w in works[1]])
+    moved = [(e.operation, e.num_bytes) for work in works[0] for e in work.exchanges if e.axis == "c"]
+    there, back = (
+        ROWS * SETUP.positions // 2 * SETUP.item_bytes * size
+        for size in (attention.query_size + 2 * attention.head_size * max(kv_heads, 2), attention.query_size)
+    )
+    assert sorted(moved) == sorted([("all_to_all", there), ("all_to_all", back)] * (3 if recompute == "full" else 2))
+
+
+def test_an_exchange_that_cannot_cut_heads_is_refused():
+    model = SETUP.model.model_copy(update={"num_heads": 12, "num_kv_heads": 6, "ffn_size": 768})
+    for c, y in ((2, 1), (3, 1), (6, 1), (3, 2), (2, 6)):
+        check_grid(model, TensorGrid(y=y, c=c, exchanges_heads=True))
+    for c, y in ((4, 1), (8, 1), (12, 2), (2, 12)):
+        with pytest.raises(PlanError, match="exchange_heads cuts a rank's"):
+            check_grid(model, TensorGrid(y=y, c=c, exchanges_heads=True))
+    with pytest.raises(PlanError, match="tensor c = 1; remove it, or raise c"):
+        check_positions(64, TensorGrid(exchanges_heads=True), "plan")
+
+
+def test_a_search_takes_the_quicker_way_for_long_rows():
+    """With as many key and value heads as queries an exchange moves less; with one for all queries it moves more."""
+    cluster = cluster_with(5e7, devices=4)
+    for kv_heads, exchanges in ((16, True), (1, False)):
+        model = SETUP.model.model_copy(update={"num_heads": 16, "num_kv_heads": kv_heads, "num_layers": 1})
+        setup = replace(SETUP, model=model, positions=C * LEAST_CONTEXT)
+        costs = StageCosts(setup, cluster, pools_of(cluster, list(cluster.families), setup))
+        grids = [grid for grid in costs.grids[0] if grid == TensorGrid(c=C, exchanges_heads=grid.exchanges_heads)]
+        ways = {grid.exchanges_heads: sum(costs.passes(0, grid, BLOCK, 1)) for grid in grids}
+        assert min(ways, key=ways.__getitem__) == exchanges and True in ways
+
+
 def test_a_rank_keeps_its_positions_and_sends_them():
     assert message_bytes(SETUP, GRID, ROWS) * C == message_bytes(SETUP, ONE_RANK, ROWS)
     kept, own = (row_bytes(SETUP, grid, [BLOCK], "full", splits=False, rows=1).kept for grid in (ONE_RANK, GRID))
@@ -62,7 +109,8 @@ def test_short_rows_have_no_more_grids_and_long_ones_those_of_y_and_c():
     sizes = replace(SETUP, positions=6 * LEAST_CONTEXT).context_sizes
     assert sizes == [2, 3, 4, 6]
     more = set(pool.grids(sizes)) - set(pool.grids())
-    assert more == {TensorGrid(y=y, c=c) for c in sizes for y in range(1, 8 // c + 1)}
+    both = [TensorGrid(c=c, exchanges_heads=exchanges) for c in sizes for exchanges in (False, True)]
+    assert more == {grid._replace(y=y) for grid in both for y in range(1, 8 // grid.c + 1)}
 
 
 def test_a_row_of_odd_length_is_not_cut():
