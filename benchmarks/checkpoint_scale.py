@@ -20,7 +20,7 @@ import click
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
+from hpctrain.checkpoint.contents import Contents, WrittenStream, make_tables, write_tables
 from hpctrain.checkpoint.folder import commit, latest_checkpoint, partial_folder
 from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, RECTANGLE, num_blocks, part_name, tensor_shapes
 from hpctrain.checkpoint.index import Index
@@ -75,7 +75,7 @@ def one_tensor(folder: Path, ranks: int = 8) -> dict:
         buffer = np.random.default_rng(rank).random(-(-count // 32768) * 32768, np.float32).view(np.uint8)
         blocks = write_stream(partial / part_name(rank), layout, rank, buffer)
         written.append(WrittenStream(rank, layout.streams[rank].offset, blocks, layout.describe(part_name(rank))))
-    write_tables(partial, contents, written, 1)
+    write_tables(partial, make_tables(contents, written, 1))
     commit(partial, job.checkpoint)
     path = latest_checkpoint(folder)
     assert path is not None
@@ -138,10 +138,10 @@ def tables(folder: Path, ranks: int, by_node: bool) -> dict:
             described = layout.describe(part_name(part)) if rank == first else None
             written.append(WrittenStream(part, layout.streams[rank].offset, blocks, described))
     before, since = _peak_bytes(), time.perf_counter()
-    write_tables(partial, contents, written, 1)
+    write_tables(partial, make_tables(contents, written, 1))
     write_seconds = time.perf_counter() - since
     since = time.perf_counter()
-    write_tables(partial, contents, written, 1)
+    write_tables(partial, make_tables(contents, written, 1))
     again_seconds, peak = time.perf_counter() - since, _peak_bytes()
     files = {file.name: file.stat().st_size for file in partial.iterdir() if not file.name.startswith("part")}
     commit(partial, job.checkpoint)

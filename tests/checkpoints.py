@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
+from hpctrain.checkpoint.contents import Contents, WrittenStream, make_tables, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import MANIFEST, RECTANGLE, part_name, seal, tensor_shapes
 from hpctrain.checkpoint.parts import lay_out, write_stream
@@ -98,6 +98,6 @@ def write_checkpoint(
     plan = resolve_plan(job, 1).plan
     about = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": "61 tokens", "tokenizer": json.dumps({})}
     contents = Contents(shapes, [np.array(each, RECTANGLE) for each in rectangles], elements, about)
-    write_tables(partial, contents, written, step, validation_loss)
+    write_tables(partial, make_tables(contents, written, step, validation_loss))
     commit(partial, keep or job.checkpoint)
     return tensors

@@ -1,6 +1,7 @@
 """The files that one rank writes in addition to the parts: tables of rectangles and blocks, the index for h5py,
 the manifest."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hpctrain.checkpoint.format import (
     Manifest,
     Part,
     PartStream,
+    SmallFile,
     Tensor,
     part_name,
     seal,
@@ -110,15 +112,14 @@ class Contents:
     _index: bytes | None = None
 
 
-def write_tables(
-    folder: Path,
+def make_tables(
     contents: Contents,
     written: Sequence[WrittenStream | None],
     step: int,
     validation_loss: float | None = None,
     texts: Mapping[str, str] | None = None,
-) -> None:
-    """Write all of a checkpoint but its parts, and sync it. Raises OSError.
+) -> dict[str, bytes]:
+    """Return all files of a checkpoint but its parts, by name, the manifest last.
 
     `written` is in order of ranks; `texts` are those of this checkpoint alone.
     """
@@ -138,7 +139,7 @@ def write_tables(
         INDEX: contents.index([each.part for each in of_writers]),
         **{name: text.encode() for key, name in ABOUT.items() if (text := about.get(key))},
     }
-    files = {name: write_synced(folder / name, each) for name, each in data.items()}
+    files = {name: SmallFile(bytes=len(each), sha256=hashlib.sha256(each).hexdigest()) for name, each in data.items()}
     manifest = Manifest(
         step=step,
         data=about.get("data", ""),
@@ -148,4 +149,10 @@ def write_tables(
         parts=tuple(each.described for each in of_writers if each.described),
         streams=tuple(streams),
     )
-    write_synced(folder / MANIFEST, seal(manifest.model_dump()))
+    return data | {MANIFEST: seal(manifest.model_dump())}
+
+
+def write_tables(folder: Path, tables: Mapping[str, bytes]) -> None:
+    """Write the files of a checkpoint that are no parts, and sync them. Raises OSError."""
+    for name, data in tables.items():
+        write_synced(folder / name, data)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from hpctrain.architectures.description import head_size_of
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import OPTIONAL, families
-from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
+from hpctrain.checkpoint.contents import Contents, WrittenStream, make_tables, write_tables
 from hpctrain.checkpoint.folder import commit, partial_folder
 from hpctrain.checkpoint.format import KEPT, PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
@@ -337,7 +337,7 @@ def _write_checkpoint(weights: _Weights, model: Model, out: Path, about: dict[st
         with writing(partial):
             make_empty(partial)
             contents, written = _write_parts(weights, all_parameters(model), partial, about)
-            write_tables(partial, contents, written, 0)
+            write_tables(partial, make_tables(contents, written, 0))
             return commit(partial, Checkpoint(keep=1))
     except BaseException:
         shutil.rmtree(out if is_new else partial, ignore_errors=True)

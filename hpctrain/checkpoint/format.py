@@ -187,14 +187,13 @@ def read_small(path: Path, most_bytes: int = MOST_READ_BYTES) -> bytes:
             raise DamagedCheckpointError(f"{path}: is missing") from None
 
 
-def write_synced(path: Path, data: bytes) -> SmallFile:
+def write_synced(path: Path, data: bytes) -> None:
     """Write a file and sync it. Raises OSError."""
     with path.open("wb", buffering=0) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
         os.fsync(file.fileno())
-    return SmallFile(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def step_folder(step: int) -> str:

@@ -127,14 +127,19 @@ def write_stream(path: Path, layout: PartLayout, rank: int, buffer: np.ndarray) 
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
     try:
         if rank == min(layout.streams):
-            for offset, data in layout.writes:
-                _write(handle, memoryview(data), offset)
-            os.ftruncate(handle, layout.num_bytes)
+            write_needed(handle, layout)
         blocks = _write_array(handle, layout.streams[rank], buffer)
         os.fsync(handle)
     finally:
         os.close(handle)
     return blocks
+
+
+def write_needed(handle: int, layout: PartLayout) -> None:
+    """Write what HDF5 needs into a part, and give it its size. Raises OSError."""
+    for offset, data in layout.writes:
+        _write(handle, memoryview(data), offset)
+    os.ftruncate(handle, layout.num_bytes)
 
 
 def _write_array(handle: int, extent: Extent, buffer: np.ndarray) -> np.ndarray:

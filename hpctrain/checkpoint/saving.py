@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.contents import Contents, WrittenStream, write_tables
+from hpctrain.checkpoint.contents import Contents, WrittenStream, make_tables, write_tables
+from hpctrain.checkpoint.copies import HostCopies
 from hpctrain.checkpoint.folder import commit, complete_checkpoints, partial_folder
 from hpctrain.checkpoint.format import BLOCK_BYTES, RECTANGLE, Part, part_name, tensor_shapes
 from hpctrain.checkpoint.live import LiveState
@@ -113,7 +114,8 @@ class Saver:
         self._shapes = shapes
         self._rectangles, self._slices, self._elements = lay_out_own(shards, numbers)
         described = {"job": save_job(job), "plan": dump_plan(plan), **about}
-        counts = world.all_objects(self._elements)
+        self.counts = counts = world.all_objects(self._elements)
+        """The fp32 elements that each rank writes."""
         rectangles = world.gather_objects(self._rectangles)
         self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
@@ -122,6 +124,8 @@ class Saver:
         self._layout = lay_out(self._members) if self._members else None
         self._buffer: torch.Tensor | None = None
         self._background: Future | None = None
+        self.copies: HostCopies | None = None
+        """Where the state in flight goes, if not into a checkpoint of the run folder."""
         self._committing = False
         self.step, self._validation_loss, self._since = 0, None, 0.0
         self.seconds = 0.0
@@ -149,26 +153,32 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Say whether this rank's thread is still writing."""
-        return self._background is not None and not self._background.done()
+        is_moving = self.copies is not None and not self.copies.have_moved()
+        return is_moving or (self._background is not None and not self._background.done())
 
     @property
     def in_flight(self) -> bool:
         """Say whether a checkpoint was started and is not complete yet; all ranks say the same."""
         return self._background is not None
 
-    def start(self, step: int, validation_loss: float | None = None) -> None:
-        """Take a snapshot of the state after a step, and begin to write it. The last checkpoint must be complete."""
+    def start(self, step: int, validation_loss: float | None = None, copies: HostCopies | None = None) -> None:
+        """Take a snapshot of the state after a step, and begin to write it, into the run folder or among `copies`.
+
+        The last one must be complete.
+        """
         assert not self.in_flight, "one save is in flight at a time"
         self._since = time.monotonic()
         self.step = step
         self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
         buffer, self._texts = self._snapshot(), dict(self._state())
-        self._committing = False
+        self._committing, self.copies = False, copies
+        if copies:
+            copies.begin(step, buffer)
         self._background = in_background(lambda: self._write(buffer))
 
     @property
     def _partial(self) -> Path:
-        return partial_folder(self._run, self.step)
+        return self.copies.partial(self.step) if self.copies else partial_folder(self._run, self.step)
 
     def _snapshot(self) -> np.ndarray:
         """Copy this rank's state into host memory that each save reuses; return it as uint8."""
@@ -188,14 +198,17 @@ class Saver:
             raise CheckpointError(f"{self._run}: the run folder is gone: it was deleted or moved while the run trained")
         with writing(self._partial, self._num_bytes):
             self._partial.mkdir(parents=True, exist_ok=True)
-            layout, rank, name = self._layout, self._world.rank, part_name(self._part)
+            number, layout, members = self._part, self._layout, self._members
+            if self.copies:
+                number, layout, members = self.copies.own_part
+            rank, name = self._world.rank, part_name(number)
             if layout is None:  # this rank has nothing to save
                 return None
             if bad := self._not_finite(buffer):
                 raise CorruptionError(bad)
             blocks = write_stream(self._partial / name, layout, rank, buffer)
-            part: Part | None = layout.describe(name) if rank == min(self._members) else None
-            return WrittenStream(self._part, layout.streams[rank].offset, blocks, part)
+            part: Part | None = layout.describe(name) if rank == min(members) else None
+            return WrittenStream(number, layout.streams[rank].offset, blocks, part)
 
     def check_finite(self, step: int) -> None:
         """Refuse a state after `step` that is not finite. All ranks must call.
@@ -236,6 +249,8 @@ class Saver:
         Earlier checkpoints stay. All ranks must call.
         """
         assert self._background is not None, "something was started"
+        if self.copies and not self._committing:
+            self.copies.wait()
         error = self._background.exception()
         if error is not None and not isinstance(error, HpctrainError):
             raise error
@@ -249,7 +264,14 @@ class Saver:
         result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
         self._background = None
         self.seconds = time.monotonic() - self._since
-        self.longest_seconds = max(self.longest_seconds, self.seconds)
+        copies, self.copies = self.copies, None
+        if copies is None:
+            self.longest_seconds = max(self.longest_seconds, self.seconds)
+        elif not isinstance(result, HpctrainError):
+            with self._world.all_or_none(), writing(copies.folder):
+                return copies.commit(self.step, result)
+        else:
+            copies.discard(self.step)
         if isinstance(result, HpctrainError):
             raise result
         return result
@@ -273,7 +295,8 @@ class Saver:
             path = self.advance()
         return path
 
-    def _commit(self, written: list) -> Path:
+    def _commit(self, written: list) -> Path | dict[str, bytes]:
+        """Complete a checkpoint, and return its path; of a copy return the files that each host writes."""
         assert self._contents is not None, "of rank 0"
         contents, partial = self._contents, self._partial
         try:
@@ -283,8 +306,12 @@ class Saver:
             if bad := [str(outcome) for outcome in written if isinstance(outcome, CorruptionError)]:
                 raise CorruptionError(self._refusal(self.step, bad))
             with writing(partial, self._num_bytes):
-                write_tables(partial, contents, written, self.step, self._validation_loss, self._texts)
+                tables = make_tables(contents, written, self.step, self._validation_loss, self._texts)
+                if self.copies:
+                    return tables
+                write_tables(partial, tables)
                 return commit(partial, self._keeping, self._kept_step)
         except HpctrainError:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not self.copies:
+                shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.folder import locate_checkpoint, tidy
+from hpctrain.checkpoint.copies import copies_name, find_copy
+from hpctrain.checkpoint.folder import latest_checkpoint, locate_checkpoint, step_of, tidy
 from hpctrain.checkpoint.format import KEPT
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.live import LiveState
@@ -21,12 +22,13 @@ from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import MemoryOverflow
 from hpctrain.config.clusters.cluster_file import dump_cluster
-from hpctrain.config.errors import CorruptionError, HpctrainError
+from hpctrain.config.errors import CorruptionError, DamagedCheckpointError, HpctrainError
 from hpctrain.config.job import Job
+from hpctrain.engine.copies import choose_copies, copy_roots
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import CheckpointSchedule
-from hpctrain.engine.start.facts import WHY, Described, Prepared
+from hpctrain.engine.start.facts import WHY, Described, Prepared, with_values
 from hpctrain.engine.start.replan import Unbalanced, predict_compute, replan
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
@@ -101,7 +103,8 @@ class Run:
                 tidy(self.path)
         try:
             news = self._choose_checkpoint(world, job)
-            prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self.signals)
+            begins_from = self.copy or self.checkpoint
+            prepared = prepare_run(world, job, begins_from, described, fresh_probe, self.signals)
         except HpctrainError:
             if self.lock:
                 self.lock.release(is_done=False)
@@ -143,15 +146,33 @@ class Run:
         self.leg.stall_seconds = change.seconds["moved"] + change.seconds["made"]
 
     def _choose_checkpoint(self, world: World, job: Job) -> Sequence[str]:
-        """Choose the checkpoint that all ranks continue from; return messages about the choice.
+        """Choose what all ranks continue from: a copy in the memory of hosts, or a checkpoint; return messages about
+        the choice.
 
         The choice does not depend on a rank's view of the file system.
         """
-        self.checkpoint, news = choose_checkpoint(world, self.path, job.checkpoint.resume)
+        self.copy, self.state, news = None, None, []
+        name, latest = world.on_first_rank(lambda: self._newest(job.checkpoint.resume))
+        if name:
+            folders = [root / name / world.hosts[world.rank] for root in copy_roots(job.recovery)]
+            whole, news = find_copy(world, folders, step_of(latest) if latest else 0)
+            if whole:
+                self.copy, self.state = whole
+                self.checkpoint = latest
+                return news
+        self.checkpoint, more = choose_checkpoint(world, self.path, job.checkpoint.resume)
         with world.all_or_none():
             if self.lock and self.checkpoint is None:
                 refuse_missing_checkpoints(self.path)
-        return news
+        return [*news, *more]
+
+    def _newest(self, resume: str) -> tuple[str | None, Path | None]:
+        """Return the name of the run's copies, where the job may continue from one, and the latest checkpoint."""
+        try:
+            latest = latest_checkpoint(self.path)
+        except DamagedCheckpointError:
+            latest = None
+        return copies_name(self.path) if resume in ("auto", "latest") else None, latest
 
     def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
         """Train to the job's last step, or to an earlier one.
@@ -168,7 +189,7 @@ class Run:
             except BaseException:
                 self.abandon()
                 raise
-        self.leg.close()
+        self.leg.close(is_last=True)
         by, overrun = ended and ended.by, self.leg.overrun
         summary = self.console.finish(last, self.path, self.checkpoint, self.source, by, overrun)
         if self.lock:
@@ -249,12 +270,16 @@ class Leg:
         self._metrics = RunMetrics(self._observed, self._live.write_step)
         noting = None if self.job.plan else self._note_overflow
         self._trainer = Trainer(world, accelerator, self.job, prepared.plan, noting)
-        if change and change.state:
-            moving_since = time.monotonic()
-            self._trainer.take(change.state)
-            change.state.close()
+        moving_since = time.monotonic()
+        if state := change.state if change else run.state:
+            self._trainer.take(state)
+            state.close()
+            run.state = None
+        if change:
             change.state = None
             change.seconds["moved"] += time.monotonic() - moving_since
+        elif state:
+            pass
         elif run.checkpoint:
             self._trainer.resume(run.checkpoint)
         else:
@@ -264,6 +289,13 @@ class Leg:
         """Largest share of time by which a rank lagged behind its device, in a closed rehearsal."""
         if not change:  # later legs look for signals at each step, and save
             refuse_if_interrupted(world, run.signals)
+        self._saver = self._trainer.saver(run.path, self._about())
+        step_seconds = prepared.prediction.step_seconds if prepared.prediction else None
+        counts, done = self._saver.counts, self._trainer.steps_done
+        asked = run.requested.recovery
+        self._copying, why = choose_copies(world, asked, run.path, counts, done, step_seconds)
+        self.job = with_values(self.job, "recovery", copies=self._copying.every if self._copying else 0)
+        self._prepared = prepared.but({"recovery.copies": why})
         self._introduce()
         self.stall_seconds = time.monotonic() - since
         """What a change of plans takes, as far as it is known: the last one, or what the first leg took to be made."""
@@ -314,8 +346,9 @@ class Leg:
                     run.console.say(f"from step {done + 1} by another plan, as {reasons['plan']}")
                 else:
                     is_rehearsed = self._described.is_rehearsed
-                    self._live.note_start(done, run.checkpoint, reasons, cluster, is_rehearsed, predicted)
-                    run.console.start(self.job, prepared.plan, reasons, run.source, done, run.checkpoint, run.path)
+                    origin = f"memory, {run.copy}" if run.copy else run.checkpoint
+                    self._live.note_start(done, origin, reasons, cluster, is_rehearsed, predicted)
+                    run.console.start(self.job, prepared.plan, reasons, run.source, done, origin, run.path)
                 run.hear([damage])
 
     def train(self, until: int) -> tuple[dict, EarlyEnd | None]:
@@ -351,15 +384,17 @@ class Leg:
 
         run.hear(observer.start(trainer.steps_done) for observer in self._observers)
         self._recorder.begin_step()
+        assert self._saver, "a leg that is not closed"
         saves = CheckpointSchedule(
-            trainer.saver(run.path, self._about()),
+            self._saver,
             self.job.checkpoint,
             run.console.say,
             run.checkpoint,
+            trainer.steps_done,
+            self._copying,
             begins=self._metrics.flush,  # a run that continues from it has the metrics of all its steps
             ends=self._live.note_save if run.lock else lambda step, checkpoint, seconds: None,
         )
-        self._saver = saves.saver
         try:
             sets = prepared.training, prepared.validation
             ended = trainer.fit(*sets, until, saves, report, run.requests, self._replan)
@@ -369,6 +404,8 @@ class Leg:
                 run.folder.note(CORRUPTION, trainer.steps_done, str(error))
             raise
         run.checkpoint = saves.latest
+        if self._copying and run.lock and saves.copy_seconds:
+            self._live.note_copies(trainer.steps_done, saves.copy_seconds, self._copying.predicted_seconds)
         return last, None if self.change else ended
 
     def is_unbalanced(self) -> bool:
@@ -400,8 +437,11 @@ class Leg:
         assert self._saver, "a leg that has trained"
         return self._saver.live_state(self._trainer.steps_done)
 
-    def close(self) -> None:
-        """End after the last step: write measurements, let observers report, free groups, weights and moments."""
+    def close(self, is_last: bool = False) -> None:
+        """End after the last step: write measurements, let observers report, free groups, weights and moments.
+
+        The `is_last` leg, after which there is a checkpoint, removes its copies.
+        """
         self._end_steps()
         texts = [observer.finish() for observer in self._observers]
         if not self.change:  # a run says once how it went
@@ -409,6 +449,8 @@ class Leg:
         self.overrun = self._trainer.overrun()
         if self._run.lock and self.change:
             self._live.close()
+        if self._copying:
+            self._copying.copies.close(forget=is_last)
         self._release(alone=False)
 
     def abandon(self) -> None:
@@ -480,7 +522,11 @@ class Leg:
     def _kept(self) -> str:
         """Return the Hugging Face files that the run's first checkpoint keeps."""
         start = self.job.train.start_from
-        begun = self._run.checkpoint or (locate_checkpoint(start) if start else None)
+        begun = (
+            (None if self._begun_by else self._run.copy)
+            or self._run.checkpoint
+            or (locate_checkpoint(start) if start else None)
+        )
         if begun is None:
             return ""
         with Index(begun) as index:

@@ -8,6 +8,7 @@ from hpctrain.checkpoint.format import step_folder
 from hpctrain.checkpoint.saving import Saver
 from hpctrain.config.errors import CheckpointError, HpctrainError
 from hpctrain.config.job import Checkpoint
+from hpctrain.engine.copies import Copying
 
 SAID_SECONDS = 1.0
 """Seconds of waiting for the last checkpoint above which the wait is printed."""
@@ -22,15 +23,23 @@ class CheckpointSchedule:
         keys: Checkpoint,
         say: Callable[[str], None],
         latest: Path | None,
+        step: int = 0,
+        copying: Copying | None = None,
         begins: Callable[[], None] = lambda: None,
         ends: Callable[[int, Path, float], None] = lambda step, checkpoint, seconds: None,
     ):
-        """`latest` is the checkpoint that the run continues from.
+        """`latest` is the newest checkpoint that the run folder has, `step` the last that is done.
+
+        Copies are made where there is a `copying`.
 
         All ranks call `begins` before each snapshot, and `ends` with step, path and seconds of each complete one.
         """
-        self.saver, self._keys, self._say = saver, keys, say
+        self.saver, self._keys, self._say, self.copying = saver, keys, say, copying
+        self.copy_seconds: list[float] = []
+        """Seconds that each copy took from training."""
         self._begins, self._ends = begins, ends
+        self._state_of = step
+        """The step whose state was last written, or read."""
         self.latest = latest
         """The newest complete checkpoint that this run knows of."""
 
@@ -46,6 +55,12 @@ class CheckpointSchedule:
             self._wait_for_last()
             self._begins()
             self.saver.start(metrics["step"], metrics.get("validation_loss"))
+            self._state_of = metrics["step"]
+        elif self.copying and metrics["step"] >= self._state_of + self.copying.every and not self.saver.in_flight:
+            since, self._state_of = time.monotonic(), metrics["step"]
+            self._begins()
+            self.saver.start(metrics["step"], copies=self.copying.copies)
+            self.copy_seconds.append(time.monotonic() - since)
         if is_last:
             self._try(self.saver.finish, is_last)
 
@@ -79,11 +94,19 @@ class CheckpointSchedule:
             )
 
     def _try(self, work: Callable[[], Path | None], is_last: bool) -> None:
+        is_copy, since = self.saver.copies is not None, time.monotonic()
         try:
-            if checkpoint := work():
+            checkpoint = work()
+            if is_copy:
+                self.copy_seconds[-1] += time.monotonic() - since
+            elif checkpoint:
                 self.latest = checkpoint
                 self._ends(self.saver.step, checkpoint, self.saver.seconds)
         except CheckpointError as error:
-            if is_last or self._keys.on_error == "stop":
+            if is_copy:
+                self.copying = None
+                self._say(f"no more copies in the memory of hosts: {error}")
+            elif is_last or self._keys.on_error == "stop":
                 raise
-            self._say(f"no checkpoint: {error}; training continues, the latest is {self.latest or 'none'}")
+            else:
+                self._say(f"no checkpoint: {error}; training continues, the latest is {self.latest or 'none'}")

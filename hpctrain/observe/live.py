@@ -10,7 +10,18 @@ import numpy as np
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.observe.anomalies import StragglerWatch
 from hpctrain.observe.exports import MetricsWriter
-from hpctrain.observe.folder.run_folder import END, LEG, RECOVERY, SAVE, SLOWER, START, STRAGGLER, VALIDATE, RunFolder
+from hpctrain.observe.folder.run_folder import (
+    COPIES,
+    END,
+    LEG,
+    RECOVERY,
+    SAVE,
+    SLOWER,
+    START,
+    STRAGGLER,
+    VALIDATE,
+    RunFolder,
+)
 from hpctrain.observe.folder.schema import METRICS, RANKS, SavedMetrics, SavedRanks
 from hpctrain.observe.metrics import FIGURES
 from hpctrain.observe.sample import SAMPLED_STEP
@@ -56,17 +67,18 @@ class LiveMetrics:
     def note_start(
         self,
         step: int,
-        checkpoint: Path | None,
+        origin: Path | str | None,
         reasons: Mapping[str, str],
         cluster: Cluster,
         is_rehearsed: bool,
         prediction: Prediction | None,
     ) -> None:
-        """Note that a start is about to train, with its choices and what it expects."""
+        """Note that a start is about to train, with its choices and what it expects. It continues from the `origin`."""
         text = f"{self._plan.describe()} on {cluster.describe()}"
-        if checkpoint:
+        if origin:
             changes = f", changed: {reasons['changed']}" if "changed" in reasons else ""
-            text = f"continues after step {step} from {checkpoint.name}{changes}: {text}"
+            name = origin.name if isinstance(origin, Path) else origin
+            text = f"continues after step {step} from {name}{changes}: {text}"
         predicted = {}
         if prediction:
             predicted = {
@@ -100,6 +112,12 @@ class LiveMetrics:
         }
         more |= {"predicted_seconds": prediction.step_seconds} if prediction else {}
         self._files.note(LEG, step, text, **more, seconds=dict(seconds))
+
+    def note_copies(self, step: int, seconds: Sequence[float], predicted: float) -> None:
+        """Note what the copies of a leg in the memory of hosts took from training."""
+        taken, most = sum(seconds), len(seconds) * predicted
+        text = f"{len(seconds)} copies took {taken:.3g} s from training, predicted at most {most:.3g} s"
+        self._files.note(COPIES, step, text, seconds=taken, predicted_stall_seconds=most)
 
     def note_slower(self, text: str) -> None:
         """Note that a rehearsal's time scale was raised."""

@@ -7,6 +7,7 @@ cluster.toml     the description of the machine that the plan is for; the reason
 *.json, *.jsonl  metrics, events and what was measured: hpctrain.observe.folder.schema says what is in each
 yardstick.json   what families are predicted to do alone (hpctrain.planner.yardstick)
 checkpoints/     see hpctrain.checkpoint
+copies           the name of the run's copies in the memory of hosts (hpctrain.checkpoint.copies)
 legs/NNN/        the first three of each leg: a start, or a part of a run by another plan
 """
 
@@ -171,10 +172,11 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-START, LEG, SAVE, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
+START, LEG, SAVE, COPIES, VALIDATE, STRAGGLER, RECOVERY, SLOWER, JUMP, CORRUPTION, LOST, FAILURE, END = (
     "start",
     "leg",
     "checkpoint",
+    "copies",
     "validation",
     "straggler",
     "straggler caught up",
