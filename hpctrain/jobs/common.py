@@ -17,6 +17,7 @@ from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster_defaults import describe_sources
 from hpctrain.config.clusters.cluster_file import read_cluster_file
+from hpctrain.config.clusters.truth import after_losses
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
@@ -39,11 +40,15 @@ def started_world(rehearsed: Described | None = None) -> Iterator["World"]:
     Ranks that were started with another hpctrain or another MPI library are refused. The families of ranks that are to
     impersonate devices are those of the `rehearsed` cluster.
     """
+    from hpctrain.comm.start.launcher import promised_size
     from hpctrain.comm.topology import places_of
     from hpctrain.comm.world import World
     from hpctrain.jobs.doctor.software import compare_software, describe_environments
 
-    world = World.start(rehearsed=places_of(rehearsed.cluster) if rehearsed else None)
+    places = None
+    if rehearsed:  # without those that events took, where there are as few ranks
+        places = places_of(after_losses(rehearsed.cluster, rehearsed.truth, promised_size()[0])[0])
+    world = World.start(rehearsed=places)
     try:
         software = compare_software(world)
         if world.rank == 0:
@@ -104,8 +109,11 @@ def start_rehearsal(
 
     from hpctrain.rehearsal.shaped import rehearse
 
-    rehearse(world, miniature.cluster, miniature.truth)
-    return job, Described(miniature.cluster, rehearsed.name, is_rehearsed=True, truth=miniature.truth, scale=scale)
+    cluster, truth = after_losses(miniature.cluster, miniature.truth, world.size)
+    if world.rank == 0 and cluster is not miniature.cluster:
+        click.echo(f"after the losses of truth.events: {cluster.describe()} are left", err=True)
+    rehearse(world, cluster, truth)
+    return job, Described(cluster, rehearsed.name, is_rehearsed=True, truth=truth, scale=scale)
 
 
 def generated_tokens(job: Job) -> Path:

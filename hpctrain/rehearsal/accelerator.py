@@ -1,6 +1,8 @@
 """A device of a described cluster, impersonated by a CPU rank: real numerics, pretended time and memory."""
 
+import os
 import random
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +81,11 @@ class RehearsedAccelerator(CpuAccelerator):
         """Lets the pretended network take so many times as long; one rank of all has it."""
 
     def step_stopwatch(self, step: int) -> Callable[[], float]:
-        past = [event for event in self.events if event.step <= step]
-        self._slower = max(past, key=lambda event: event.step).slower if past else 1.0
+        for event in self.events:
+            if event.lost and event.step == step:
+                os.kill(os.getpid(), signal.SIGKILL if event.lost == "killed" else signal.SIGSTOP)
+        past = [event for event in self.events if event.slower and event.step <= step]
+        self._slower = max(past, key=lambda event: event.step).slower or 1.0 if past else 1.0
         return self.stopwatch()
 
     def memory(self) -> DeviceMemory:

@@ -291,8 +291,9 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
                 f"truth.devices.{device.family}: missing; say how pretend devices of family '{device.family}' behave"
             )
     for event in truth.events:
-        if event.rank >= world.size:
-            raise TopologyError(f"truth.events: rank {event.rank} is none of the cluster's {world.size} devices")
+        if not event.ranks(cluster):
+            place = f"node {event.node} has none" if event.rank is None else f"rank {event.rank} is none"
+            raise TopologyError(f"truth.events: {place} of the cluster's {world.size} devices")
     families = tuple(device.family for device in cluster.devices)
     assert world.communicators.families == families, "the world was started for other families"
     own = cluster.devices[world.rank]
@@ -301,7 +302,7 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
     clock = Clock()
     network = ShapedNetwork(world.space.members(range(world.size)), PretendedNetwork(cluster, truth.time_scale))
     device = RehearsedAccelerator(own.family, truth.devices[own.family], clock, truth.time_scale, world.rank)
-    device.events = [event for event in truth.events if event.rank == world.rank]
+    device.events = [event for event in truth.events if world.rank in event.ranks(cluster)]
     device.slow_network = network.slow_down if world.rank == 0 else None
     world.configure(
         topology=Topology(tuple(places_of(cluster)), shares_memory=False),

@@ -159,3 +159,19 @@ def test_ready_clusters_are_listed_and_a_wrong_name_is_refused(hpctrain, folder)
     assert done.code == 0 and re.search(r"^v100-t4 +8 +4 V100", done.out, re.MULTILINE) and "A100-80" in done.out
     done = hpctrain("train", "job.toml", "--rehearse", "v100-t5", "--run", "never", cwd=folder)
     assert done.code == 83 and "did you mean 'v100-t4'?" in done.err
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lost", ["killed", "silent"])
+def test_a_rehearsed_loss_ends_the_run_and_the_same_command_goes_on_without_who_is_lost(hpctrain, clusters, lost):
+    event = f'\n[[truth.events]]\nstep = 4\nrank = 1\nlost = "{lost}"\n'
+    (clusters / "losing.toml").write_text((clusters / "three.toml").read_text() + event)
+    more = ("--set", "checkpoint.every=2", "--set", "observe.step_timeout_seconds=10", "--sample", "0")
+    arguments = ("train", "job.toml", "--rehearse", "losing.toml", "--run", lost, *more)
+    assert hpctrain(*arguments, ranks=3, cwd=clusters).code, "it ends"
+    done = hpctrain(*arguments, ranks=2, cwd=clusters)
+    assert done.code == 0, done.out + done.err
+    assert "after the losses of truth.events: 1 fast and 1 slow on 2 nodes, by ib are left" in done.err
+    assert hpctrain("train", "job.toml", "--run", f"alone-{lost}", "--sample", "0", ranks=1, cwd=clusters).code == 0
+    compared = hpctrain("compare", f"alone-{lost}", lost, "--tolerance", "1e-5", cwd=clusters)
+    assert compared.code == 0 and "6 steps" in compared.out, compared.out

@@ -6,14 +6,15 @@ miniature are scaled.
 """
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpctrain.config.bounds import MOST_NUMBER, Count, Latency, Rate, Scale, Slowdown
-from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, DType, Name
+from hpctrain.config.clusters.cluster import HOST_COPY_SHARE, ITEM_BYTES, Cluster, DType, Name
 from hpctrain.config.clusters.figures import Bytes
-from hpctrain.config.tables import Several, Table
+from hpctrain.config.clusters.measured_speeds import without_ranks
+from hpctrain.config.tables import Several, Table, refused_for
 
 
 class PretendDevice(Table):
@@ -60,13 +61,33 @@ class PretendDevice(Table):
 
 
 class DeviceEvent(Table):
-    """A change of the speed of one pretend device."""
+    """A change of one pretend device, or the loss of it or of a node."""
 
     step: Count
-    """The first step with that speed."""
-    rank: Annotated[int, Field(ge=0)]
-    slower: Slowdown
+    """The first step with that speed, or the step in which it is lost."""
+    rank: Annotated[int, Field(ge=0)] | None = None
+    node: Annotated[int, Field(ge=0)] | None = None
+    """All devices of a node, counted over the whole cluster; for a loss alone."""
+    slower: Slowdown | None = None
     """The factor by which it takes longer than its family from now on; 1: it is well again."""
+    lost: Literal["killed", "silent"] | None = None
+    """Its process is killed, or stops and answers nobody any more."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mistakes = []
+        if (self.rank is None) == (self.node is None):
+            mistakes.append("a rank or a node; set one of them")
+        if (self.slower is None) == (self.lost is None):
+            mistakes.append("slower or lost; set one of them")
+        if self.node is not None and self.slower is not None:
+            mistakes.append("a node is lost as a whole; set slower for its ranks")
+        return refused_for(self, mistakes)
+
+    def ranks(self, cluster: Cluster) -> list[int]:
+        """Return the ranks of a cluster that it is about."""
+        place = "rank" if self.node is None else "node"
+        return [device.rank for device in cluster.devices if getattr(device, place) == getattr(self, place)]
 
 
 class Truth(Table):
@@ -88,3 +109,28 @@ class Truth(Table):
     """The device of each family."""
     events: Several[DeviceEvent] = ()
     """What happens to single devices while a job trains."""
+
+
+def after_losses(cluster: Cluster, truth: Truth | None, num_ranks: int) -> tuple[Cluster, Truth | None]:
+    """Return what is left of a cluster and its truth after so many losses that it has `num_ranks` devices.
+
+    As they are, where no number of its losses leaves that many. The events that are left are those of the other ranks,
+    by their new numbers.
+    """
+    gone: set[int] = set()
+    if truth is None:
+        return cluster, None
+    for event in sorted(truth.events, key=lambda event: event.step):
+        if len(gone) >= cluster.num_devices - num_ranks:
+            break
+        gone.update(event.ranks(cluster) if event.lost else ())
+    if not gone or cluster.num_devices - len(gone) != num_ranks:
+        return cluster, truth
+    left = [device.rank for device in cluster.devices if device.rank not in gone]
+    events = [
+        event.model_copy(update={"rank": left.index(rank), "node": None})
+        for event in truth.events
+        for rank in event.ranks(cluster)
+        if rank not in gone
+    ]
+    return without_ranks(cluster, gone), truth.model_copy(update={"events": tuple(events)})
