@@ -10,7 +10,7 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 
-TOLERANCE, STEPS = 1e-5, 4
+TOLERANCE, STEPS = 1e-5, 3
 GEMMA = {"head_size": 8, "window": 5, "global_every": 2, "score_divisor": 6.0, "tie_head": True}
 FAMILIES = {
     "qwen2": {},

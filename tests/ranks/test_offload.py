@@ -77,17 +77,23 @@ def job_of(tokens, model: str, is_overlapped: bool, dtype: str = "fp32"):
     return job.model_copy(update={"overlap": on if is_overlapped else Overlap()})
 
 
+WAYS = (False, "fp32"), (True, "bf16")
+"""Whether what can be is overlapped, and the dtype: a tiling has one of them, and the next but one the other."""
+
+
 def pytest_generate_tests(metafunc):
     if "model" in metafunc.fixturenames:
         from mpi4py import MPI
 
-        names = TILINGS.get(MPI.COMM_WORLD.size, {})
-        metafunc.parametrize(("model", "tiling"), [(("llama", "gpt2")[i % 2], name) for i, name in enumerate(names)])
+        is_all, cases = metafunc.config.getoption("--thorough"), []
+        for i, name in enumerate(TILINGS.get(MPI.COMM_WORLD.size, {})):
+            turn = WAYS if is_all else WAYS[i // 2 % 2 :][:1]
+            cases += [(("llama", "gpt2")[i % 2], name, *way) for way in turn]
+        metafunc.parametrize(("model", "tiling", "is_overlapped", "dtype"), cases)
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("is_overlapped", "dtype"), [(False, "fp32"), (True, "bf16")])
 def test_losses_and_weights_are_the_bits_of_tiles_without_offload(world, tokens, model, tiling, is_overlapped, dtype):
     """In half precision masters are in host memory, too."""
     plan, job = plan_of(tiling, world.size), job_of(tokens, model, is_overlapped, dtype)

@@ -6,6 +6,7 @@ imports nothing heavy: a command listens to signals before such imports.
 
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -193,17 +194,18 @@ def remove_dead_segments(folder: Path = SHARED_MEMORY) -> list[str]:
     Each rank calls it before it starts MPI: a segment of this start is younger, or open. Never raises: a segment that
     cannot be removed stays.
     """
-    begun = process_start()
-    candidates: dict[tuple[int, int], Path] = {}
+    begun, device = process_start(), 0
+    candidates: dict[int, Path] = {}
     with suppress(OSError):
+        device = folder.stat().st_dev
         for path in folder.iterdir():
             with suppress(OSError):
                 facts = path.stat()
                 if path.name.startswith(PREFIXES) and facts.st_uid == os.geteuid() and facts.st_mtime < begun:
-                    candidates[facts.st_dev, facts.st_ino] = path
+                    candidates[facts.st_ino] = path
     removed = []
-    for key in _open_files() if candidates else ():
-        candidates.pop(key, None)
+    for inode in _open_inodes(device) if candidates else ():
+        candidates.pop(inode, None)
     for path in candidates.values():
         with suppress(OSError):
             path.unlink()
@@ -219,18 +221,19 @@ def process_start() -> float:
     return time.time()
 
 
-def _open_files() -> Iterator[tuple[int, int]]:
-    """Yield device and inode of the files that processes of this user have open or mapped."""
+def _open_inodes(device: int) -> Iterator[int]:
+    """Yield the inodes of a device that processes of this user have open or mapped.
+
+    Each rank of a start asks, and a process maps a thousand files: lines of other devices are passed over unread.
+    """
+    mapped = re.compile(rf" {os.major(device):02x}:{os.minor(device):02x} (\d+) ")
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid != os.geteuid():
                 continue
-            for link in (process / "fd").iterdir():
+            for link in os.scandir(process / "fd"):
                 with suppress(OSError):
                     facts = link.stat()
-                    yield facts.st_dev, facts.st_ino
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                fields = line.split()
-                if len(fields) > 5 and fields[4] != "0":
-                    major, minor = (int(number, 16) for number in fields[3].split(":"))
-                    yield os.makedev(major, minor), int(fields[4])
+                    if facts.st_dev == device:
+                        yield facts.st_ino
+            yield from map(int, mapped.findall((process / "maps").read_text(errors="replace")))
