@@ -117,7 +117,8 @@ class Overlap(Table):
     tensor_parts: Annotated[PartCount | None, AUTO] = None
     """Where `tensor` is on, into how many parts blocks cut a product next to a collective over the tensor grid: by
     rows, or by positions of a single row. Each part is gathered while the last one is computed, or summed while the
-    next one is. 1: not cut. Products and sums of fewer rows may have other last bits."""
+    next one is. 1: not cut. Products and sums of fewer rows may have other last bits. Keys and values over c are
+    gathered in so many parts of their heads."""
     keep_gathered: WholeNumber = 0
     """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
     gathered once a step."""

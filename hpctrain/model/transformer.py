@@ -282,12 +282,16 @@ class Block(LayerModule):
         first = self.cache.length if self.cache else 0
         if self.cache:
             keys, values = self.cache.extended(keys, values)
-        seen = see_context(queries, keys, values, self.axes, first, self.dropping)
-        backend, attention, places = self.kernels.attention, self.attention_description, seen.positions
-        attending = partial(attend_at, attention=attention, positions=places, documents=documents, backend=backend)
-        if self._recompute == "selective" and attention.score_cap is not None:
-            attending = partial(KeepingInputs.apply, attending)
-        return seen.restore(self.computed_in("attention", attending, *seen.heads))
+        backend, attention, parts = self.kernels.attention, self.attention_description, []
+        for seen in see_context(queries, keys, values, self.axes, first, self.dropping, self.context.parts):
+            given = {"attention": attention, "positions": seen.positions, "documents": documents, "backend": backend}
+            attending = partial(attend_at, **given)
+            if self._recompute == "selective" and attention.score_cap is not None:
+                attending = partial(KeepingInputs.apply, attending)
+            parts.append(seen.restore(self.computed_in("attention", attending, *seen.heads)))
+        return (
+            parts[0] if len(parts) == 1 else torch.cat([each.transpose(1, 2) for each in parts], dim=2).transpose(1, 2)
+        )
 
 
 class Head(LayerModule):

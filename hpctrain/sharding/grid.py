@@ -89,6 +89,11 @@ class TensorGrid(NamedTuple):
         return self.product_parts > 1
 
     @property
+    def overlaps_parts(self) -> bool:
+        """Say whether parts of blocks may overlap collectives: those of products, or gathers of keys and values."""
+        return self.cuts_weights or self.context_parts > self.head_parts
+
+    @property
     def product_parts(self) -> int:
         """Number of parts into which products are cut."""
         return self.num_parts(CUTTING_PRODUCTS)

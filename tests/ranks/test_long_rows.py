@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from hpctrain.comm.groups.group import Group
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
@@ -219,6 +220,34 @@ def test_what_is_overlapped_changes_no_bit(world, tokens, name):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_heads_that_are_gathered_in_parts_change_no_bit(world, tokens, recompute, monkeypatch):
+    """Attention of some heads overlaps the gather of the next ones, and the scatter of gradients of those before."""
+    started: list[str] = []
+    plan = Plan(whole(tuple(range(world.size)), c=world.size, recompute=recompute), MICROBATCHES, ROWS)
+
+    def noting(name: str, begin):
+        def start(group, tensor, *of):
+            started.extend([name] * (tensor.dim() == 6))  # [c, keys and values, rows, positions, heads, head size]
+            return begin(group, tensor, *of)
+
+        monkeypatch.setattr(Group, name, start)
+
+    for name in ("start_all_gather", "start_reduce_scatter"):
+        noting(name, getattr(Group, name))
+    results, counts, passes = [], [], 3 * MICROBATCHES * BLOCKS
+    for parts in (1, 2):
+        started.clear()
+        overlap = Overlap(tensor=parts > 1, data=False, z=False, tensor_parts=parts)
+        results.append(curve(world, job_of(tokens, "llama", overlap=overlap), plan, 3))
+        assert started.count("start_reduce_scatter") == parts * passes
+        counts.append(started.count("start_all_gather"))
+    assert counts[1] == 2 * counts[0] >= 2 * passes * (2 if recompute == "full" else 1)
+    assert results[0] == results[1]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, dtype):
     name = {2: "heads", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
@@ -269,14 +298,25 @@ APART = equal_nodes(DEVICE, count=4, nic_bytes_per_second=2e7)
 @pytest.mark.measured
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("grid", [TensorGrid(c=4), TensorGrid(y=2, c=2)], ids=str)
-def test_a_rehearsed_step_takes_as_long_as_predicted(world, tokens, grid, recompute):
+@pytest.mark.parametrize(
+    ("grid", "recompute", "parts"),
+    [
+        (TensorGrid(c=4), "none", 1),
+        (TensorGrid(c=4), "none", 4),
+        (TensorGrid(c=4), "selective", 1),
+        (TensorGrid(y=2, c=2), "none", 1),
+        (TensorGrid(c=4, exchanges_heads=True), "none", 1),
+        (TensorGrid(y=2, c=2, exchanges_heads=True), "selective", 1),
+    ],
+    ids=str,
+)
+def test_a_rehearsed_step_takes_as_long_as_predicted(world, tokens, grid, recompute, parts):
     """One row of 32 times the positions of other tests, attention being most of its work."""
     shape = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "max_positions": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=1, validation_sequences=1)
     data = job.data.model_copy(update={"sequence_length": 512})
-    job = job.model_copy(update={"data": data, "overlap": Overlap(tensor=False, data=False, z=False)})
+    overlap = Overlap(tensor=parts > 1, data=False, z=False, tensor_parts=parts)
+    job = job.model_copy(update={"data": data, "overlap": overlap})
     plan = even_plan(job.model.num_items, grid, 1, 1, 1, 1, family="equal", recompute=recompute)
     _, training, _ = open_datasets(job.data, job.train.seed)
     predicted = predict(Setup.of_job(job), plan, APART)

@@ -197,8 +197,8 @@ def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict
     overlap, count, predictor = job.overlap, 1, None
     if overlap.tensor_parts is not None:
         return overlap, {}, None
-    if not any(tile.tensor.cuts_weights for tile in plan.tiles):
-        reason = "no tile has x or y, so there is nothing to sum"
+    if not any(tile.tensor.overlaps_parts for tile in plan.tiles):
+        reason = "no tile has x or y, or c that gathers, so there is nothing to overlap"
     elif not overlap.tensor:
         reason = "sums over x and y are not overlapped"
     elif gathers_while_summing([tile.tensor for tile in plan.tiles]):

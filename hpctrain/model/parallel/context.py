@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import Function
 
-from hpctrain.model.parallel.axes import Axes, Axis
+from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis, PendingWork
 from hpctrain.model.recompute import Dropping
 from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag, place_in
 
@@ -37,6 +37,15 @@ class Seen(NamedTuple):
     held: object = None
 
 
+class _Gathering:
+    """Keys and values of some heads, while they or their gradients are moved over c."""
+
+    def __init__(self, c: Axis):
+        self.c = c
+        self.by_rank: torch.Tensor | None = None
+        self.work: PendingWork = ONE_RANK
+
+
 def see_context(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -44,16 +53,19 @@ def see_context(
     axes: Axes,
     first: int = 0,
     dropping: Dropping | None = None,
-) -> Seen:
-    """Return what a rank attends with, from its own queries, which begin at `first`, keys and values.
+    parts: int = 1,
+) -> Iterator[Seen]:
+    """Yield what a rank attends with, from its own queries, which begin at `first`, keys and values.
 
-    What is gathered is gathered again in the backward pass, where `dropping` says so. All ranks of c must call, each
-    with as many positions.
+    Where c is overlapped, heads are gathered in so many `parts`, of which all begin at once: attention of one overlaps
+    the gather of the next, and in the backward pass the scatter of the one before. What is gathered is gathered again
+    in the backward pass, where `dropping` says so. All ranks of c must call, each with as many positions.
     """
     c, heads = axes.c, (queries, keys, values)
     own_positions = axes.context(queries.shape[2], first)
     if c.size == 1:
-        return Seen(heads, own_positions)
+        yield Seen(heads, own_positions)
+        return
     if axes.exchanges_heads:
         num_positions = c.size * queries.shape[2]
         by_rank = heads_by_rank(queries.shape[1], keys.shape[1], c.size)
@@ -62,19 +74,37 @@ def see_context(
         exchanged = _Moved.apply(torch.cat(heads, dim=1), there.to_heads, there.to_positions)
         of_kinds = exchanged.split_with_sizes([part.size for part in by_rank[c.rank]], dim=1)
         restore = lambda mixed: _Moved.apply(mixed, back.to_positions, back.to_heads)  # noqa: E731
-        return Seen(of_kinds, [Interval(0, num_positions)], restore)
-    own = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)])
-    gathered = _Gather.apply(own, c).transpose(2, 3)
-    if dropping:
-        dropping.drop(gathered, partial(_gathered, c=c), own)
-    return Seen((queries, *gathered), own_positions, held=gathered)
+        yield Seen(of_kinds, [Interval(0, num_positions)], restore)
+        return
+    groups = cut_evenly(keys.shape[1], min(parts, keys.shape[1]) if c.is_overlapped else 1)
+    of_queries = queries.shape[1] // keys.shape[1]
+    started = []
+    for group in groups:
+        own = torch.stack([each[:, slice(*group)].transpose(1, 2) for each in (keys, values)])
+        gathering = _Gathering(c)
+        started.append((group.scale(of_queries), own, _Start.apply(own, gathering), gathering))
+    for part, own, moving, gathering in started:
+        gathered = _Finish.apply(moving, gathering).transpose(2, 3)
+        if dropping:
+            dropping.drop(gathered, partial(_gathered, c=c), own)
+        yield Seen((queries[:, slice(*part)], *gathered), own_positions, held=gathered)
 
 
 def _gathered(own: torch.Tensor, c: Axis) -> torch.Tensor:
+    by_rank = _by_rank(own, c)
+    c.all_gather(by_rank)
+    return _in_order(by_rank, c)
+
+
+def _by_rank(own: torch.Tensor, c: Axis) -> torch.Tensor:
     by_rank = own.new_empty(c.size, *own.shape)
     by_rank[c.rank] = own
-    c.all_gather(by_rank)
-    whole = own.new_empty(*own.shape[:2], c.size * own.shape[2], *own.shape[3:])
+    return by_rank
+
+
+def _in_order(by_rank: torch.Tensor, c: Axis) -> torch.Tensor:
+    _, kinds, rows, positions, *heads = by_rank.shape
+    whole = by_rank.new_empty(kinds, rows, c.size * positions, *heads)
     for of_rank, place, interval in _intervals(by_rank, c):
         whole[:, :, interval] = of_rank[:, :, place]
     return whole
@@ -89,21 +119,42 @@ def _intervals(by_rank: torch.Tensor, c: Axis) -> Iterator[tuple[torch.Tensor, s
             yield of_rank, slice(*place_in(intervals, interval)), slice(*interval)
 
 
-class _Gather(Function):
+class _Start(Function):
+    """Starts the gather of a rank's own keys and values; in the backward pass it ends the scatter of their gradient."""
+
     @staticmethod
-    def forward(ctx, own, c: Axis):
-        ctx.c = c
-        return _gathered(own, c)
+    def forward(ctx, own, gathering: _Gathering):
+        ctx.gathering = gathering
+        gathering.by_rank = _by_rank(own, gathering.c)
+        gathering.work = gathering.c.start_all_gather(gathering.by_rank)
+        return own.view_as(own)
 
     @staticmethod
     def backward(ctx, gradient):
-        c: Axis = ctx.c
+        ctx.gathering.work.wait()
+        return gradient, None
+
+
+class _Finish(Function):
+    """Ends the gather of what `_Start` returned; in the backward pass it starts the scatter of its gradient."""
+
+    @staticmethod
+    def forward(ctx, moving, gathering: _Gathering):
+        ctx.gathering = gathering
+        by_rank, gathering.by_rank = gathering.by_rank, None
+        gathering.work.wait()
+        assert by_rank is not None
+        return _in_order(by_rank, gathering.c)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        c: Axis = ctx.gathering.c
         kinds, rows, positions, *heads = gradient.shape
         by_rank = gradient.new_empty(c.size, kinds, rows, positions // c.size, *heads)
         for of_rank, place, interval in _intervals(by_rank, c):
             of_rank[:, :, place] = gradient[:, :, interval]
         own = torch.empty_like(by_rank[0])
-        c.start_reduce_scatter(by_rank, own).wait()
+        ctx.gathering.work = c.start_reduce_scatter(by_rank, own)
         return own, None
 
 

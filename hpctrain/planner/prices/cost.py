@@ -165,11 +165,13 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     query, key = heads_on(attention, grid)
     rotary = tokens * (query + key) if attention.rotary else 0
     normed = tokens * (query + key) if attention.head_norm else 0
-    core, core_backward = _attention(setup, attention, rows, grid)
+    is_gathered = grid.context_parts > grid.head_parts
+    parts = min(setup.block_parts, key // attention.head_size) if is_gathered else 1
+    core, core_backward = _attention(setup, attention, rows, grid, parts)
     if grid.head_parts > 1:
         moved = [_exchange(setup, grid, attention, tokens)] * 2
     else:
-        moved = _context(setup, grid, tokens * 2 * key)
+        moved = _context(setup, grid, tokens * 2 * key, core, core_backward, parts)
     work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), moved[0], core]
@@ -182,19 +184,25 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     return work._replace(backward_input=backward_input, again=again)
 
 
-def _context(setup: Setup, grid: TensorGrid, numbers: int) -> tuple[PassWork, PassWork]:
+def _context(
+    setup: Setup, grid: TensorGrid, numbers: int, core: PassWork, core_backward: PassWork, parts: int
+) -> tuple[PassWork, PassWork]:
     """Return what c exchanges: keys and values, so many `numbers` of a rank, are gathered, and gradients scattered.
 
-    Both pass over what all ranks have, to put positions in order, and over a rank's own, to put that among the others'.
+    Of several parts each but one overlaps attention of another one, which has as many of the products. Both pass over
+    what all ranks have, to put positions in order, and over a rank's own, to put that among the others'.
     """
     c = grid.context_parts
     if c == 1:
         return PassWork(), PassWork()
     whole = c * numbers * setup.item_bytes
     works = []
-    for operation, count in ("all_gather", CONTEXT_OPERATIONS[0]), ("reduce_scatter", CONTEXT_OPERATIONS[1]):
-        exchange = Exchange(CONTEXT, operation, whole)
-        works.append(PassWork([], 2.0 * whole + 4.0 * whole / c, count + 2 * c, [exchange]))
+    kinds = (core, "all_gather"), (core_backward, "reduce_scatter")
+    for (computed, operation), count in zip(kinds, CONTEXT_OPERATIONS, strict=True):
+        each = len(computed.products) // parts
+        behind = [(), *(tuple(computed.products[i * each : (i + 1) * each]) for i in range(1, parts))]
+        exchanges = [Exchange(CONTEXT, operation, whole // parts, products) for products in behind]
+        works.append(PassWork([], 2.0 * whole + 4.0 * whole / c, parts * (count + 2 * c), exchanges))
     return works[0], works[1]
 
 
@@ -350,8 +358,13 @@ def _labelled(item: str, rows: int, cost: LayerCost) -> LayerCost:
     )
 
 
-def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) -> tuple[PassWork, PassWork]:
-    """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
+def _attention(
+    setup: Setup, attention: Attention, rows: int, grid: TensorGrid, parts: int = 1
+) -> tuple[PassWork, PassWork]:
+    """Return the products between heads: two forward; backward four, and the scores' again where they were not kept.
+
+    They are in so many parts, one after the other.
+    """
     setup = setup.attending
     positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y // grid.head_parts)
     flash, passes = setup.engine.flash, setup.passes.scores
@@ -361,13 +374,15 @@ def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) 
     share = pairs / positions**2
     if flash and not setup.masks_documents:
         share = seen_share(attention, positions * setup.context_parts) * setup.context_parts
-    works = []
-    for fused, passed in zip(flash or (None, None), passes, strict=True):
-        scores = MatrixProduct(positions, size, positions, batch, share, fused)
-        mixed = MatrixProduct(positions, positions, size, batch, share, fused)
-        works.append(PassWork([scores, mixed], batch * pairs * passed))
-    forward, backward = works
-    backward.products += [mixed, scores] + ([scores] if flash else [])
+    forward, backward = PassWork(), PassWork()
+    for work, fused, passed in zip((forward, backward), flash or (None, None), passes, strict=True):
+        work.passed_bytes = batch * pairs * passed
+        for part in cut_evenly(batch, min(parts, batch)):
+            scores = MatrixProduct(positions, size, positions, part.size, share, fused)
+            mixed = MatrixProduct(positions, positions, size, part.size, share, fused)
+            work.products += [scores, mixed]
+            if work is backward:
+                work.products += [mixed, scores] + ([scores] if flash else [])
     return forward, backward
 
 

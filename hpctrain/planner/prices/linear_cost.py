@@ -25,7 +25,7 @@ def linear(
     backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], cast_bytes * tokens * out)
     of_weight = MatrixProduct(out, tokens, into, dtype=dtype)
     if sizes[of_out] > 1:
-        backward.exchanges.append(Exchange(of_out, "all_reduce", int(tokens * into * num_bytes), behind=of_weight))
+        backward.exchanges.append(Exchange(of_out, "all_reduce", int(tokens * into * num_bytes), behind=(of_weight,)))
     added = 1 if setup.passes.weight else 0
     return LayerCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
@@ -52,8 +52,8 @@ def gathering_linear(
     passed = cost.forward.passed_bytes + joined + cut.placed_bytes(out)
     forward = PassWork(products, passed, cut.copies, exchanges)
     if regathers:
-        cost.backward_input.exchanges.append(Exchange("y", "all_gather", operands, behind=of_input))
-    cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=of_weight))
+        cost.backward_input.exchanges.append(Exchange("y", "all_gather", operands, behind=(of_input,)))
+    cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=(of_weight,)))
     cost.backward_input.passed_bytes += (1 + regathers) * joining_bytes(rows, whole)
     return LayerCost(forward, cost.backward_input, cost.backward_weight)
 
@@ -101,7 +101,7 @@ def _sizes(size: int, parts: int) -> list[int]:
 
 def _sums(axis: str, operation: str, products: list[MatrixProduct], num_bytes: float) -> list[Exchange]:
     """Return the sums of outputs, each of which overlaps the next product."""
-    behind = [*products[1:], None]
+    behind = [*((each,) for each in products[1:]), ()]
     return [
         Exchange(axis, operation, int(product.m * product.n * num_bytes), behind=following)
         for product, following in zip(products, behind, strict=True)
@@ -112,7 +112,7 @@ def _gathers(products: list[MatrixProduct], features: int, num_bytes: int) -> li
     """Return the gathers over y of inputs with so many features, each of which overlaps the product before."""
     return [
         Exchange("y", "all_gather", product.m * features * num_bytes, behind=before)
-        for product, before in zip(products, [None, *products[:-1]], strict=True)
+        for product, before in zip(products, [(), *((each,) for each in products[:-1])], strict=True)
     ]
 
 

@@ -94,17 +94,17 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(device.work_seconds(work, setup.dtype, setup.engine) for device in devices)
     waited = {"tensor": 0.0, "data": 0.0}
-    alone: dict[MatrixProduct, float] = {}  # the parts of a product are equal, so one is priced
+    alone: dict[tuple[MatrixProduct, ...], float] = {}  # the parts of a product are equal, so one is priced
 
     def overlapped_seconds(exchange: Exchange) -> float:
-        """Return the seconds of the product that overlaps a collective over the tensor grid; 0 where none does."""
+        """Return the seconds of the products that overlap a collective over the tensor grid; 0 where none do."""
         # Compared by identity: a recomputed product may have the same shape as the dW product, without being it.
         behind = exchange.behind
-        if "tensor" not in setup.overlaps or behind is None or id(behind) not in products:
+        if "tensor" not in setup.overlaps or any(id(each) not in products for each in behind):
             return 0.0
         if behind not in alone:
-            product = PassWork([behind], passes=work.passes)
-            alone[behind] = min(device.work_seconds(product, setup.dtype, setup.engine) for device in devices)
+            meanwhile = PassWork([*behind], passes=work.passes)
+            alone[behind] = min(device.work_seconds(meanwhile, setup.dtype, setup.engine) for device in devices)
         return alone[behind]
 
     products = {id(each) for each in work.products}
@@ -151,7 +151,7 @@ def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
     """Return the numbers of parts to choose from on some grids: the given one, or 1 and those that may be better."""
     if setup.tensor_parts is not None:
         return (setup.tensor_parts,)
-    if "tensor" in setup.overlaps and any(grid.cuts_weights for grid in grids) and not gathers_while_summing(grids):
+    if "tensor" in setup.overlaps and any(grid.overlaps_parts for grid in grids) and not gathers_while_summing(grids):
         return 1, *PART_COUNTS
     return (1,)
 

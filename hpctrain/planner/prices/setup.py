@@ -316,7 +316,7 @@ class Setup:
 
     @property
     def block_parts(self) -> int:
-        """Number of parts into which blocks cut products next to collectives of x and y."""
+        """Number of parts into which blocks cut products next to collectives of x and y, and heads that c gathers."""
         return (self.tensor_parts or 1) if "tensor" in self.overlaps else 1
 
     def network(self, cluster: Cluster) -> ClusterNetwork:

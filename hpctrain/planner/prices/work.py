@@ -27,8 +27,8 @@ class Exchange(NamedTuple):
     operation: str
     num_bytes: int
     """Bytes of the whole tensor."""
-    behind: MatrixProduct | None = None
-    """Product of the same pass that overlaps the collective, where the software overlaps them."""
+    behind: tuple[MatrixProduct, ...] = ()
+    """Products of the same pass that overlap the collective, where the software overlaps them."""
     purpose: Literal["activations", "weights", "gradients"] = "activations"
     """What is exchanged. Weights come before a layer computes and gradients of weights leave after it, so that other
     layers may overlap them."""

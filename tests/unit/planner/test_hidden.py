@@ -150,7 +150,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         exposed, hidden = (pass_cost(s, network, cost.backward, Site(tuple(device), tile)) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
         assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
-        products = sum(device[0].work_seconds(PassWork([product]), "fp32", HPCTRAIN) for product in behind)
+        products = sum(device[0].work_seconds(PassWork([*products]), "fp32", HPCTRAIN) for products in behind)
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
         alone = pass_cost(HIDING, network, cost.backward_input, Site(tuple(device), tile))
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"

@@ -1,6 +1,7 @@
 """What c costs: its part of products and activations, keys and values of the whole row; and when a search takes it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,15 +9,19 @@ import torch
 from hpctrain.config.errors import PlanError
 from hpctrain.model.operators import attention as attention_of_model
 from hpctrain.plan.checks import check_positions
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
+from hpctrain.planner.prices.devices import DeviceModel
+from hpctrain.planner.prices.prices import Site, pass_cost
 from hpctrain.planner.prices.setup import LEAST_CONTEXT, Setup
+from hpctrain.planner.prices.work import PassWork
 from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
-from hpctrain.sharding.intervals import cut_zigzag
+from hpctrain.sharding.intervals import Interval, cut_zigzag
 from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import check_grid
 from tests.pretended import cluster_with
@@ -45,6 +50,26 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(recompute, g
     whole = ROWS * SETUP.positions * 2 * heads_on(attention, GRID)[1] * SETUP.item_bytes
     of_c = [(e.operation, e.num_bytes) for e in moved if e.axis == "c"]
     assert sorted(of_c) == [("all_gather", whole)] * gathers + [("reduce_scatter", whole)]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward_input"])
+def test_attention_of_some_heads_hides_the_gather_of_the_next(name):
+    """Of two parts the first gather, or the last scatter, is waited for. The other takes what outlasts attention."""
+    device = DeviceModel("fast", cluster_with(5e7, devices=4).families["fast"])
+    tile = Tile(Interval(0, 10), Interval(0, ROWS), (0, 1, 2, 3), GRID)
+    hiding = replace(SETUP, overlaps=frozenset({"tensor"}), tensor_parts=2)
+    attention = Interval(1, 2)
+    for seconds in (1e-9, 1e3):
+        one = lambda *_, each=seconds: each  # noqa: E731
+        network = SimpleNamespace(concurrent=tuple, group_seconds=one, holder_seconds=one)
+        exposed, hidden = (
+            pass_cost(setup, network, getattr(layer_cost(setup, GRID, attention, ROWS), name), Site((device,), tile))
+            for setup in (replace(hiding, overlaps=frozenset()), hiding)
+        )
+        core = _attention(hiding.on(GRID), SETUP.branches(BLOCK)[0], ROWS, GRID, 2)[name == "backward_input"]
+        half = PassWork(core.products[: len(core.products) // 2])
+        of_part = device.work_seconds(half, hiding.dtype, hiding.engine)
+        assert hidden.tensor - exposed.tensor == pytest.approx(max(0.0, seconds - of_part))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
