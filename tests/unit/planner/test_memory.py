@@ -176,7 +176,7 @@ def test_sums_after_each_item_take_scratch_of_the_largest(tokens):
     setup, plan = Setup.of_job(job), resolve_plan(job, 4).plan
     tile = plan.tiles[0]
     over_z = largest_unit(setup, tile.tensor, range(*tile.items))
-    groups = held((2, (0, 2), 3, False, 10_000), (3, (0, 2), 3, False, 4_000), (1, (0, 2), 3, False, 90_000))
+    sums = [(SUMMED_BYTES * stored, (0, 2), 0) for stored in (10_000, 4_000)]
     for overlaps, bucket_bytes, expected in (
         ({"z"}, 1, (over_z + 10_000, 0)),
         (set(), 1, (10_000, over_z)),
@@ -184,7 +184,7 @@ def test_sums_after_each_item_take_scratch_of_the_largest(tokens):
         (set(), None, (0, max(over_z, 10_000))),
     ):
         own = replace(setup, overlaps=frozenset(overlaps), bucket_bytes=bucket_bytes)
-        assert scattered_scratch(own, Scratch(), plan, tile, groups, 0) == expected  # pyright: ignore[reportArgumentType]
+        assert scattered_scratch(own, Scratch(), tile, range(*tile.items), sums) == expected  # pyright: ignore[reportArgumentType]
 
 
 def test_messages_that_wait_and_sums_in_flight_are_added(tokens):
