@@ -94,7 +94,7 @@ def parse_cluster_file(content: str | Mapping[str, Any], where: str) -> ClusterF
     if mistakes or tables is None:
         lines = with_lines(text, dict.fromkeys(mistakes))
         raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
-    cluster = Cluster(**{name: getattr(tables, name) for name in Cluster.model_fields})
+    cluster = Cluster.model_construct(**{name: getattr(tables, name) for name in Cluster.model_fields})  # valid by now
     return ClusterFile(cluster, tables.truth, filled.sources)
 
 
