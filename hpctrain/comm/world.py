@@ -269,8 +269,6 @@ class World:
             device = self.accelerator
             self._engine = ProgressEngine(self.has_threads, device.use if device else None)
             self.patience.meanwhile = None if self.has_threads else self._engine.poll
-            if device:
-                device.launches.meanwhile = self._engine.poll
         return self._engine
 
     def _keep(self, made):
@@ -399,8 +397,6 @@ class World:
         if self._engine is not None:
             self._engine.close()
             self.patience.meanwhile = self._engine = self._numbers = None
-            if self.accelerator is not None:
-                self.accelerator.launches.meanwhile = lambda: None
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
 

@@ -10,7 +10,6 @@ asks for them. `hpctrain.plan.launch_order` proves from the schedule that the or
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -52,8 +51,6 @@ class LaunchOrder:
         A kernel is loaded at its first launch. Loading may wait until the device is idle. It may so wait for an
         operation, and for other ranks.
         """
-        self.meanwhile: Callable[[], object] = lambda: None
-        """Moves lanes while the host waits for an operation: other ranks may wait for their messages."""
 
     @cached_property
     def stream(self) -> Stream:
@@ -129,12 +126,11 @@ class LaunchOrder:
             self._wait_for(operation, "the device, in its first step")
 
     def _wait_for(self, launch: Operation, awaited: str) -> None:
-        """Let the host wait for a launch, while it checks for errors and moves lanes."""
+        """Let the host wait for a launch, while it checks for errors. Lanes move meanwhile, as in any wait."""
 
         def is_over() -> bool:
             ended = launch.ended
             self.look()
-            self.meanwhile()
             return ended
 
         wait_until(is_over, lambda: awaited, launch.patience)
