@@ -102,3 +102,5 @@ def command(
     if ended and ended.continues:
         record_exit(InterruptionError.exit_code)
         sys.exit(InterruptionError.exit_code)
+    if world.rank == 0:
+        record_exit(0)

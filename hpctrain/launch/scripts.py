@@ -95,8 +95,8 @@ def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
         "mpirun",
         start=start,
         components=start.components,
-        shell_options="euo",
-        or_end="",
+        shell_options="uo",
+        or_end=f" || exit {JobError.exit_code}",
         program=own if own.exists() else "mpirun",
         hosts=f' {HOST_FILE_OPTIONS[implementation]} "$run/launch/hosts"' if has_hosts else "",
     )

@@ -1,6 +1,7 @@
 """What is left of a run whose launcher, node's daemon or rank is killed: nothing, at the next start at the latest."""
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kills import run_with_kills
 from hpctrain.comm.start.process import PREFIXES, SHARED_MEMORY
+from hpctrain.jobs.common import generate_tokens
 from hpctrain.observe.folder.run_folder import read_metrics
 from tests.started import BIN, processes, ranks_of
 
@@ -71,3 +74,16 @@ def test_nothing_is_left_of_a_killed_run(hpctrain, folder, tmp_path, who):
     done = hpctrain(*arguments, "--stop-after", "1000000", "--set", "train.steps=6", cwd=folder)
     assert done.code == 0, done.err
     assert not [path for path in left if path.exists()], "the next start removes what the dead ranks left"
+
+
+@pytest.mark.timeout(600)
+def test_the_script_of_mpirun_starts_killed_ranks_again_from_memory(tmp_path):
+    generate_tokens(tmp_path / "tokens.bin", 64)
+    whole = run_with_kills(tmp_path / "whole", BIN / "hpctrain", 0, random.Random(0))
+    assert whole.code == 0 and not whole.origins
+    killed = run_with_kills(tmp_path / "killed", BIN / "hpctrain", 3, random.Random(0))
+    output = (tmp_path / "killed" / "output").read_text()
+    assert killed.code == 0, output
+    assert killed.origins == ["memory"] * 3, output
+    assert killed.losses == whole.losses
+    assert not list(SHARED_MEMORY.glob((tmp_path / "killed" / "run" / "copies").read_text().strip()))

@@ -15,8 +15,8 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID
 END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
 """Variables with the end of the batch job, in seconds since 1970. The first is for batch systems that set none."""
 EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
-"""Variable that names a file for the exit code of the first rank that fails. A launcher that ends the others reports
-the code of a signal."""
+"""Variable that names a file for the exit code of the first rank that fails, or 0 where the run has succeeded. A
+launcher that ends the others reports the code of a signal, and some report 0 where a host was lost."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 """Variables of torchrun, which starts no MPI. One of them alone belongs to another program."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

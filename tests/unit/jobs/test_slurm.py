@@ -42,6 +42,9 @@ RECORDER = """#!{python}
 import json, os, subprocess, sys
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]) + "\\n")
+if "mpirun" in sys.argv[0]:
+    with open(os.environ["HPCTRAIN_EXIT_FILE"], "w") as file:
+        file.write(os.environ.get("CODE", "0"))
 sys.exit(int(os.environ.get("CODE", "0")))
 """
 
@@ -358,14 +361,31 @@ def test_no_path_changes_what_a_start_with_mpirun_runs(recorder, tmp_path_factor
     run = base / f"r{run}"
     text = mpirun_script(Start("n", run, base, TWO, ("--cluster", '"$run/c.toml"')), "openmpi", True)
     own = Path(sys.executable).with_name("mpirun")
-    text = text.replace(f"exec {shlex.quote(str(own))} ", "exec mpirun ")
-    write_files(run, {"start.sh": text})
+    text = text.replace(f"  {shlex.quote(str(own))} ", "  mpirun ")
+    write_files(run, {"start.sh": text, "launch/hosts": ""})
     code, calls = recorder.run(run / "start.sh", *extra)
     job = [f"{run}/launch/job.toml", "--run", str(run), "--cluster", f"{run}/c.toml", *extra]
     first = ["-n", "8", f"{run}/launch/rank-0.sh", "train", *job]
     second = ["-n", "2", f"{run}/launch/rank-1.sh", "train", *job]
     expected = ["--hostfile", f"{run}/launch/hosts", *first, ":", *second]
     assert (code, calls) == (0, [("mpirun", str(base), expected)])
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (75, 1), (81, 1), (84, 3), (76, 3)])
+def test_a_start_with_mpirun_starts_again_where_another_start_can_help(recorder, tmp_path, code, starts):
+    text = mpirun_script(Start("n", tmp_path, tmp_path, ONE), "mpich", False)
+    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", "  mpirun ")
+    write_files(tmp_path, {"start.sh": text, "launch/hosts": ""})
+    result, calls = recorder.run(tmp_path / "start.sh", CODE=str(code), HPCTRAIN_RESTARTS="2")
+    assert (result, len(calls)) == (code, starts)
+
+
+def test_success_is_what_the_run_wrote_and_not_the_code_of_the_launcher(recorder, tmp_path):
+    """A launcher may return 0 where a host was lost."""
+    text = mpirun_script(Start("n", tmp_path, tmp_path, ONE), "mpich", False)
+    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", "  true ")
+    write_files(tmp_path, {"start.sh": text, "launch/hosts": ""})
+    assert recorder.run(tmp_path / "start.sh", HPCTRAIN_RESTARTS="1")[0] == 84
 
 
 def test_hosts_are_listed_with_their_ranks():
