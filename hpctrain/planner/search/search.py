@@ -42,6 +42,9 @@ from hpctrain.planner.search.stages import StageCosts
 
 SCORED, SIMULATED = 2000, 13
 """Numbers of plans that are scored, and simulated, unless a user limits them."""
+ROUND_GROWS = 4
+"""Factor between the plans that are scored in all until the end of a round and of the next one, from `SCORED` on. Each
+round simulates anew."""
 PER_GROUP = 100
 """Approximate number of shapes of a group that are scored: the choices for a pool are limited, see `Shortlists`."""
 AT_ONCE = 8
@@ -183,15 +186,21 @@ class Search:
         self._best_score = self._best_seconds = math.inf
         """The least of all layouts by the estimate, and of all plans."""
         self._first_after: float | None = None
-        self.num_simulated, self._by_estimate = 0, limits.simulated is not None
+        self.num_simulated, self._by_estimate = 0, True
         self._num_pushed = self._num_scored = self._num_groups = 0
         self._is_complete = True
+        self._left: list[Candidate] = []
+        """The candidates for which the budget did not suffice."""
+        self._num_before = 0
+        """How many layouts were simulated, and fit, before this round."""
 
     def run(self) -> SearchResult:
         """Search, and return the plans that were simulated with what was learnt. Raises PlanError where none fits."""
         with _without_garbage_collector():
-            self._push([self._groups()])
-            self._refine_most_promising()
+            self._left.append(self._groups())
+            for most in self._budgets():
+                self._begin_round(most)
+                self._refine_most_promising()
         if not self._plans and not self._simulator.shortage:
             # By the estimate nothing fits. Simulating what comes nearest says what it lacks, if it does not fit either.
             self._push(self._refined(self._nearest()))
@@ -207,7 +216,7 @@ class Search:
                 "fitting": len(self.layouts),
                 "timed": len(self._plans),
             },
-            is_complete=self._is_complete and not any(lists.left_out for lists in self._shortlists),
+            is_complete=self._is_complete and not self._left and not any(lists.left_out for lists in self._shortlists),
             wall_seconds=seconds,
             first_plan_seconds=seconds if self._first_after is None else self._first_after,
             least_by_arrangement=self._least(lambda shape: shape.pipelines),
@@ -223,6 +232,25 @@ class Search:
 
     # ---- the queue ---------------------------------------------------------------------------------------------------
 
+    def _budgets(self) -> list[int | None]:
+        """Return how many plans are scored at the end of each round.
+
+        A large budget begins with the rounds of a smaller one: else layouts that only the estimate prefers would take
+        the place of those that a smaller budget simulates.
+        """
+        most = self._limits.scored
+        rounds = itertools.accumulate(itertools.repeat(ROUND_GROWS), operator.mul, initial=SCORED)
+        return [most] if most is None else [*itertools.takewhile(lambda scored: scored < most, rounds), most]
+
+    def _begin_round(self, scored: int | None) -> None:
+        """Take up the candidates that the rounds so far had no budget for."""
+        self._limits = replace(self._limits, scored=scored)
+        self._by_estimate, self._num_before = self._limits.simulated is not None, len(self._plans)
+        self.num_simulated = 0
+        self._num_equivalent.clear()
+        left, self._left = self._left, []
+        self._push(left)
+
     def _refine_most_promising(self) -> None:
         """Refine candidates until none left may be faster than the best plan, or the budget is spent."""
         while self._queue:
@@ -232,8 +260,10 @@ class Search:
                 heapq.heapify(self._queue)
             _, _, candidate = heapq.heappop(self._queue)
             fastest = min(self._best_seconds, self._known_seconds)
-            if self._least_seconds(candidate) >= fastest or not self._is_affordable(candidate):
+            if self._least_seconds(candidate) >= fastest:
                 self._is_complete = False
+            elif not self._is_affordable(candidate):
+                self._left.append(candidate)
             else:
                 self._push(self._refined(candidate))
 
@@ -294,7 +324,8 @@ class Search:
             if not self._plans:
                 return not is_over or self.num_simulated < TRIED
             num_equivalent = self._num_equivalent[candidate.shape.depths]
-            return most is None or not (is_over or len(self._plans) >= most or num_equivalent >= MOST_EQUIVALENT)
+            num_plans = len(self._plans) - self._num_before
+            return most is None or not (is_over or num_plans >= most or num_equivalent >= MOST_EQUIVALENT)
         share = 1.0 if isinstance(candidate, ShapeGroup) else LOOKING_SHARE
         most, is_over = self._limits.scored, self._is_over(SCORING_SHARE * share)
         return not self.layouts or not (is_over or (most is not None and self._num_scored >= most * share))
