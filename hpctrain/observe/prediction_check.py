@@ -155,7 +155,7 @@ def describe_drift(comparison: SavedComparison) -> str:
     """Return in a sentence how large the drift is, and in which part of a step."""
     direction = "longer" if comparison["drift"] > 0 else "shorter"
     result = f"steps took {abs(comparison['drift']):.0%} {direction} than predicted"
-    if drifted := comparison.get("drifted"):
+    if (drifted := comparison.get("drifted")) and drifted in comparison.get("parts", {}):  # a file may be damaged
         by = _difference(comparison, drifted) / comparison["predicted_seconds"]
         result += f", most of it in '{drifted}' ({by:.0%} of a step)"
     if cause := comparison.get("cause"):

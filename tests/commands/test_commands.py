@@ -307,7 +307,8 @@ def test_steps_that_are_timed_are_printed_as_one_line(hpctrain, folder):
 def test_help_is_there_for_every_command(hpctrain, folder):
     from hpctrain.cli import COMMANDS, root
 
-    assert all(name in hpctrain("--help", cwd=folder).out for name in COMMANDS)
+    shown = hpctrain("--help", cwd=folder).out
+    assert all(name in shown for name in COMMANDS)
     for name in COMMANDS:  # in this process: a start of each takes a second
         done = CliRunner().invoke(root, [name, "--help"])
         assert done.exit_code == 0

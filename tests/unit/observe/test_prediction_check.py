@@ -92,6 +92,8 @@ def test_a_part_that_drifts_is_named(part, times):
         summary
     )
     assert ("warning: " in format_comparison(summary)) == summary["is_large"]
+    summary["parts"] = {}  # as in a damaged file
+    assert "steps took" in describe_drift(summary) and f"in '{part}'" not in describe_drift(summary)
 
 
 def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_reported():

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
@@ -48,24 +47,27 @@ def test_a_file_may_have_become_a_pipe_meanwhile(tmp_path):
     os.close(reader)
 
 
-def run(folder: Path, *arguments: str | bytes) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpctrain", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, timeout=120, text=True)
+@pytest.fixture
+def run(warm_start, tmp_path):
+    def run(*arguments: str | bytes) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*warm_start, *arguments], cwd=tmp_path, capture_output=True, timeout=120, text=True)
+
+    return run
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["plan", "draw"], ["generate"], ["train"]])
-def test_names_of_files_do_not_reach_the_terminal(tmp_path, command):
+def test_names_of_files_do_not_reach_the_terminal(run, command):
     name = os.fsencode("evil\x1b]0;title\x07") + b"\xff.toml"
-    done = run(tmp_path, *command, name)
+    done = run(*command, name)
     assert done.returncode in (2, 81, 85, 86), done.stderr
     assert "evil\\x1b]0;title\\x07\\udcff.toml" in done.stderr
     assert "Traceback" not in done.stderr
     assert not {"\x1b", "\x07"} & set(done.stdout + done.stderr)
 
 
-def test_a_name_in_a_file_does_not_reach_the_terminal(tmp_path):
+def test_a_name_in_a_file_does_not_reach_the_terminal(run, tmp_path):
     (tmp_path / "c.toml").write_text('[families."x\\u001b[2J"]\nkind = "cuda"\nmodel = "A100-40\\u0007"\n')
-    done = run(tmp_path, "inspect", "c.toml")
+    done = run("inspect", "c.toml")
     assert done.returncode == 83
     assert "x\\x1b[2J" in done.stderr
     assert not {"\x1b", "\x07"} & set(done.stdout + done.stderr)

@@ -1,6 +1,7 @@
 """The house can be read: no circles of imports, docstrings that are sentences, names of files that there are."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,7 @@ FILE_NAME = re.compile(r"`{1,2}(?:[\w./-]*/)?([\w-]+\.(?:py|md|sbatch|sh))`{1,2}
 MODULE_RUN = re.compile(r"python -m ((?:benchmarks|tests)(?:\.[a-z_]+)+)")
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     """Return the modules of the package by their names."""
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
