@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hpctrain.observe.text_tables import table, text_of
 from hpctrain.planner.if_lost import ROADS, PricedLoss
 from hpctrain.planner.prediction.forecast import format_waterfall
+from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.what_if import TOLERANCE, ComparedMachine
 
 LOSS_COLUMNS = (
@@ -36,6 +37,10 @@ def format_machines(rows: Sequence[ComparedMachine], currency: str, shows_share:
             lines.append(f"{row.machine.name}: {row.machine.cluster.describe()}: {row.plan.describe()}")
     if now.prediction:
         lines.append(f"of a step now: {format_waterfall(now.prediction.waterfall_seconds)}")
+        lines.append(f"predicted now: {now.prediction.mfu:.1%} of the peak of all devices (MFU)")
+        families = now.machine.cluster.families.items()
+        published = ((name, DeviceModel(name, family).efficiency.best_published) for name, family in families)
+        lines += [f"best published of {name}: {best or 'nothing is known'}" for name, best in published]
     named: dict[str, str] = {}
     for row in rows:
         named = {text: row.machine.name for text in row.assumed} | named

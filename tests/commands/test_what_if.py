@@ -1,6 +1,8 @@
 """`hpctrain what-if` as a user types it: its table, its page, its JSON, its refusals, and by hand from two searches."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -10,6 +12,7 @@ from hpctrain.config.errors import JobError, TopologyError
 from hpctrain.jobs.plan import command as plan
 from hpctrain.jobs.what_if import command
 from hpctrain.plan.file import parse_plan
+from hpctrain.planner.prices.efficiency import EFFICIENCIES
 from hpctrain.planner.what_if import TOLERANCE
 from tests.unit.small_searches import cluster_of
 
@@ -109,3 +112,22 @@ def test_without_a_file_the_costs_of_losses_are_comments_of_the_plan(files):
     where = ["search", str(files / "job.toml"), "--cluster", str(files / "now.toml"), "--budget", "20"]
     done = CliRunner().invoke(plan, [*where, "--if-lost", "rank"])
     assert "# nothing" in done.output and parse_plan(done.output, "printed").ranks == (0, 1, 2)
+
+
+def test_the_best_published_run_stands_beside_the_prediction(files):
+    (files / "now.toml").write_text(
+        (files / "now.toml").read_text().replace("[families.a]", '[families.a]\nmodel = "A100-80"')
+    )
+    text = ask(files, "--set", "families.a.memory_bytes=50000000")
+    assert "of the peak of all devices (MFU)" in text
+    assert "best published of a: 68.7 % MFU in bf16, Llama 3 8B on 8 A800-80" in text
+    assert "best published of c: nothing is known" in text
+
+
+def test_best_published_figures_are_those_of_the_benchmarks():
+    """The catalogue's texts repeat what `python -m benchmarks.evidence.predictor --best` printed."""
+    table = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    texts = [each.best_published for each in EFFICIENCIES.values() if "MFU" in each.best_published]
+    figures = [figure for text in texts for figure in re.findall(r"[\d.]+ %", text)]
+    assert len(figures) == 5
+    assert not [figure for figure in figures if f"| {figure} |" not in table]

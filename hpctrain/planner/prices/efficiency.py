@@ -39,7 +39,8 @@ class Efficiency:
     is_measured: bool = True
     """Whether steps of the family were published with all that a prediction needs, and the shares fitted to them."""
     best_published: str = ""
-    """Highest published speed in training, with its source, of a family without such measurements."""
+    """Highest published speed in training, with its source. Where steps were published, MFU is of the peak in half
+    precision, and the run is the best one of `python -m benchmarks.evidence.predictor --best` for such devices."""
     known: bool = True
     """Whether the figures are those of this model, not assumed from the device's kind."""
 
@@ -64,11 +65,28 @@ NCCL_SLOWDOWN = 1.19
 # on an H200, and 4 to 834 on a B200 (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed). By the same,
 # the largest products come to 73 % of the sheet in fp8 and 80 % in bf16 on Hopper, to 76 and 78 % on Blackwell.
 EFFICIENCIES: dict[str, Efficiency] = {
-    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_slowdown=NCCL_SLOWDOWN),
+    "volta": Efficiency(
+        0.78,
+        0.82,
+        2e-6,
+        80,
+        0.98,
+        overlap_slowdown=NCCL_SLOWDOWN,
+        best_published="44.0 % MFU in fp16, 1B on one V100-32",
+    ),
     "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
     "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_slowdown=NCCL_SLOWDOWN),
     "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
-    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=NCCL_SLOWDOWN),
+    "ampere": Efficiency(
+        0.87,
+        0.68,
+        2e-6,
+        108,
+        0.90,
+        0.82,
+        overlap_slowdown=NCCL_SLOWDOWN,
+        best_published="68.7 % MFU in bf16, Llama 3 8B on 8 A800-80; 64.1 % on an A100-80, a model of 7B on 8",
+    ),
     "hopper": Efficiency(
         0.67,
         0.85,
@@ -80,6 +98,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fused_share=0.75,
         native_gain=1.7,
         overlap_slowdown=NCCL_SLOWDOWN,
+        best_published="62.4 % MFU in bf16, Llama 3.1 8B on 16 H100",
     ),
     "blackwell": Efficiency(
         0.55,
@@ -92,6 +111,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fused_share=0.76,
         native_gain=1.75,
         overlap_slowdown=NCCL_SLOWDOWN,
+        best_published="47.0 % MFU in bf16, Llama 3.1 405B on 128 GB200",
     ),
     "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
     "blackwell-gaming": Efficiency(0.92, 0.82, 2e-6, 170, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN, is_measured=False),
