@@ -12,7 +12,8 @@ LOSS_COLUMNS = (
     "moves: masters and moments that ranks need by the next plan and do not own by the last one",
     "lost: those that no rank has in memory any more; they come from the last checkpoint",
     "given back: the stall, where RUN/resize asks for it and the ranks that leave hand over what they own",
-    "restarted: the stall, where they died and the same command starts the others from the last checkpoint",
+    "from copies: the stall, where they died and the same command starts the others from recovery.copies",
+    "restarted: the stall, where they died and it starts them from the last checkpoint",
 )
 
 

@@ -22,9 +22,9 @@ from hpctrain.planner.what_if import ComparedMachine, PossibleMachine, what_if
 
 RANK, NODE, FAMILY = KINDS = "rank", "node", "family"
 MASTER_BYTES = 4
-GIVEN_BACK, RESTARTED = ROADS = "given back", "restarted"
+GIVEN_BACK, COPIES, RESTARTED = ROADS = "given back", "from copies", "restarted"
 """The roads on which a run goes on. `RUN/resize` gives ranks back: the state moves in memory. Where ranks die, the
-same command starts those that are left, from the last checkpoint."""
+same command starts those that are left, from copies in the memory of hosts, or from the last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Delays:
     """Groups, buffers and weights are made."""
     file_bytes_per_second: float = 1e9
     """Of a node that reads a checkpoint."""
+    copy_bytes_per_second: float = 1e9
+    """Of a rank that checks and reads its copy in memory."""
 
     def assumed(self) -> list[str]:
         """Say which of them nobody measured."""
@@ -50,6 +52,7 @@ class Delays:
             "import_seconds": "a start: {:g} s of torch's import",
             "made_seconds": "a start: {:g} s to make groups and weights",
             "file_bytes_per_second": "a checkpoint: a node reads {:,.0f} bytes/s",
+            "copy_bytes_per_second": "copies in memory: a rank checks and reads {:,.0f} bytes/s",
         }
         return [text.format(getattr(self, key)) for key, text in names.items() if getattr(self, key) == DEFAULTS[key]]
 
@@ -137,7 +140,8 @@ def price_losses(
         return MASTER_BYTES + rule.moment_bytes(shape)
 
     before = PlanState(best.setup.model, best.plan, job.overlap.bucket_bytes)
-    losses = losses_of(cluster, kind, before.bytes_of(element_bytes))
+    state_bytes = before.bytes_of(element_bytes)
+    losses, copied = losses_of(cluster, kind, state_bytes), max(state_bytes.values()) / delays.copy_bytes_per_second
     kept = [tuple(rank for rank in range(cluster.num_devices) if rank not in loss.ranks) for loss in losses]
     machines = [PossibleMachine("now", cluster)]
     machines += [
@@ -167,9 +171,11 @@ def price_losses(
         made = {"made": delays.made_seconds, "first step": row.prediction.step_seconds}
         started = {"noticed": delays.noticed_seconds, "MPI": delays.mpi_seconds, "import": delays.import_seconds}
         looked = {"searched": searched[loss.name]}
+        moved = {"moved": move_seconds(moves, cluster.num_devices, best.network)}
         read = _read_seconds(after, row.machine.cluster, element_bytes, delays)
         roads = {
-            GIVEN_BACK: looked | {"moved": move_seconds(moves, cluster.num_devices, best.network)} | made,
+            GIVEN_BACK: looked | moved | made,
+            COPIES: started | looked | {"read": copied} | moved | made,
             RESTARTED: started | looked | {"read": read} | made,
         }
         lost_bytes = before.lost_bytes(loss.ranks, element_bytes)

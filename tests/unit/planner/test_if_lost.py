@@ -12,6 +12,7 @@ from hpctrain.config.job import load_job
 from hpctrain.plan.moves import PlanState
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.if_lost import (
+    COPIES,
     FAMILY,
     GIVEN_BACK,
     KINDS,
@@ -106,14 +107,15 @@ def test_losses_that_are_alike_are_one_row():
 def test_a_stall_has_its_parts():
     cluster = cluster_of([("a", 2, 1), ("b", 1, 2)], nic=1e7)
     now, first, *_ = priced(cluster, RANK)
-    (given_back, dead), step = first.stall_seconds.values(), first.row.prediction.step_seconds
-    assert list(first.stall_seconds) == [GIVEN_BACK, RESTARTED]
+    (given_back, copies, dead), step = first.stall_seconds.values(), first.row.prediction.step_seconds
+    assert list(first.stall_seconds) == [GIVEN_BACK, COPIES, RESTARTED]
     assert {key: dead[key] for key in ("noticed", "MPI", "import", "made", "first step")} == {
         "noticed": 1.0, "MPI": 0.2, "import": 2.8, "made": 0.5, "first step": step
     }  # fmt: skip
     assert (
         not {"noticed", "MPI", "import", "read"} & given_back.keys() and given_back["searched"] == dead["searched"] > 0
     )
+    assert copies == dead | {"read": copies["read"], "moved": given_back["moved"]} and copies["read"] > 0
     assert first.repeated_steps == 5 and now.stall_seconds == {}
     text = format_loss(now, first)
     assert text.startswith("if a rank of a is lost: the others train at ") and "about 5 steps back" in text
