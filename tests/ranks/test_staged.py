@@ -88,7 +88,6 @@ class Pretended:
         self.library = library or (None if device else FakeLibrary(mpi, lambda: self.device._stream))
         self.patience, self.rank = world.patience, world.rank
         self.progress, self._world = ProgressEngine(world.has_threads, self.device.use), world
-        self.device.launches.meanwhile = self.progress.poll
         self._made: list[Group] = []
         store = store_of(world, own.host) if native else None
         devices = Devices(self.device, known, bridge, store)
