@@ -78,6 +78,11 @@ class Rotary:
     scaling: RotaryScaling | None = None
 
 
+SINK_FEATURES = 8
+"""Features that a head has in addition in kernels of attention, where heads have sinks: one, and as many as kernels
+want."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """Causal attention with grouped queries."""
@@ -101,6 +106,13 @@ class Attention:
     """Scores s become cap * tanh(s / cap)."""
     out_norm: Norm | None = None
     """The norm of the part's output, applied before the output is added to the residual stream."""
+    sinks: bool = False
+    """Whether each head has a score of no position: a weight that takes its share of attention, and adds nothing."""
+
+    @property
+    def kernel_size(self) -> int:
+        """Features of a head as kernels of attention have them."""
+        return self.head_size + SINK_FEATURES * self.sinks
 
     @property
     def query_size(self) -> int:
@@ -119,9 +131,10 @@ class Mlp:
     norm: Norm
     """The norm of the part's input."""
     gated: bool = True
-    activation: Literal["silu", "gelu"] = "silu"
-    """`gelu` is the tanh approximation."""
+    activation: Literal["silu", "gelu", "clamped"] = "silu"
+    """`gelu` is the tanh approximation; `clamped` is that of gpt-oss, see `model/operators/activation.py`."""
     bias: bool = False
+    """Whether products have biases: with experts the router's too, and those of each expert."""
     out_norm: Norm | None = None
     """The norm of the part's output, applied before the output is added to the residual stream."""
 

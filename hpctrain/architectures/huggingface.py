@@ -111,6 +111,9 @@ class HuggingFace:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each hpctrain parameter that has the rows of all experts, the Hugging Face names of an expert's parts of it,
     one after the other; `{}` stands for the expert's number."""
+    packed: Mapping[str, str] = field(default_factory=dict)
+    """For each hpctrain parameter that has the rows of all experts, the Hugging Face name of its tensor, [experts, in,
+    out] or [experts, out]. Outputs of the first product alternate between gate and up."""
     read_more: Callable[[Keys], Keys] = lambda config: {}
     """Returns the keys of `[model]` that need more than a renaming of config.json keys."""
     write_more: Callable[[Any], Keys] = lambda model: {}

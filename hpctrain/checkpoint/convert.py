@@ -63,6 +63,20 @@ class TensorPlace(NamedTuple):
     rows: Interval
     """The rows of the parameter: its output features."""
     is_transposed: bool
+    expert: int | None = None
+    """The expert whose values they are, in a tensor of all of them."""
+    alternates: bool = False
+    """Whether rows of gate and up follow each other there by turns; ours are all of gate, then all of up."""
+
+    def in_our_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the parameter of an expert's values there."""
+        rows = values.t() if values.dim() > 1 else values
+        return torch.cat([rows[::2], rows[1::2]]) if self.alternates else rows
+
+    def in_their_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the values there of an expert's rows."""
+        rows = torch.stack(rows.chunk(2), 1).flatten(0, 1) if self.alternates else rows
+        return rows.t() if rows.dim() > 1 else rows
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,11 @@ def locate(model: Model, table: HuggingFace) -> dict[str, list[TensorPlace]]:
             named = [each.format(n) for n in range(model.num_experts or 0) for each in table.experts[part]]
             rows = cut_evenly(parameter.shape[0], len(named))
             result[name] = [TensorPlace(f"{layer}.{n}.{kind}", 0, r, False) for n, r in zip(named, rows, strict=True)]
+            continue
+        if named := table.packed.get(f"{part}.{kind}"):
+            theirs, alternates = f"{table.blocks}.{stem.split('.')[1]}.{named}", part == "experts.up"
+            rows = enumerate(cut_evenly(parameter.shape[0], model.num_experts or 1))
+            result[name] = [TensorPlace(theirs, 0, of_expert, False, n, alternates) for n, of_expert in rows]
             continue
         others = next((ours for ours in table.fused.values() if part in ours), (part,))
         before = [stem.removesuffix(part) + other for other in others[: others.index(part)]]
@@ -232,7 +251,10 @@ class _Weights:
         """Return rows of a tensor of theirs, fp32."""
         part, at = self._slice(place.name), slice(*rows)
         try:
-            values = part[:, at].t() if place.is_transposed else part[at]
+            if place.expert is not None:
+                values = place.in_our_order(part[place.expert])[at]
+            else:
+                values = part[:, at].t() if place.is_transposed else part[at]
         except SafetensorError as error:
             raise CheckpointError(f"{self._describe(place.name)}: {error}") from None
         result = values.float().contiguous().numpy()
@@ -303,7 +325,8 @@ class _Weights:
             sizes[place.name] = max(sizes.get(place.name, 0), place.first + place.rows.size)
         for name, place in every:
             expected, there = [sizes[place.name], *parameters[name].shape[1:]], self._slice(place.name)
-            expected = expected[::-1] if place.is_transposed else expected
+            expected = expected[::-1] if place.is_transposed or place.expert is not None else expected
+            expected = expected if place.expert is None else [model.num_experts, *expected]
             shape, dtype = list(there.get_shape()), there.get_dtype()
             if dtype not in READ_DTYPES:
                 raise CheckpointError(
@@ -483,7 +506,8 @@ def _stored_tensor(index: Index, ours: list[tuple[str, TensorPlace]], dtype: tor
     for name, place in sorted(ours, key=lambda each: each[1].first):
         columns = index.shape(name)[1:]
         values = index.read("model", name, place.rows, (0, columns[0] if columns else 1))
-        parts.append(torch.from_numpy(values.reshape(-1, *columns)))
+        part = torch.from_numpy(values.reshape(-1, *columns))
+        parts.append(part if place.expert is None else place.in_their_order(part).unsqueeze(0))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     result = (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
     if not torch.isfinite(result).all() and torch.isfinite(whole).all():

@@ -103,7 +103,7 @@ class Model(Table):
     """A published shape, see below. Other keys override its values."""
     architecture: str
     """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`,
-    `starcoder2`; with experts `mixtral`, `qwen3_moe`, `dots1`."""
+    `starcoder2`; with experts `mixtral`, `qwen3_moe`, `dots1`, `gpt_oss`."""
     num_layers: LayerCount
     """Transformer blocks."""
     hidden_size: Width
@@ -139,9 +139,9 @@ class Model(Table):
     logit_cap: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
     """gemma2: logits become cap * tanh(logit / cap)."""
     num_experts: Width | None = None
-    """mixtral, qwen3_moe, dots1: experts of a layer."""
+    """mixtral, qwen3_moe, dots1, gpt_oss: experts of a layer."""
     experts_per_token: Width | None = None
-    """mixtral, qwen3_moe, dots1: experts that compute a token."""
+    """mixtral, qwen3_moe, dots1, gpt_oss: experts that compute a token."""
     expert_size: Width | None = None
     """qwen3_moe, dots1: inner width of an expert; None: ffn_size, as in mixtral."""
     shared_experts: Annotated[int, Field(ge=0, le=64)] = 0

@@ -70,8 +70,8 @@ class WithExperts:
 
     def __init__(self, block: FeedForwardBlock, experts: Experts):
         self._block, self._experts = proxy(block), experts
-        self._router = Linear(block.weights("router.weight"), [], ONE_RANK, ONE_RANK)
-        names = "experts.up.weight", "experts.down.weight", "router.balance"
+        self._router = Linear(block.weights("router.weight"), block.weights("router.bias"), ONE_RANK, ONE_RANK)
+        names = "experts.up.weight", "experts.down.weight", "experts.up.bias", "experts.down.bias", "router.balance"
         weights = [weight for name in names for weight in block.weights(name)]
         # A rank's pairs change with every choice where y cuts experts, and kernels are compiled for each shape.
         activation = partial(activate, activation=experts.activation, is_gated=True, run=run_eagerly)

@@ -18,7 +18,7 @@ from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.feed_forward import FEED_FORWARD
 from hpctrain.model.operators import rotary
 from hpctrain.model.operators.activation import capped
-from hpctrain.model.operators.attention import Documents, attend_at
+from hpctrain.model.operators.attention import Documents, WithSinks, attend_at
 from hpctrain.model.operators.embedding import add_positions, embed
 from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.loss import TokenLoss, cross_entropy, head_loss
@@ -184,6 +184,7 @@ class Block(LayerModule):
             for each in "qk"
             if (of := attention.head_norm)
         ]
+        self.sinks = self.weights("attention.sinks.weight")
         self._linear_dtype = self.context.dtypes.get("linear")
         x, y = self.axes.x, self.axes.y
         self.qkv, self.out = self.make_product(BLOCK_PRODUCTS[0], x, y), self.make_product(BLOCK_PRODUCTS[1], y, x)
@@ -280,6 +281,8 @@ class Block(LayerModule):
     ) -> torch.Tensor:
         """Return attention's mix of values. With selective recomputing autograd does not keep scores with a cap."""
         first = self.cache.length if self.cache else 0
+        for sinks in self.sinks:
+            queries = WithSinks.apply(queries, sinks, self.attention_description.head_size**-0.5)
         if self.cache:
             keys, values = self.cache.extended(keys, values)
         backend, attention, parts = self.kernels.attention, self.attention_description, []

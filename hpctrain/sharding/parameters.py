@@ -185,6 +185,8 @@ def _branch(model: Model, item: int) -> list[Parameter]:
     parameters = _norm(model, f"{name}.attention_norm", attention.norm)
     sizes = attention.query_size, attention.key_size, attention.key_size
     parameters += layer(BLOCK_PRODUCTS[0], sizes, h, ("y", "x"), attention.bias)
+    if attention.sinks:
+        parameters.append(Parameter(f"{name}.attention.sinks.weight", (attention.heads,), ("y",), "zeros"))
     if attention.head_norm:
         parameters += [_head_norm(f"{name}.attention.{of}_norm", attention) for of in ("q", "k")]
     parameters += layer(BLOCK_PRODUCTS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
@@ -198,12 +200,17 @@ def _experts(model: Model, name: str, experts: Experts) -> list[Parameter]:
     """
     h, count = model.hidden_size, experts.count
     router = [Parameter(f"{name}.router.weight", (count, h), (None, "x"), "normal")]
+    if experts.bias:
+        router.append(Parameter(f"{name}.router.bias", (count,), (None,), "zeros"))
     if experts.balances:
         router.append(Parameter(f"{name}.router.balance", (count,), (None,), "zeros", balances=True))
+    sizes = {"up": count * experts.up_size, "down": count * h}
+    biases = [Parameter(f"{name}.experts.{part}.bias", (size,), ("y",), "zeros") for part, size in sizes.items()]
     return [
         *router,
-        Parameter(f"{name}.experts.up.weight", (count * experts.up_size, h), ("y", "x"), "normal"),
-        Parameter(f"{name}.experts.down.weight", (count * h, experts.inner), ("y", None), "residual"),
+        Parameter(f"{name}.experts.up.weight", (sizes["up"], h), ("y", "x"), "normal"),
+        Parameter(f"{name}.experts.down.weight", (sizes["down"], experts.inner), ("y", None), "residual"),
+        *(biases if experts.bias else []),
     ]
 
 
@@ -311,6 +318,8 @@ def _check_block(model: Model, attention: Attention, mlp: Mlp, grid: TensorGrid)
             f"tensor y = {grid.y} is more than model.num_kv_heads {attention.kv_heads} and not a multiple of it;"
             f" set y to a multiple or a divisor of {attention.kv_heads}"
         )
+    if attention.sinks and grid.head_parts > 1:
+        raise PlanError("exchange_heads does not move the sinks of heads; set exchange_heads to false for this model")
     queries, keys, parts = attention.heads // grid.y, max(1, attention.kv_heads // grid.y), grid.head_parts
     if queries % parts or (keys % parts and parts % keys):
         raise PlanError(

@@ -38,6 +38,7 @@ SHAPES = {
     | {"experts_per_token": 2, "expert_groups": 4, "groups_per_token": 2, "shared_experts": 1, "dense_layers": 1}
     | {"expert_size": 16},
 }
+SHAPES["gpt_oss"] = SHAPES["mixtral"] | {"experts_per_token": 2, "window": 3, "global_every": 2}
 SHAPES["deep"] = SHAPES["dots1"] | {"architecture": "dots1", "num_layers": 4}
 LAYOUTS = {
     2: [
@@ -47,12 +48,15 @@ LAYOUTS = {
         ("dots1", {"pipeline": 2, "schedule": "zb-h1"}),
         ("dots1", {"data": 2, "zero": 0}),
         ("qwen3_moe", {"tensor": {"c": 2}}),
+        ("gpt_oss", {"tensor": {"y": 2}, "sequence_parallel": True, "recompute": "selective"}),
+        ("gpt_oss", {"tensor": {"c": 2}}),
     ],
     4: [
         ("mixtral", {"tensor": {"y": 4}}),
         ("qwen3_moe", {"tensor": {"y": 2, "z": 2}}),
         ("dots1", {"tensor": {"y": 2}, "pipeline": 2, "sequence_parallel": True, "recompute": "full"}),
         ("dots1", {"data": 4, "zero": 1}),
+        ("gpt_oss", {"tensor": {"y": 2}, "pipeline": 2, "schedule": "zb-h1"}),
         ("dots1", {"tensor": {"y": 2}, "data": 2, "zero": 3}),
     ],
 }

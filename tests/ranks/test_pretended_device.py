@@ -42,7 +42,7 @@ ROUTES: list[dict] = [{"native": True}, {"exports": False}, {"direct": "a", "exp
 """By NCCL, with messages that devices copy from each other's memory; by pinned buffers; by MPI on device memory."""
 STEPS = 3
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "head_size": None}
-EXPERTS = {name: {"num_experts": 4, "experts_per_token": 2} for name in ("mixtral", "qwen3_moe", "dots1")}
+EXPERTS = {name: {"num_experts": 4, "experts_per_token": 2} for name in ("mixtral", "qwen3_moe", "dots1", "gpt_oss")}
 DTYPES = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
 """How far losses may be from those of the host, which has another kernel for attention."""
 

@@ -25,13 +25,36 @@ GRADIENTS = {
 """Torch's backward operation of each activation, and its settings."""
 
 
+CLAMPED, LIMIT, ALPHA = "clamped", 7.0, 1.702
+"""The gated activation of gpt-oss: g sigmoid(ALPHA g) (u + 1), of g = min(gate, LIMIT) and u = up within +-LIMIT."""
+
+
+def _clamped(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return g, its sigmoid, and u + 1."""
+    gate, up = both.chunk(2, dim=-1)
+    gate = gate.clamp(max=LIMIT)
+    return gate, (gate * ALPHA).sigmoid(), up.clamp(-LIMIT, LIMIT) + 1
+
+
+def _clamped_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    (gate, share, up), (given_gate, given_up) = _clamped(both), both.chunk(2, dim=-1)
+    d_gate = dy * up * share * (1 + gate * ALPHA * (1 - share))
+    d_up = dy * gate * share
+    return torch.cat([d_gate * (given_gate <= LIMIT), d_up * (given_up.abs() <= LIMIT)], dim=-1)
+
+
 def forward(both: torch.Tensor, *, activation: str) -> torch.Tensor:
+    if activation == CLAMPED:
+        gate, share, up = _clamped(both)
+        return gate * share * up
     gate, up = both.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def backward(dy: torch.Tensor, both: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Return the gradients of gate and up, as `both`."""
+    if activation == CLAMPED:
+        return _clamped_backward(dy, both)
     gate, up = both.chunk(2, dim=-1)
     result = torch.empty_like(both)
     d_gate, d_up = result.chunk(2, dim=-1)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hpctrain.architectures.description import Attention
+from hpctrain.architectures.description import SINK_FEATURES, Attention
 from hpctrain.model.operators.activation import capped
+from hpctrain.model.operators.linear import add_sum
+from hpctrain.model.storage.units import Weight
 from hpctrain.sharding.intervals import Interval
 
 
@@ -221,7 +223,10 @@ def attend(
 
     Raises RuntimeError, or whatever a package raises, where there is no such kernel for the inputs.
     """
-    scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
+    size = queries.shape[-1] - (SINK_FEATURES if attention.sinks else 0)
+    scale = (attention.score_divisor or size) ** -0.5
+    if attention.sinks and backend in ("flash4", "flex"):
+        raise RuntimeError(f"kernels.attention = {backend!r} computes no attention with sinks; set another")
     count, total = queries.shape[2], keys.shape[2]
     is_windowed = attention.window is not None and attention.window < total
     window = attention.window if is_windowed else None
@@ -240,22 +245,26 @@ def attend(
         return made(queries, keys, values, blocks, scale, grouped)
     if attention.score_cap is None:
         is_causal = not is_windowed and first + count == total and documents is None
+        mask = None if is_causal else _mask(queries, first, total, attention.window, documents)
+        if attention.sinks:
+            keys, values = _behind_sink(keys, size), F.pad(values, (0, SINK_FEATURES, 1, 0))
+            first, total, mask = first + 1, total + 1, None if mask is None else F.pad(mask, (1, 0), value=True)
         if is_causal and first and backend == "cudnn":  # it would get a mask of all pairs, which each layer keeps
             backend = "torch"
         if is_causal and first and queries.device.type == "cpu" and backend in ("torch", "flash"):
-            return _LastQueries.apply(queries, keys, values, scale)
+            mixed = _LastQueries.apply(queries, keys, values, scale)
+            return mixed[..., :size] if attention.sinks else mixed
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
-        mask: torch.Tensor | None = None
-        if not is_causal:
-            mask = _mask(queries, first, total, attention.window, documents)
-        elif first:  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
+        if (
+            is_causal and first
+        ):  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
             from torch.nn.attention.bias import causal_lower_right  # it imports Dynamo, which takes as long as torch
 
             mask = causal_lower_right(count, total)
         _select_flash(backend)
         with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend in ATTENTION_BACKENDS else nullcontext():
-            return F.scaled_dot_product_attention(
+            mixed = F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
@@ -264,10 +273,39 @@ def attend(
                 scale=scale,
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )
+        return mixed[..., :size] if attention.sinks else mixed
     keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
     scores = scores.masked_fill(~_mask(queries, first, total, attention.window, documents), -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+class WithSinks(Function):
+    """Queries [rows, heads, positions, size] with a further feature: the sink of their head, over the scale of scores.
+
+    A first key has 1 there, and others have 0. So its score is the sink, for every kernel of attention.
+    """
+
+    @staticmethod
+    def forward(ctx, queries: torch.Tensor, sinks: Weight, scale: float):
+        ctx.sinks, ctx.scale = sinks, scale
+        result = F.pad(queries, (0, SINK_FEATURES))
+        result[..., queries.shape[-1]] = (sinks.data.to(queries.dtype) / scale).unsqueeze(-1)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        size = gradient.shape[-1] - SINK_FEATURES
+        of_sinks = gradient[..., size].transpose(1, 2).flatten(0, 1)
+        ctx.sinks.accumulate(add_sum, of_sinks / ctx.scale)
+        return gradient[..., :size], None, None
+
+
+def _behind_sink(keys: torch.Tensor, size: int) -> torch.Tensor:
+    """Return keys behind that of the sink, with the features that queries have in addition."""
+    result = F.pad(keys, (0, SINK_FEATURES, 1, 0))
+    result[:, :, 0, size] = 1.0
+    return result
 
 
 class _LastQueries(Function):

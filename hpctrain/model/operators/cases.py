@@ -150,15 +150,17 @@ def _experts(mixed: Experts, shape: tuple[int, int], hidden: int, kernels: Kerne
     def activated(up: torch.Tensor) -> torch.Tensor:
         return activation.activate(up, mixed.activation, True, kernels.run)
 
-    def compute(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, up: Weight, down: Weight) -> torch.Tensor:
-        return experts.ExpertMixture(mixed, [up, down], Axes(), activated)(x, weights, chosen)
+    def compute(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, **handles: Weight) -> torch.Tensor:
+        return experts.ExpertMixture(mixed, [*handles.values()], Axes(), activated)(x, weights, chosen)
 
     choices, count = (*shape, mixed.chosen), mixed.count
     chosen = {"chosen": (choices, count)}
-    yield _linear("router", shape, hidden, count, False)
+    yield _linear("router", shape, hidden, count, mixed.bias)
     yield Operator("router.weights", {"logits": (*shape, count)}, {}, route, chosen, settings=mixed)
     values = {"x": (*shape, hidden), "weights": choices}
-    weights = {"up": (count * mixed.up_size, hidden), "down": (count * hidden, mixed.inner)}
+    weights: dict[str, Shape] = {"up": (count * mixed.up_size, hidden), "down": (count * hidden, mixed.inner)}
+    if mixed.bias:
+        weights |= {"up_bias": (count * mixed.up_size,), "down_bias": (count * hidden,)}
     yield Operator("experts", values, weights, compute, chosen, "linear", rounds_inside=True, settings=mixed)
     if mixed.shared_inner:
         yield from _dense(Mlp(mixed.shared_inner, mixed.norm, activation=mixed.activation), shape, hidden, kernels)
@@ -209,10 +211,13 @@ def _rotary(attended: Attention, shape: tuple[int, int], kernels: Kernels) -> Op
 
 
 def _attention(attended: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator:
-    def compute(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def compute(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **sinks: Weight) -> torch.Tensor:
+        for each in sinks.values():
+            queries = attention.WithSinks.apply(queries, each, attended.head_size**-0.5)
         return attention.attend(queries, keys, values, attended, backend=kernels.attention)
 
     rows, positions = shape
     counts = {"queries": attended.heads, "keys": attended.kv_heads, "values": attended.kv_heads}
     values = {name: (rows, count, positions, attended.head_size) for name, count in counts.items()}
-    return Operator("attention", values, {}, compute, pin="attention", settings=attended)
+    sinks = {"sinks": (attended.heads,)} if attended.sinks else {}
+    return Operator("attention", values, sinks, compute, pin="attention", settings=attended)

@@ -72,6 +72,10 @@ class Groups:
         groups = enumerate(itertools.pairwise([0, *self._on_host]))
         return [(expert, slice(start, stop)) for expert, (start, stop) in groups if start < stop]
 
+    def expert_of(self, count: int) -> torch.Tensor:
+        """Return the expert of each of `count` rows, from 0 for the rank's first."""
+        return torch.searchsorted(self.ends, torch.arange(count, device=self.ends.device).int(), right=True)
+
 
 def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the product of each group's rows and the transposed weight of its expert, [M, O]."""
@@ -93,6 +97,15 @@ def add_grouped_products(
         grad.zero_()  # experts without tokens add nothing
     for expert, rows in groups.rows():
         add_product(grad_EOI[expert], dy_MO[rows], x_MI[rows], overwrite=False)
+
+
+def add_grouped_sums(grad: torch.Tensor, dy_MO: torch.Tensor, *, groups: Groups, overwrite: bool) -> None:
+    """Add the sum of each group's rows to the gradient of its expert's bias, of which `grad` has all, fp32 [E * O]."""
+    grad_EO = grad.view(groups.ends.numel(), dy_MO.shape[1])
+    if overwrite:
+        grad.zero_()
+    for expert, rows in groups.rows():
+        grad_EO[expert] += dy_MO[rows].sum(0, dtype=torch.float32)
 
 
 class Sorted(NamedTuple):
@@ -144,13 +157,15 @@ class ExpertMixture:
         axes: Axes,
         activated: Callable[[torch.Tensor], torch.Tensor],
     ):
-        """`weights` are those of the first and of the second products, then the balance where there is one.
+        """`weights` are those of the first and of the second products, then their biases and the balance, where there
+        are such.
 
         `activated` returns [M, I] of the results of the first products, [M, 2 I].
         """
         self.experts, self.activated, self.y, self.gathers = experts, activated, axes.y, axes.sequence_parallel
-        self.up, self.down, *balance = weights
-        self.balance = balance[0] if balance else None
+        self.up, self.down, *others = weights
+        self.biases = others[:2] if experts.bias else []
+        self.balance = others[-1] if len(others) % 2 else None
         self.own = cut_evenly(experts.count, axes.y.size)[axes.y.rank]
         self.load: torch.Tensor | None = None
         """Tokens of each expert of the rank, to which backward passes add, where they are counted."""
@@ -166,6 +181,10 @@ class ExpertMixture:
         """Return the weights of the rank's experts, [E, out, in]."""
         data = of.data.view(self.own.size, -1, of.data.shape[1])
         return data if data.dtype == dtype else data.to(dtype)
+
+    def bias(self, number: int, expert_of: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return for each pair the bias of its expert in the first product or the second, [M, out]."""
+        return self.biases[number].data.view(self.own.size, -1).to(dtype)[expert_of]
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value of all positions, [N, ...]."""
@@ -191,9 +210,14 @@ class _ExpertMixture(Function):
         given = x_NH.index_select(0, places // choices.shape[1])
         up = grouped_product(given, mixture.weight(mixture.up, x.dtype), groups)
         del given
+        expert_of = groups.expert_of(places.numel()) if mixture.biases else None
+        if expert_of is not None:
+            up += mixture.bias(0, expert_of, x.dtype)
         of_pair = mixture.whole(weights).flatten()[places].unsqueeze(1)
         inner = mixture.activated(up).mul_(of_pair)
         added = grouped_product(inner, mixture.weight(mixture.down, x.dtype), groups)
+        if expert_of is not None:
+            added += mixture.bias(1, expert_of, x.dtype).mul_(of_pair)
         ctx.save_for_backward(x, weights, chosen, up, places)
         ctx.groups = groups
         return mixture.summed(_sum_of_pairs(added, places, choices.shape, mixture).view(x.shape[0], -1, x.shape[2]))
@@ -211,11 +235,17 @@ class _ExpertMixture(Function):
         num_choices = x.shape[1] * count * (mixture.y.size if mixture.gathers else 1)
         d_weights = weights.new_zeros(rows * num_choices)
         d_weights[places] = (d_inner.to(weights.dtype) * inner).sum(-1)
+        if mixture.biases:
+            of_bias = mixture.bias(1, groups.expert_of(places.numel()), x.dtype)
+            d_weights[places] += (d_added.to(weights.dtype) * of_bias).sum(-1)
+            mixture.biases[1].accumulate(partial(add_grouped_sums, groups=groups), d_added * of_pair)
         add_products = partial(add_grouped_products, groups=groups)
         mixture.down.accumulate(add_products, d_added, inner.mul_(of_pair))
         del d_added
         d_up = activation.backward(d_inner.mul_(of_pair), up, activation=mixture.experts.activation)
         del inner, d_inner
+        if mixture.biases:
+            mixture.biases[0].accumulate(partial(add_grouped_sums, groups=groups), d_up)
         given = mixture.whole(x).index_select(0, places // count)
         mixture.up.accumulate(add_products, d_up, given)
         del given

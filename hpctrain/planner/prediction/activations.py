@@ -130,7 +130,8 @@ def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float
     mlp = setup.branches(layer)[1] if setup.is_block(layer) else None
     if not isinstance(mlp, Experts):
         return 0.0
-    return _pairs(setup, grid, mlp) * (2 * setup.model.hidden_size + 2 * mlp.inner) * setup.item_bytes
+    states = 6 if mlp.bias else 2  # biases of pairs, and their products with gradients
+    return _pairs(setup, grid, mlp) * (states * setup.model.hidden_size + 2 * mlp.inner) * setup.item_bytes
 
 
 def _pairs(setup: Setup, grid: TensorGrid, experts: Experts) -> float:
@@ -300,6 +301,10 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
     if branch.score_cap is not None and not drops:
         # Products of single operations: keys and values are repeated for each query head, and nothing else is kept.
         return kept + b * 4 * query + _core_bytes(setup, grid, branch)
+    if branch.sinks:  # copies of queries, keys and values with more features, a result with these, and one without
+        times = branch.kernel_size / branch.head_size
+        kept += b * (query + 2 * times * (query + key))
+        return kept + _core_bytes(setup, grid, branch)
     kept += b * (2 * query + 2 * key)
     if drops:
         return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))

@@ -173,7 +173,9 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     else:
         moved = _context(setup, grid, tokens * 2 * key, core, core_backward, parts)
     work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
-    forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
+    # With sinks, queries, keys and values are copied behind a first position, and their gradients back.
+    padded = 2 * setup.item_bytes * tokens * (query + 2 * key) if attention.sinks else 0
+    forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] + padded for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), moved[0], core]
     backward_input = PassWork.joined((work.backward_input, core_backward, moved[1], PassWork(passed_bytes=backward)))
     again = computed_again(setup, grid, tokens, attention, forward)
@@ -281,6 +283,9 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     forward = PassWork(grouped(load, hidden, up) + grouped(load, inner, hidden), moved[0] + activated + shared[0])
     backward = PassWork(grouped(load, hidden, inner) + grouped(load, up, hidden), moved[1] + d_activated + shared[1])
     forward.operations, backward.operations = EXPERT_OPERATIONS
+    if experts.bias:  # taken for each pair, added, and multiplied by its weight; backward read twice more, and summed
+        forward.passed_bytes += pairs * (5 * up + 7 * hidden) * b
+        backward.passed_bytes += pairs * (up + 9 * hidden) * b
     weight = PassWork([*([MatrixProduct(up, load, hidden)] * own), *([MatrixProduct(hidden, load, inner)] * own)])
     weight.passed_bytes = passes.weight * own * (up + inner) * hidden
     if grid.sequence_parallel:
@@ -366,7 +371,11 @@ def _attention(
     They are in so many parts, one after the other.
     """
     setup = setup.attending
-    positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y // grid.head_parts)
+    positions, size, batch = (
+        setup.positions,
+        attention.kernel_size,
+        rows * (attention.heads // grid.y // grid.head_parts),
+    )
     flash, passes = setup.engine.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)

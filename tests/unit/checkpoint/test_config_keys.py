@@ -71,6 +71,9 @@ CONFIGS = {
         **SMALL, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, mlp_only_layers=[0]
     ),
     "dots1": lambda: transformers.Dots1Config(**SMALL, **DOTS),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, rope_parameters=FULL_YARN
+    ),
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=6),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
@@ -235,6 +238,7 @@ VALUES = {
 OWN_SIZES = {
     "mixtral": {"num_experts": 6, "experts_per_token": 2},
     "qwen3_moe": {"num_experts": 6, "experts_per_token": 2},
+    "gpt_oss": {"num_experts": 6, "experts_per_token": 2},
     "dots1": {"num_experts": 6, "experts_per_token": 2, "expert_groups": 3, "shared_experts": 1},
 }
 

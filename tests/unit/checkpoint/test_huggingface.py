@@ -56,6 +56,13 @@ DOTS = {
     "first_k_dense_replace": 1,
     "sliding_window": None,
 }
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -68,6 +75,9 @@ CONFIGS = {
         **SMALL, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, mlp_only_layers=[0]
     ),
     "dots1": lambda: transformers.Dots1Config(**SMALL, **DOTS, routed_scaling_factor=1.5, norm_topk_prob=True),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, rope_parameters=GPT_OSS_ROPE
+    ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
     "starcoder2": lambda: transformers.Starcoder2Config(
         **SMALL, sliding_window=6, residual_dropout=0.0, embedding_dropout=0.0
@@ -114,10 +124,11 @@ def test_logits_are_those_of_transformers(theirs, tmp_path):
 def test_five_steps_have_the_losses_of_a_plain_loop(theirs, tmp_path, family):
     import_model(tmp_path / "theirs", tmp_path / "run")
     ours, batches, train = losses_from(tmp_path / "run" / "model.toml", tmp_path)
+    decay = [(p, p.dim() > 1 and not name.endswith("bias")) for name, p in theirs.named_parameters()]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p, decays in decay if decays], "weight_decay": train.weight_decay},
+            {"params": [p for p, decays in decay if not decays], "weight_decay": 0.0},
         ],
         lr=train.learning_rate,
         betas=(train.beta1, train.beta2),
@@ -135,6 +146,23 @@ def test_five_steps_have_the_losses_of_a_plain_loop(theirs, tmp_path, family):
         optimizer.step()
         expected.append(loss.item())
     assert len(expected) == 5 and ours == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("quantization_config", {"quant_method": "mxfp4"}, "quantization_config says mxfp4, and only whole weights"),
+        ("swiglu_limit", 5.0, "swiglu_limit = 5.0, and only 7.0 can be followed"),
+        ("rope_parameters", None, "rope_parameters = null"),
+        ("attention_bias", False, "attention_bias = False, and only True can be followed"),
+    ],
+)
+def test_configs_of_gpt_oss_that_would_change_its_numbers_are_refused(tmp_path, key, value, reason):
+    make_theirs("gpt_oss").save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=reason):
+        import_model(tmp_path / "theirs", tmp_path / "run")
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])

@@ -209,6 +209,13 @@ def test_sizes_that_mean_nothing_are_refused(keys, message):
         Model.model_validate({"architecture": "dots1", **SMALL, **EXPERTS, **GROUPS, **keys})
 
 
+def test_heads_with_sinks_are_not_exchanged():
+    model = Model(architecture="gpt_oss", **(SMALL | EXPERTS))
+    check_grid(model, TensorGrid(c=2))
+    with pytest.raises(PlanError, match="exchange_heads does not move the sinks of heads; set exchange_heads to false"):
+        check_grid(model, TensorGrid(c=2, exchanges_heads=True))
+
+
 def test_presets_with_experts_have_first_layers_without():
     model = Model.model_validate(presets()["tiny-moe"] | {"vocab_size": 300})
     assert [isinstance(block.mlp, Experts) for block in model.description.blocks] == [False, True, True, True]

@@ -44,6 +44,7 @@ MODELS = {
     "mixtral": Model(architecture="mixtral", **(SMALL | EXPERTS)),
     "qwen3_moe": Model(architecture="qwen3_moe", normalise_scores=False, dense_layers=1, **(SMALL | EXPERTS)),
     "dots1": Model(architecture="dots1", **(SMALL | EXPERTS | GROUPS)),
+    "gpt_oss": Model(architecture="gpt_oss", window=3, global_every=2, **(SMALL | EXPERTS | {"expert_size": None})),
     "gemma2": Model(architecture="gemma2", global_every=2, score_cap=2.0, logit_cap=3.0, **GEMMA),
     "gemma3": Model(architecture="gemma3", global_every=2, rope_local_base=100.0, **GEMMA),
 }
@@ -109,7 +110,11 @@ def plain_loss(model: Model, p: dict[str, torch.Tensor], ids: torch.Tensor, targ
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         if of.window:
             seen &= ~torch.ones_like(seen).tril(-of.window)
-        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if of.sinks:
+            sinks = p[f"{name}.sinks.weight"][:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        mixed = scores.softmax(-1)[..., : v.shape[2]] @ v
         mixed = linear(mixed.transpose(1, 2).flatten(2), f"{name}.o")
         x = x + (norm(mixed, f"{name}_out_norm", of.out_norm) if of.out_norm else mixed)
         of, name = block.mlp, f"blocks.{i}.ffn"
@@ -129,7 +134,7 @@ def plain_loss(model: Model, p: dict[str, torch.Tensor], ids: torch.Tensor, targ
 
 def plain_experts(x: torch.Tensor, of: Experts, p: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return what a mixture of experts adds: every expert computes every token, and most results count nothing."""
-    logits = F.linear(x, p[f"{name}.router.weight"])
+    logits = F.linear(x, p[f"{name}.router.weight"], p.get(f"{name}.router.bias"))
     scores = logits.softmax(-1) if of.scores == "softmax" else logits.sigmoid()
     wanted = scores + p.get(f"{name}.router.balance", 0.0)
     if of.groups > 1:
@@ -144,9 +149,17 @@ def plain_experts(x: torch.Tensor, of: Experts, p: dict[str, torch.Tensor], name
     result = torch.zeros_like(x)
     for expert in range(of.count):
         both = F.linear(x, p[f"{name}.experts.up.weight"].view(of.count, -1, x.shape[-1])[expert])
-        gate, up = both.chunk(2, -1)
+        up_bias, down_bias = (
+            p[f"{name}.experts.{part}.bias"].view(of.count, -1)[expert] if of.bias else 0.0 for part in ("up", "down")
+        )
+        gate, up = (both + up_bias).chunk(2, -1)
         down = p[f"{name}.experts.down.weight"].view(of.count, x.shape[-1], -1)[expert]
-        result = result + of.scale * weights[..., expert, None] * F.linear(F.silu(gate) * up, down)
+        if of.activation == "clamped":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            inner = F.silu(gate) * up
+        result = result + of.scale * weights[..., expert, None] * (F.linear(inner, down) + down_bias)
     if of.shared_inner:
         gate, up = (F.linear(x, p[f"{name}.shared.{each}.weight"]) for each in ("gate", "up"))
         result = result + F.linear(F.silu(gate) * up, p[f"{name}.shared.down.weight"])
@@ -208,9 +221,9 @@ def test_validation_saves_nothing_and_gives_the_same_loss():
     assert not saved.inputs
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "clamped"])
 def test_gated_activations_have_the_right_gradient(activation):
-    both = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    both = (4 * torch.randn(3, 5, 8, dtype=torch.float64)).requires_grad_()
     assert torch.autograd.gradcheck(lambda both: activate(both, activation, True, run_eagerly), (both,))
 
 

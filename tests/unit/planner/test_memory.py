@@ -85,13 +85,15 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(tokens, layout, is_over
     [
         ("qwen3_moe", {"data": 4}, 0.01),
         ("qwen3_moe", {"data": 4, "recompute": "selective"}, 0.01),
+        ("gpt_oss", {"data": 4}, 0.02),
+        ("gpt_oss", {"data": 4, "recompute": "selective"}, 0.02),
         ("dots1", PIPELINE | {"schedule": "zb-h1"}, 0.04),
         ("dots1", {"tensor": {"y": 2}, "data": 2}, 0.06),
     ],
     ids=str,
 )
 def test_experts_take_what_is_predicted(tokens, family, plan, least):
-    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 48}
+    sizes = {"num_experts": 8, "experts_per_token": 2, "ffn_size" if family == "gpt_oss" else "expert_size": 48}
     own = {"shared_experts": 1, "dense_layers": 1} if family == "dots1" else {}
     check_memory(job_of("llama", tokens, plan, architecture=family, **sizes, **own), least)
 
