@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding
@@ -11,7 +10,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.memory import StageMemory
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
-from hpctrain.planner.prices.prices import Costs, GradientExchange
+from hpctrain.planner.prices.prices import GradientExchange
 from hpctrain.software.software import SoftwareSetup
 
 
@@ -20,23 +19,8 @@ class SoftwarePredictor(Predictor):
 
     setup: SoftwareSetup
 
-    @cached_property
-    def costs(self) -> Costs:
-        return replace(super().costs, blocking_share=self._blocking_share or 0.0)
-
-    @cached_property
-    def _blocking_share(self) -> float | None:
-        """The share of a message's time during which its sender computes nothing; None where no message goes through
-        the stream that computes."""
-        software, tile = self.setup.engine, max(self.plan.tiles, key=lambda tile: tile.rows.size)
-        if not software.blocking_sends:
-            return None
-        parts = tile.tensor.y if software.gathers_parts else 1
-        numbers = tile.rank_rows * self.setup.positions * self.setup.model.hidden_size
-        return max(0.0, 1 - software.buffered_bytes / (numbers * self.setup.item_bytes / parts))
-
     def _waiting_share(self, tile: Tile) -> float:
-        return 0.0 if self._blocking_share is not None else super()._waiting_share(tile)
+        return 0.0 if self.setup.engine.blocking_sends else super()._waiting_share(tile)
 
     def _holding_of(self, rank: int) -> Holding:
         """Return what a rank holds, in the ZeRO stage of its tile, also where holders are of several families."""

@@ -125,6 +125,14 @@ class SoftwareSetup(Setup):
     def position_parts(self, grid: TensorGrid) -> int:
         return grid.y if self.engine.sequence_parallel else grid.position_parts
 
+    def blocking_share(self, rows: int, grid: TensorGrid) -> float:
+        """Return it for messages that go through the stream that computes, but for what NCCL holds of them."""
+        if not self.engine.blocking_sends:
+            return 0.0
+        parts = grid.y if self.engine.gathers_parts else 1
+        num_bytes = rows * self.positions * self.model.hidden_size * self.item_bytes / parts
+        return max(0.0, 1 - self.engine.buffered_bytes / num_bytes)
+
     def network(self, cluster: Cluster) -> NcclNetwork:
         engine = self.engine
         return NcclNetwork(cluster, engine.link_share, engine.socket_share, sums=not engine.sequence_parallel)

@@ -197,7 +197,9 @@ class Predictor:
             tiles[tile] = known[key]
         costs, agree, crossed = self._messages
         seconds, under_way = ({pair: cost[i] for pair, cost in costs.items()} for i in (0, 1))
-        return Costs(tiles, seconds, self._gradient_exchanges(), agree, leaving=crossed, under_way=under_way)
+        largest = max(self.plan.tiles, key=lambda tile: tile.rows.size)
+        blocking = self.setup.blocking_share(largest.rank_rows, largest.tensor)
+        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:

@@ -26,10 +26,8 @@ SPLITS = (1, 2, 4, 8)
 SHORTEST_SPLIT = 512
 FILL = 96.0
 """Terms of a sum that take as long as a tile's pipeline needs to fill and drain."""
-# How many times as long products in half precision or tf32 take where a dim of them is no multiple of so many bytes.
-# NVIDIA, Matrix Multiplication Background, 2.2: tensor cores want 16 bytes, and work best with 128 on an A100. A
-# vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer, whose head is a third of its products.
-ALIGNMENTS = ((16, 1.33), (128, 1.05))
+# NVIDIA, Matrix Multiplication Background, 2.2: tensor cores want dims of 16 bytes, and work best with 128 on an A100.
+ALIGNED_BYTES, BEST_ALIGNED_BYTES, LESS_ALIGNED_TIMES = 16, 128, 1.05
 SLOWEST_WITH_TILES = 1e12
 """FLOP/s below which a device is not its model, but a slow one that stands in for it. Its products have no tiles, and
 overlapping slows nothing. Everything else is what its file says. No accelerator of the catalogue is that slow."""
@@ -163,7 +161,7 @@ class DeviceModel:
                     break
                 waves = math.ceil(tiles * split / processors)
                 best = min(best, waves * 2.0 * rows * columns * (k / split + FILL) * processors / (speed * share))
-        return max(best * _alignment_times(dtype, m, k, n), moved) + self.efficiency.launch_seconds
+        return max(best * self._alignment_times(dtype, m, k, n), moved) + self.efficiency.launch_seconds
 
     def _misses_tensor_cores(self, dtype: str, m: int, k: int, n: int) -> bool:
         """Say whether none of the library's batched products for tensor cores can load operands of such dims.
@@ -171,7 +169,14 @@ class DeviceModel:
         Heads of 108 and 150 numbers: attention at 11 to 14 TFLOP/s on A100, which compute 19.5 without (BigScience).
         """
         is_half = dtype in ("fp16", "bf16") and "fp32" in self.family.peak_flops_per_second
-        return is_half and math.gcd(m, k, n) * ITEM_BYTES[dtype] % ALIGNMENTS[0][0] != 0
+        return is_half and math.gcd(m, k, n) * ITEM_BYTES[dtype] % ALIGNED_BYTES != 0
+
+    def _alignment_times(self, dtype: str, m: int, k: int, n: int) -> float:
+        """Return how many times as long a product takes for its dims; 1 where no tensor core computes it."""
+        common = math.gcd(m, k, n) * ITEM_BYTES[dtype]
+        if dtype in ("fp32", "fp64") or common % BEST_ALIGNED_BYTES == 0:
+            return 1.0
+        return LESS_ALIGNED_TIMES if common % ALIGNED_BYTES == 0 else self.efficiency.unaligned_times
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
@@ -223,14 +228,6 @@ class DeviceModel:
         if not self.family.products:
             result.append(f"families.{self.name}.products: speed by shape, by formula")
         return result
-
-
-def _alignment_times(dtype: str, m: int, k: int, n: int) -> float:
-    """Return how many times as long a product takes for its dims; 1 where no tensor core computes it."""
-    if dtype in ("fp32", "fp64"):
-        return 1.0
-    common = math.gcd(m, k, n) * ITEM_BYTES[dtype]
-    return next((times for wanted, times in ALIGNMENTS if common % wanted), 1.0)
 
 
 def _place(m: int, k: int, n: int) -> tuple[float, float, float]:

@@ -34,6 +34,9 @@ class Efficiency:
     native_gain: float = 1.0
     """Speed of a kernel that is written for the family, as a multiple of one that is not
     (`Engine.native_attention`)."""
+    unaligned_times: float = 1.33
+    """Factor by which products in half precision or tf32 take longer, where a dim is no multiple of 16 bytes. A
+    vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer, whose head is a third of its products."""
     overlap_slowdown: float = 1.0
     """Factor by which computing takes longer while the device communicates."""
     is_measured: bool = True
@@ -53,6 +56,9 @@ class Efficiency:
 # Kernels of a collective library take processors and memory bandwidth from overlapped computation: with FSDP and
 # pipelines on A100, H100, MI210 and MI250 that took 1.19 times as long in the mean (arXiv 2507.03114).
 NCCL_SLOWDOWN = 1.19
+# On Hopper, products with an odd dim run kernels of older devices: 71 to 115 TFLOP/s in bf16 on an H100, the most with
+# 2047 x 3073 x 8192 (meta-pytorch/float8_experimental, pull request 145, June 2024), where aligned ones come to 663.
+UNALIGNED_ON_HOPPER = 5.8
 
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
 # of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
@@ -97,6 +103,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fp8_gain=1.83,
         fused_share=0.75,
         native_gain=1.7,
+        unaligned_times=UNALIGNED_ON_HOPPER,
         overlap_slowdown=NCCL_SLOWDOWN,
         best_published="62.4 % MFU in bf16, Llama 3.1 8B on 16 H100",
     ),
@@ -110,6 +117,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fp8_gain=1.97,
         fused_share=0.76,
         native_gain=1.75,
+        unaligned_times=UNALIGNED_ON_HOPPER,
         overlap_slowdown=NCCL_SLOWDOWN,
         best_published="47.0 % MFU in bf16, Llama 3.1 405B on 128 GB200",
     ),

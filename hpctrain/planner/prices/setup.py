@@ -323,6 +323,10 @@ class Setup:
         """Return what prices messages and collectives."""
         return ClusterNetwork(cluster)
 
+    def blocking_share(self, _rows: int, _grid: TensorGrid) -> float:
+        """Return the share of a message between stages in which its sender computes nothing, for so many rows a rank."""
+        return 0.0
+
     def tensor_slowdown(self, measured: float) -> float:
         """Return the factor by which products take longer while collectives of x and y overlap them, on a device where
         so much was `measured` of any collectives."""

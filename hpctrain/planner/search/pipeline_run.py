@@ -26,6 +26,12 @@ class StageMessages(NamedTuple):
     """Whether they leave a node: what a stage sends forward and backward shares a NIC then."""
     under_way: float = 0.0
     """Seconds of each of them in which the next one may leave."""
+    blocking: float = 0.0
+    """Share of each of them in which its sender computes nothing."""
+
+    def unblocked_at(self, sent: float, seconds: float) -> float:
+        """Return when the sender of a message may compute again, which takes so many seconds and was `sent` then."""
+        return sent - (1 - self.blocking) * (seconds - self.under_way) if self.blocking else 0.0
 
 
 def done_after(
@@ -71,6 +77,7 @@ def done_after(
                         start = max(now[i], activation_sent[i], nic_free_at)
                         activation_sent[i] = start + after.activation - after.under_way
                         activations_at[i + 1].append(start + after.activation)
+                        now[i] = max(now[i], after.unblocked_at(activation_sent[i], after.activation))
                 else:
                     if after:
                         if len(gradients_at[i]) == num_backward[i]:
@@ -83,6 +90,8 @@ def done_after(
                         gradient_sent[i] = start + before.gradient - before.under_way
                         gradients_at[i - 1].append(start + before.gradient)
                     now[i] += backward
+                    if before:
+                        now[i] = max(now[i], before.unblocked_at(gradient_sent[i], before.gradient))
                     num_backward[i] += 1
     if num_run == microbatches:
         return now

@@ -348,6 +348,7 @@ class Scorer:
             self._message_seconds(others, other.grid, ranks, choice.grid, rows),
             bool(self.costs.network.ports(ranks[0], others[0])),
             self.costs.network.latency_seconds(ranks[0], others[0]),
+            self.costs.setup.blocking_share(choice.rank_rows(rows), choice.grid),
         )
 
     def _message_seconds(

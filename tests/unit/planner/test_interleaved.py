@@ -239,15 +239,16 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
     assert split == pytest.approx(forward + back) or forward + back < split < sum(seconds)
 
 
-@pytest.mark.parametrize("message", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("message, blocking", [(0.0, 0.0), (0.3, 0.0), (2.0, 0.0), (0.3, 1.0), (2.0, 0.5)])
 @pytest.mark.parametrize("stages, microbatches", [(1, 3), (2, 1), (2, 4), (4, 3), (4, 16), (3, 64)])
-def test_the_estimate_of_a_pipeline_is_what_is_simulated(stages, microbatches, message):
+def test_the_estimate_of_a_pipeline_is_what_is_simulated(stages, microbatches, message, blocking):
     """Of many microbatches some are run, so the estimate is not exact."""
     plan = plan_of((stages, 1, microbatches, 1))
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), 0.0)
-    costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): message for a in plan.tiles for b in plan.tiles})
+    messages = {(a, b): message for a in plan.tiles for b in plan.tiles}
+    costs = Costs(dict.fromkeys(plan.tiles, cost), messages, blocking_share=blocking)
     simulated = simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, costs).step_seconds
-    messages = [StageMessages(message, message)] * (stages - 1)
+    messages = [StageMessages(message, message, blocking=blocking)] * (stages - 1)
     done = done_after([Passes(1.0, 2.0)] * stages, messages, microbatches, lambda _stage, _extra: False)
     assert max(done) == pytest.approx(simulated, rel=1e-9 if microbatches <= 16 else 0.01)
 
