@@ -40,7 +40,8 @@ def flagperf() -> PublishedSet:
 
 def gipfelsturm() -> PublishedSet:
     """Qwen 3 and Llama 3 shapes by Megatron-Core 0.16 on 4 to 32 GH200 (lsaie-ss26-gipfelsturm at 7644e91), fused
-    attention by cuDNN, FlashAttention 2 or 3, 512 to 8,192 positions."""
+    attention by cuDNN, FlashAttention 2 or 3, 512 to 8,192 positions. Qwen 3 8B had one device
+    (bench/attention_backend_sweep.sh)."""
     return summary("Gipfelsturm, 4 to 32 GH200", "gipfelsturm_gh200.csv")
 
 

@@ -54,8 +54,10 @@ FIRST_OF_GROUP = 3
 LOOKING_SHARE = 0.5
 """Share of the budget for a first look at the groups, one fitting shape of each."""
 BOUNDED = 500
-"""Number of arrangements that are ranked by their promise, of those with the fewest unused pools: six pools have
-8,463."""
+"""Number of arrangements that are ranked by their promise: six pools have 8,463. One order of the pools of each pipeline
+comes first, and the fewest unused pools."""
+ORDER_SHARE = 0.05
+"""How much less each further order of the same pools promises: five pools in one pipeline have 120."""
 SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
 """Shares of a limit in seconds at which scoring, and simulating by 1F1B, ends."""
 MOST_EQUIVALENT = 4
@@ -384,13 +386,18 @@ class Search:
             shapes = itertools.islice(self._shapes(pipelines, usual), 1)
             return min(map(self.scorer.optimistic_seconds, shapes), default=math.inf)
 
-        others = [pipelines for pipelines in self._arrangements if pipelines not in first]
-        others.sort(key=lambda pipelines: -sum(map(len, pipelines)))
-        bounded = [(pipelines, optimistic(pipelines)) for pipelines in others[:BOUNDED]]
+        num_orders: Counter[tuple] = Counter()
+        others = []
+        for pipelines in (each for each in self._arrangements if each not in first):
+            pools_of_each = tuple(sorted(tuple(sorted(pools)) for pools in pipelines))
+            others.append((num_orders[pools_of_each], -sum(map(len, pipelines)), pipelines))
+            num_orders[pools_of_each] += 1
+        others.sort()
+        bounded = [(pipelines, optimistic(pipelines) * (1 + ORDER_SHARE * n)) for n, _, pipelines in others[:BOUNDED]]
         promising = itertools.product(bounded, self._counts)
         promising = sorted(promising, key=lambda each: each[0][1] * by_count.get(each[1], math.inf))
         yield from (self._group(pipelines, count) for (pipelines, _), count in promising)
-        yield from itertools.starmap(self._group, itertools.product(others[BOUNDED:], self._counts))
+        yield from itertools.starmap(self._group, itertools.product((each for *_, each in others[BOUNDED:]), self._counts))
 
     def _group(self, pipelines: Pipelines, microbatches: int) -> ShapeGroup:
         return ShapeGroup(self._shapes(pipelines, microbatches))
