@@ -27,7 +27,9 @@ def mlperf() -> PublishedSet:
 
 def megatron_bridge() -> PublishedSet:
     """Llama 3 by Megatron-Bridge 25.09 to 26.06 in bf16 and fp8 (NVIDIA-NeMo/Megatron-Bridge, docs/
-    performance-summary.md and its archive at 067f987). Assumed as for `mlperf`."""
+    performance-summary.md and its archive at 067f987). Assumed as for `mlperf`. Two rows of 70B
+    have the microbatch of another column: with a pipeline of 4 it is 1, by the global batch (GB200), and by the recipe,
+    which interleaves by 5 (GB300, scripts/performance/configs/llama)."""
     return summary("Megatron-Bridge, H100 to GB300", "megatron_bridge.csv")
 
 

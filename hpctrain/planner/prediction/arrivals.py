@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, common_parts, everywhere, gathers, receives
-from hpctrain.planner.prices.network import ClusterNetwork
+from hpctrain.planner.prices.network import ClusterNetwork, Port
 from hpctrain.planner.prices.setup import Setup
 
 
@@ -32,6 +32,24 @@ def crossing(pairs: Iterable[tuple[Tile, Tile]], network: ClusterNetwork) -> fro
     devices = network.cluster.devices
     nodes = lru_cache(None)(lambda ranks: frozenset(devices[rank].node for rank in ranks))
     return frozenset(pair for pair in pairs if nodes(pair[0].ranks) != nodes(pair[1].ranks))
+
+
+def rounds(
+    plan: Plan, costs: Mapping[tuple[Tile, Tile], MessageCost], network: ClusterNetwork
+) -> dict[tuple[Tile, Tile], float]:
+    """Return for pairs of tiles whose port of a node also carries messages between other stages, how many seconds it
+    needs for one microbatch of all of them. Replicas of a stage send at once, and share the port in their seconds."""
+    needed: dict[Port, dict[tuple, float]] = {}
+    passed: dict[tuple[Tile, Tile], tuple[Port, ...]] = {}
+    for (source, target), cost in costs.items():
+        passed[source, target] = tuple(port for port, _ in network.ports(source.ranks[0], target.ranks[0]))
+        for port in passed[source, target]:
+            place = plan.virtual_stages(source if port.leaves else target)[0].items, source.items, target.items
+            of_port = needed.setdefault(port, {})
+            of_port[place] = max(of_port.get(place, 0.0), cost.seconds - cost.under_way)
+    busy = {port: sum(of.values()) for port, of in needed.items() if len({stage for stage, *_ in of}) > 1}
+    most = {pair: max((busy.get(port, 0.0) for port in ports), default=0.0) for pair, ports in passed.items()}
+    return {pair: seconds for pair, seconds in most.items() if seconds}
 
 
 class _Part(NamedTuple):

@@ -12,7 +12,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
 from hpctrain.plan.schedule import Schedule, in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing
+from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing, rounds
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import Simulated, simulate
@@ -199,7 +199,8 @@ class Predictor:
         seconds, under_way = ({pair: cost[i] for pair, cost in costs.items()} for i in (0, 1))
         largest = max(self.plan.tiles, key=lambda tile: tile.rows.size)
         blocking = self.setup.blocking_share(largest.rank_rows, largest.tensor)
-        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way)
+        shared = rounds(self.plan, costs, self.network)
+        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way, shared)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:

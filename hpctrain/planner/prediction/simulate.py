@@ -6,6 +6,7 @@ The loop of `plan.schedule_run` says what happens; this module says when:
 - A message leaves when it is sent, after those before it on its channel, and arrives after its seconds. It occupies its
   wire for its bytes, not while it is under way.
 - Messages that leave a node forward and backward share a NIC, one after the other.
+- A port that several stages share carries one message of each for every microbatch.
 - A receive waits for its message, and a send waits while the channel is full.
 - All tiles synchronise to sum gradients and to agree on the step.
 - Overlapped exchanges have a lane. Gradients are summed as soon as the last backward pass has computed them. Weights
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpctrain.plan.schedule import Action, Instruction, Schedule
+from hpctrain.plan.schedule import Action, Instruction, Schedule, in_flight
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.prices import PASSES, Costs, GradientExchange, PassCost, TileCost, slowed_by
@@ -86,6 +87,13 @@ class _Wire(Wire):
     """Time at which the last message has left."""
     free_slots: deque[float] = field(default_factory=deque)
     """Times at which slots became free again."""
+    round_seconds: float = 0.0
+    """Seconds between two of its messages at the least, but for the first ones."""
+    num_first: int = 1
+    """The number of messages before the other direction has any."""
+    num_sent: int = 0
+    last_first_at: float = 0.0
+    """Time at which the last one of the first messages has left."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +136,18 @@ class Simulation(ScheduleRun):
         return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
 
     def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
-        under_way = self._costs.under_way.get(ends, 0.0)
-        leaves = ends in self._costs.leaving
-        return _Wire(ends, *rest, seconds=self._costs.messages[ends], under_way=under_way, leaves=leaves)
+        costs = self._costs
+        wire = _Wire(ends, *rest, seconds=costs.messages[ends], under_way=costs.under_way.get(ends, 0.0))
+        wire.leaves, wire.round_seconds = ends in costs.leaving, costs.rounds.get(ends, 0.0)
+        if wire.round_seconds and wire.action is Action.SEND_ACTIVATION:
+            wire.num_first = in_flight(self._plan, ends[0])
+        return wire
 
     def prices(self, tiles: Sequence[Tile]) -> object:
         pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
         costs = self._costs
-        messages = tuple((costs.messages[e], costs.under_way.get(e), e in costs.leaving) for e in pairs)
+        figures = costs.messages, costs.under_way, costs.rounds
+        messages = tuple((*(each.get(pair) for each in figures), pair in costs.leaving) for pair in pairs)
         return tuple(self._cost_numbers[id(costs.tiles[tile])] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
@@ -161,6 +173,12 @@ class Simulation(ScheduleRun):
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
             start = max(clock.now, wire.free_at, others if wire.leaves else 0.0)
             wire.free_at = start + wire.seconds - wire.under_way
+            if wire.round_seconds:
+                wire.num_sent += 1
+                if (later := wire.num_sent - wire.num_first) > 0:
+                    wire.free_at = max(wire.free_at, wire.last_first_at + later * wire.round_seconds)
+                else:
+                    wire.last_first_at = wire.free_at
             if wire.leaves:
                 clock.sent_at[step.action] = max(wire.free_at, clock.sent_at.get(step.action, 0.0))
             wire.arrivals.append(wire.free_at + wire.under_way)

@@ -35,8 +35,8 @@ class Efficiency:
     """Speed of a kernel that is written for the family, as a multiple of one that is not
     (`Engine.native_attention`)."""
     unaligned_times: float = 1.33
-    """Factor by which products in half precision or tf32 take longer, where a dim is no multiple of 16 bytes. A
-    vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer, whose head is a third of its products."""
+    """Factor by which products in half precision or tf32 take longer, where a dim is no multiple of 16 bytes. On A100 a
+    vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer; its head is a third of its products."""
     overlap_slowdown: float = 1.0
     """Factor by which computing takes longer while the device communicates."""
     is_measured: bool = True

@@ -289,3 +289,5 @@ class Costs:
     """Pairs of tiles whose messages leave a node. A rank's forward and backward messages share its NIC."""
     under_way: Mapping[tuple[Tile, Tile], float] = field(default_factory=dict)
     """Seconds of each message in which the next one may leave: a message occupies its wire for its bytes alone."""
+    rounds: Mapping[tuple[Tile, Tile], float] = field(default_factory=dict)
+    """Seconds between two messages of a pair of tiles at the least, where other stages share a port with them."""

@@ -324,7 +324,7 @@ class Setup:
         return ClusterNetwork(cluster)
 
     def blocking_share(self, _rows: int, _grid: TensorGrid) -> float:
-        """Return the share of a message between stages in which its sender computes nothing, for so many rows a rank."""
+        """Return the share of a message between stages, of so many rows, in which its sender computes nothing."""
         return 0.0
 
     def tensor_slowdown(self, measured: float) -> float:

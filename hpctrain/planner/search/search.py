@@ -54,8 +54,8 @@ FIRST_OF_GROUP = 3
 LOOKING_SHARE = 0.5
 """Share of the budget for a first look at the groups, one fitting shape of each."""
 BOUNDED = 500
-"""Number of arrangements that are ranked by their promise: six pools have 8,463. One order of the pools of each pipeline
-comes first, and the fewest unused pools."""
+"""Number of arrangements that are ranked by their promise: six pools have 8,463. Those with one order of the same pools
+come first, and of these those with the fewest unused pools."""
 ORDER_SHARE = 0.05
 """How much less each further order of the same pools promises: five pools in one pipeline have 120."""
 SCORING_SHARE, SIMULATING_SHARE = 0.6, 0.85
@@ -397,7 +397,9 @@ class Search:
         promising = itertools.product(bounded, self._counts)
         promising = sorted(promising, key=lambda each: each[0][1] * by_count.get(each[1], math.inf))
         yield from (self._group(pipelines, count) for (pipelines, _), count in promising)
-        yield from itertools.starmap(self._group, itertools.product((each for *_, each in others[BOUNDED:]), self._counts))
+        yield from itertools.starmap(
+            self._group, itertools.product((each for *_, each in others[BOUNDED:]), self._counts)
+        )
 
     def _group(self, pipelines: Pipelines, microbatches: int) -> ShapeGroup:
         return ShapeGroup(self._shapes(pipelines, microbatches))

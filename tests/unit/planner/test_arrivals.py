@@ -11,7 +11,8 @@ from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, receives
-from hpctrain.planner.prediction.arrivals import arrivals
+from hpctrain.planner.prediction.arrivals import arrivals, rounds
+from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.rehearsal.fabric import PretendedNetwork, max_min_rates
@@ -93,3 +94,18 @@ def test_messages_of_different_sizes_share_nics_about_as_by_a_fluid(data):
         expected = fluid(network, plan, forward)
         last, ours = max(expected.values()), max(seconds[pair].seconds for pair in expected)
         assert 0.8 * last < ours < 1.001 * last
+
+
+@pytest.mark.parametrize("order, num_messages", [((0, 1, 2, 3), 0), ((0, 2, 1, 3), 3)])
+def test_stages_that_share_a_port_of_a_node_wait_for_it(order, num_messages):
+    """Stages 0 and 2 on one node, 1 and 3 on the other: its port carries three messages for each microbatch."""
+    network, microbatches = network_of(2, 2), 32
+    tiles = [Tile(Interval(*cut), Interval(0, 1), (rank,)) for cut, rank in zip(cut_evenly(10, 4), order, strict=True)]
+    plan = Plan(tuple(tiles), microbatches, 1)
+    found = rounds(plan, arrivals(SETUP, plan, network), network)
+    assert list(found.values()) == pytest.approx([num_messages * ROW_SECONDS] * len(found))
+    assert len(found) == 2 * num_messages
+    step = predict(SETUP, plan, network.cluster).step_seconds / ROW_SECONDS
+    least = num_messages or 1  # of a port that one stage has, a message each way
+    assert step > (microbatches - 4) * least
+    assert step < (microbatches + 10) * least
