@@ -10,7 +10,7 @@ LEFT_OUT = {
     "commands/test_gpu_benchmark": {
         GPU_SECTION: (
             *("routes", "rows", "llama_8b", "fused", "prediction", "families", "checkpoints"),
-            *("parity", "shared"),
+            *("parity", "shared", "ranks"),
         ),
     },
     # Two ranks a host have what one has: a copy instead of two, and tensor groups inside a host.
@@ -20,6 +20,10 @@ LEFT_OUT = {
     "unit/model/test_fused": {
         "the_fused_loss_is_that_of_single_operations": ("plain-fp32", "capped-bf16"),
         "what_is_computed_again_has_the_same_bits_and_those_of_single_operations_are_near": ("gpt2",),
+    },
+    # Halves have the parts: logits in parts of another family, capped scores in half precision.
+    "unit/planner/test_activations": {
+        "so_it_is_with_documents_half_precision_and_logits_in_parts": ("logits in parts, half precision",),
     },
     "commands/test_mixed": {"mixed_is_nearly_the_sum_of_its_families_with_the_same_losses": ()},
     # tests/ranks/test_all_at_once.py resumes fused kernels bit for bit, and has layer norms.
