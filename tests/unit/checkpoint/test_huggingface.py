@@ -151,7 +151,7 @@ def test_five_steps_have_the_losses_of_a_plain_loop(theirs, tmp_path, family):
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("quantization_config", {"quant_method": "mxfp4"}, "quantization_config says mxfp4, and only whole weights"),
+        ("quantization_config", {"quant_method": "mxfp4"}, "quantization_config says 'mxfp4', and only whole weights"),
         ("swiglu_limit", 5.0, "swiglu_limit = 5.0, and only 7.0 can be followed"),
         ("rope_parameters", None, "rope_parameters = null"),
         ("attention_bias", False, "attention_bias = False, and only True can be followed"),
