@@ -303,7 +303,8 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
         return kept + b * 4 * query + _core_bytes(setup, grid, branch)
     if branch.sinks:  # copies of queries, keys and values with more features, a result with these, and one without
         times = branch.kernel_size / branch.head_size
-        kept += b * (query + 2 * times * (query + key))
+        of_the_sink = key / setup.positions
+        kept += b * (query + 2 * times * (query + key + of_the_sink))
         return kept + _core_bytes(setup, grid, branch)
     kept += b * (2 * query + 2 * key)
     if drops:

@@ -4,10 +4,13 @@ What is kept is counted to the byte, for all parts of a model.
 """
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.architectures import llama
 from hpctrain.architectures.description import Attention, Description, Mlp, Norm
+from hpctrain.architectures.registry import families
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.prediction.activations import RowBytes, row_bytes
@@ -34,6 +37,21 @@ VARIANTS = {
     "logits in parts": ("llama", {"vocab_size": 8009, "logits_mib": 2}),
     "logits in parts, half precision": ("gemma2", {"vocab_size": 8009, "logits_mib": 2, "dtype": "bf16"}),
 }
+SINKS = "sinks"
+"""A llama whose heads have sinks: to the byte, which mixtures of experts that have them are not."""
+
+
+def describe_with_sinks(shape):
+    dense = llama.describe(shape)
+    blocks = (replace(block, attention=replace(block.attention, sinks=True)) for block in dense.blocks)
+    return replace(dense, blocks=tuple(blocks))
+
+
+@pytest.fixture(autouse=True)
+def family_with_sinks(monkeypatch):
+    module = SimpleNamespace(**vars(llama) | {"describe": describe_with_sinks})
+    monkeypatch.setitem(families(), SINKS, module)
+    monkeypatch.setitem(FAMILIES, SINKS, {})
 
 
 def run(
@@ -62,7 +80,7 @@ def test_all_parts_of_a_description_are_tried():
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, SINKS])
 def test_what_a_layer_keeps_is_counted_to_the_byte(family, grid):
     job = job_of(family, num_layers=3)  # gemma3 has a block without a window, others have equal ones
     for recompute in RECOMPUTE:
