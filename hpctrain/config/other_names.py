@@ -5,12 +5,16 @@ The names are those of Megatron-LM, DeepSpeed, torchtitan, NeMo and the Hugging 
 
 UNSUPPORTED = "not supported, see docs/limits.md"
 TENSOR, PIPELINE = "set plan.tensor", "set plan.pipeline"
+CONTEXT, ULYSSES = "set plan.tensor.c", "set plan.tensor.c and plan.exchange_heads"
+EXPERTS_CUT = "set plan.tensor.y, which cuts layers of experts by whole experts"
 BATCH, MICROBATCH = "set train.global_batch, in sequences", "set plan.microbatch, in sequences"
 WINDOW, ROPE, EPSILON = "set model.window", "set model.rope_base", "set model.norm_epsilon"
 OTHER_NAMES = {
-    **dict.fromkeys(["context_parallel", "context_parallel_size", "context_parallel_degree", "cp"], UNSUPPORTED),
-    **dict.fromkeys(["expert_parallel", "expert_model_parallel_size", "expert_parallel_degree", "ep"], UNSUPPORTED),
-    **dict.fromkeys(["moe", "num_experts", "experts", "num_local_experts", "moe_router_topk"], UNSUPPORTED),
+    **dict.fromkeys(["context_parallel", "context_parallel_size", "context_parallel_degree", "cp"], CONTEXT),
+    **dict.fromkeys(["ulysses", "ulysses_degree", "sequence_parallel_size", "cp_comm_type"], ULYSSES),
+    **dict.fromkeys(["expert_parallel", "expert_model_parallel_size", "expert_parallel_degree", "ep"], EXPERTS_CUT),
+    **dict.fromkeys(["moe", "num_experts", "experts", "num_local_experts"], "set model.num_experts"),
+    **dict.fromkeys(["moe_router_topk", "num_experts_per_tok"], "set model.experts_per_token"),
     **dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "lora", "peft", "ema"], UNSUPPORTED),
     **dict.fromkeys(["gradient_checkpointing", "activation_checkpoint"], "set plan.recompute"),
     **dict.fromkeys(["recompute_granularity", "activation_checkpointing", "checkpointing"], "set plan.recompute"),
