@@ -23,7 +23,7 @@ NETWORKS = {
     "100 Gb/s each": {"devices_per_node": 1, "nic_bytes_per_second": 12.5e9},
 }
 WAYS = {"gathered": (False, 1), "gathered in 4 parts": (False, 4), "heads exchanged": (True, 1)}
-POSITIONS = 16384, 32768, 131072, 524288
+POSITIONS = 32768, 131072, 524288
 
 
 def main() -> None:

@@ -200,7 +200,7 @@ def resolve_parts(job: Job, plan: Plan, cluster: Cluster) -> tuple[Overlap, dict
     if not any(tile.tensor.overlaps_parts for tile in plan.tiles):
         reason = "no tile has x or y, or c that gathers, so there is nothing to overlap"
     elif not overlap.tensor:
-        reason = "sums over x and y are not overlapped"
+        reason = "overlap.tensor is off, so collectives over x, y and c are not overlapped"
     elif gathers_while_summing([tile.tensor for tile in plan.tiles]):
         reason = "positions are gathered over y while x sums, and collectives of several groups may wait for each other"
         reason += " on a device"

@@ -71,23 +71,31 @@ def see_context(
         by_rank = heads_by_rank(queries.shape[1], keys.shape[1], c.size)
         there = HeadExchange(c, num_positions, by_rank)
         back = HeadExchange(c, num_positions, [of_rank[:1] for of_rank in by_rank])
-        exchanged = _Moved.apply(torch.cat(heads, dim=1), there.to_heads, there.to_positions)
+        (exchanged,) = _Moved.apply(there.to_heads, there.to_positions, *heads)
         of_kinds = exchanged.split_with_sizes([part.size for part in by_rank[c.rank]], dim=1)
-        restore = lambda mixed: _Moved.apply(mixed, back.to_positions, back.to_heads)  # noqa: E731
+        restore = lambda mixed: _Moved.apply(back.to_positions, back.to_heads, mixed)[0]  # noqa: E731
         yield Seen(of_kinds, [Interval(0, num_positions)], restore)
         return
     groups = cut_evenly(keys.shape[1], min(parts, keys.shape[1]) if c.is_overlapped else 1)
-    of_queries = queries.shape[1] // keys.shape[1]
     started = []
-    for group in groups:
-        own = torch.stack([each[:, slice(*group)].transpose(1, 2) for each in (keys, values)])
+    for of_queries, *of_kinds in zip(*(_split_heads(each, groups) for each in heads), strict=True):
+        own = torch.stack([each.transpose(1, 2) for each in of_kinds])
         gathering = _Gathering(c)
-        started.append((group.scale(of_queries), own, _Start.apply(own, gathering), gathering))
-    for part, own, moving, gathering in started:
+        started.append((of_queries, own, _Start.apply(own, gathering), gathering))
+    for of_queries, own, moving, gathering in started:
         gathered = _Finish.apply(moving, gathering).transpose(2, 3)
         if dropping:
             dropping.drop(gathered, partial(_gathered, c=c), own)
-        yield Seen((queries[:, slice(*part)], *gathered), own_positions, held=gathered)
+        yield Seen((of_queries, *gathered), own_positions, held=gathered)
+
+
+def _split_heads(heads: torch.Tensor, groups: Sequence[Interval]) -> Sequence[torch.Tensor]:
+    """Return the heads of each group of key and value heads. Their gradients are joined once: those of slices would be
+    put among zeros for all heads, and added up."""
+    if len(groups) == 1:
+        return [heads]
+    of_each = heads.shape[1] // groups[-1].stop
+    return heads.split_with_sizes([of_each * group.size for group in groups], dim=1)
 
 
 def _gathered(own: torch.Tensor, c: Axis) -> torch.Tensor:
@@ -159,14 +167,14 @@ class _Finish(Function):
 
 
 def heads_by_rank(num_heads: int, num_kv_heads: int, parts: int) -> list[tuple[Interval, Interval, Interval]]:
-    """Return which heads each rank of c attends with, of queries, keys and values, where these follow each other.
+    """Return which heads each rank of c attends with, of queries, of keys and of values.
 
     Key and value heads fewer than ranks are there for several of them.
     """
     result = []
     for queries in cut_evenly(num_heads, parts):
         keys = Interval(queries.start * num_kv_heads // num_heads, -(-queries.stop * num_kv_heads // num_heads))
-        result.append((queries, keys.shift(num_heads), keys.shift(num_heads + num_kv_heads)))
+        result.append((queries, keys, keys))
     return result
 
 
@@ -174,66 +182,74 @@ class HeadExchange:
     """Moves heads between ranks that have some positions of all heads, and ranks that have all positions of some."""
 
     def __init__(self, c: Axis, num_positions: int, heads: Sequence[Sequence[Interval]]):
-        """`heads` are those that each rank has all positions of. Several ranks may have the same."""
+        """`heads` are those that each rank has all positions of: an interval of each kind, such as queries. Several
+        ranks may have the same."""
         self._c, self._heads = c, heads
         self._counts = [sum(part.size for part in of_rank) for of_rank in heads]
         self._positions = cut_zigzag(num_positions, c.size)
 
-    def to_heads(self, own: torch.Tensor) -> torch.Tensor:
-        """Return all positions of this rank's heads, from its positions of all heads."""
-        rows, _, positions, size = own.shape
+    def to_heads(self, *own: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return all positions of this rank's heads of all kinds, from its positions of all heads of each kind."""
+        rows, _, _, size = own[0].shape
         count = self._counts[self._c.rank]
-        sent = [(rows, each, positions, size) for each in self._counts]
-        received = [(rows, count, sum(part.size for part in of_rank), size) for of_rank in self._positions]
-        to_ranks, exchange, from_ranks = self._buffers(own, sent, received)
-        for of_rank, heads in zip(to_ranks, self._heads, strict=True):
-            torch.cat([own[:, slice(*part)] for part in heads], dim=1, out=of_rank)
-        exchange()
-        whole = own.new_empty(rows, count, sum(each.shape[2] for each in from_ranks), size)
+        shapes = [(rows, count, sum(part.size for part in of_rank), size) for of_rank in self._positions]
+        to_ranks = [[of[:, slice(*part)] for of, part in zip(own, heads, strict=True)] for heads in self._heads]
+        from_ranks = self._exchanged(to_ranks, 1, shapes)
+        whole = own[0].new_empty(rows, count, sum(each.shape[2] for each in from_ranks), size)
         for of_rank, intervals in zip(from_ranks, self._positions, strict=True):
             for part in intervals:
                 whole[:, :, slice(*part)] = of_rank[:, :, slice(*place_in(intervals, part))]
-        return whole
+        return (whole,)
 
-    def to_positions(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's positions of all heads, from all positions of its heads: the sum of what ranks have."""
-        rows, count, _, size = whole.shape
+    def to_positions(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's positions of all heads of each kind, from all positions of its heads of all kinds. Of
+        heads that several ranks have it is the sum."""
+        rows, _, _, size = whole.shape
         own_positions = sum(part.size for part in self._positions[self._c.rank])
-        sent = [(rows, count, sum(part.size for part in of_rank), size) for of_rank in self._positions]
-        received = [(rows, each, own_positions, size) for each in self._counts]
-        to_ranks, exchange, from_ranks = self._buffers(whole, sent, received)
-        for of_rank, intervals in zip(to_ranks, self._positions, strict=True):
-            torch.cat([whole[:, :, slice(*part)] for part in intervals], dim=2, out=of_rank)
-        exchange()
-        num_heads = max(part.stop for of_rank in self._heads for part in of_rank)
-        wide = torch.promote_types(whole.dtype, torch.float32) if num_heads < sum(self._counts) else whole.dtype
-        own = whole.new_zeros(rows, num_heads, own_positions, size, dtype=wide)
-        for of_rank, heads in zip(from_ranks, self._heads, strict=True):
-            for part, values in zip(heads, of_rank.split_with_sizes([part.size for part in heads], dim=1), strict=True):
-                own[:, slice(*part)] += values
-        return own.to(whole.dtype)
+        to_ranks = [[whole[:, :, slice(*part)] for part in of_rank] for of_rank in self._positions]
+        from_ranks = self._exchanged(to_ranks, 2, [(rows, each, own_positions, size) for each in self._counts])
+        of_kinds = [
+            of_rank.split_with_sizes([part.size for part in heads], dim=1)
+            for of_rank, heads in zip(from_ranks, self._heads, strict=True)
+        ]
+        result = []
+        for heads, values in zip(zip(*self._heads, strict=True), zip(*of_kinds, strict=True), strict=True):
+            count = heads[-1].stop
+            is_sum = count < sum(part.size for part in heads)
+            wide = torch.promote_types(whole.dtype, torch.float32) if is_sum else whole.dtype
+            own = whole.new_zeros(rows, count, own_positions, size, dtype=wide)
+            for part, each in zip(heads, values, strict=True):
+                own[:, slice(*part)] += each
+            result.append(own.to(whole.dtype))
+        return tuple(result)
 
-    def _buffers(
-        self, like: torch.Tensor, sent: Sequence[tuple[int, ...]], received: Sequence[tuple[int, ...]]
-    ) -> tuple[list[torch.Tensor], Callable[[], None], list[torch.Tensor]]:
-        """Return tensors for each rank, the function that exchanges them, and tensors from each rank."""
-        flat, cuts, views = [], [], []
-        for shapes in (sent, received):
-            bounds = list(itertools.accumulate((math.prod(shape) for shape in shapes), initial=0))
-            flat.append(like.new_empty(bounds[-1]))
-            cuts.append(list(itertools.starmap(Interval, itertools.pairwise(bounds))))
-            views.append([flat[-1][slice(*cut)].view(shape) for cut, shape in zip(cuts[-1], shapes, strict=True)])
-        return views[0], lambda: self._c.start_all_to_all(*flat, *cuts).wait(), views[1]
+    def _exchanged(
+        self, to_ranks: Sequence[list[torch.Tensor]], dim: int, shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        """Send each rank its tensors, joined along `dim`. Return tensors of these shapes, one from each rank.
+
+        What was sent is gone on return, before the caller puts in order what has arrived.
+        """
+        like = to_ranks[0][0]
+        sizes = [sum(each.numel() for each in of_rank) for of_rank in to_ranks], list(map(math.prod, shapes))
+        sent, received = (like.new_empty(sum(each)) for each in sizes)
+        bounds = (itertools.accumulate(each, initial=0) for each in sizes)
+        cuts, out_cuts = (list(itertools.starmap(Interval, itertools.pairwise(each))) for each in bounds)
+        for cut, of_rank in zip(cuts, to_ranks, strict=True):
+            joined = sent[slice(*cut)].view(*like.shape[:dim], -1, *like.shape[dim + 1 :])
+            torch.cat(of_rank, dim=dim, out=joined)
+        self._c.start_all_to_all(sent, received, cuts, out_cuts).wait()
+        return [received[slice(*cut)].view(shape) for cut, shape in zip(out_cuts, shapes, strict=True)]
 
 
 class _Moved(Function):
-    """Moves a tensor between ranks by one function, and its gradient back by another one."""
+    """Moves tensors between ranks by one function, and their gradients back by another one."""
 
     @staticmethod
-    def forward(ctx, value: torch.Tensor, there: Callable, back: Callable):
+    def forward(ctx, there: Callable, back: Callable, *values: torch.Tensor):
         ctx.back = back
-        return there(value)
+        return there(*values)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return ctx.back(gradient), None, None
+    def backward(ctx, *gradients):
+        return None, None, *ctx.back(*gradients)

@@ -110,13 +110,13 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
 
     They are gradients of all positions: of keys and values for each head of queries, as flash attention has them, and
     as they are scattered. Keys and values that are gathered again are there too. Of exchanged heads they are those of
-    queries, keys and values, as attention returns them, and as they are sent.
+    queries, keys and values, as attention returns them, as they are sent, and as they arrive.
     """
     attention = setup.branches(layer)[0] if setup.is_block(layer) else None
     if attention is None or grid.context_parts == 1:
         return 0.0
     if grid.head_parts > 1:
-        return 2 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
+        return 3 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
     copies = 2 if recompute == "selective" else 1
     return 2 * setup.positions * grid.context_parts * (query + copies * key) * setup.item_bytes

@@ -34,6 +34,9 @@ put together and among those of others; a second interval of queries is attended
 EXCHANGE_OPERATIONS = 9
 """Operations of an exchange of heads for each rank of c, forward or backward: of queries, keys and values three copies
 for a rank and two from it; of the result two and one; and one for memory."""
+EXCHANGE_PASSES = 4, 6
+"""Times that queries, keys and values are read or written around an exchange of heads, forward and backward: they are
+cut by rank, and put in order. Gradients are put together before that."""
 EXPERT_OPERATIONS = 24, 20
 """Operations of a mixture of experts that are no products, forward and backward: the router's, sorts, gathers, sums."""
 ALIGNED = 8
@@ -81,6 +84,9 @@ def layer_cost(
         again = cost.forward
     elif recompute == "selective":
         again = selected
+        # What c gathers again waits for the scatter before it, and attention for the gather: nothing is overlapped.
+        for work in (again, cost.backward_input):
+            work.exchanges = [each._replace(behind=()) if each.axis == CONTEXT else each for each in work.exchanges]
     return _with_weights(
         setup, grid, layer, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
     )
@@ -169,7 +175,7 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     parts = min(setup.block_parts, key // attention.head_size) if is_gathered else 1
     core, core_backward = _attention(setup, attention, rows, grid, parts)
     if grid.head_parts > 1:
-        moved = [_exchange(setup, grid, attention, tokens)] * 2
+        moved = [_exchange(setup, grid, attention, tokens, times) for times in EXCHANGE_PASSES]
     else:
         moved = _context(setup, grid, tokens * 2 * key, core, core_backward, parts)
     work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
@@ -208,12 +214,12 @@ def _context(
     return works[0], works[1]
 
 
-def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, tokens: int) -> PassWork:
-    """Return what c exchanges of heads in one pass: queries, keys and values, and attention's result, or their
-    gradients. They are put together, cut by rank, and put in order: each is read and written."""
+def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, tokens: int, times: int) -> PassWork:
+    """Return what c exchanges of heads in one pass: queries, keys and values, which are passed over so many `times`,
+    and attention's result; or their gradients."""
     there, back = (grid.head_parts * size * tokens * setup.item_bytes for size in exchanged_features(attention, grid))
     exchanges = [Exchange(CONTEXT, "all_to_all", int(num_bytes)) for num_bytes in (there, back)]
-    return PassWork([], 6.0 * there + 4.0 * back, EXCHANGE_OPERATIONS * grid.head_parts, exchanges)
+    return PassWork([], times * there + 4.0 * back, EXCHANGE_OPERATIONS * grid.head_parts, exchanges)
 
 
 def exchanged_features(attention: Attention, grid: TensorGrid) -> tuple[float, float]:

@@ -395,7 +395,7 @@ class ClusterNetwork:
         return row_of(operation).transfers * (once + share)
 
     def _inside_seconds(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
-        """Return the seconds of a reduce-scatter or an all-gather inside a domain."""
+        """Return the seconds of a phase of a collective, or of an all-to-all, inside a domain."""
         if shape.size == 1:
             return 0.0
         return self._seconds_by("domains" if shape.domains else "exchange", operation, num_bytes, shape)

@@ -72,6 +72,17 @@ def test_attention_of_some_heads_hides_the_gather_of_the_next(name):
         assert hidden.tensor - exposed.tensor == pytest.approx(max(0.0, seconds - of_part))
 
 
+@pytest.mark.parametrize("score_cap", [None, 50.0])
+def test_nothing_overlaps_what_selective_recompute_gathers_again(score_cap):
+    """Each gather waits for the scatter before it, and attention for the gather."""
+    capped = {"architecture": "gemma2", "score_cap": score_cap} if score_cap else {}
+    hiding = replace(SETUP, model=SETUP.model.model_copy(update=capped), overlaps=frozenset({"tensor"}), tensor_parts=2)
+    both = ["all_gather", "reduce_scatter"]
+    for recompute, kinds in (("none", both[1:]), ("selective", []), ("full", both)):
+        work = layer_cost(hiding, GRID, BLOCK, ROWS, recompute).backward_input
+        assert [e.operation for e in work.exchanges if e.axis == "c" and e.behind] == kinds
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kv_heads", [SETUP.model.num_heads, 1])
 def test_exchanged_heads_are_moved_there_and_back(recompute, kv_heads):

@@ -120,6 +120,18 @@ def test_nor_does_one_whose_weight_passes_wait_while_it_goes_through_chunks(toke
     check_memory(job, 0.03, plan)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_nor_does_one_that_ends_in_attention_with_exchanged_heads(tokens, recompute):
+    """No feed-forward part has released its activations when queries, keys and values are there three times."""
+    job = job_of("llama", tokens, positions=512, global_batch=2)
+    grid, cut = TensorGrid(c=2, exchanges_heads=True), (Interval(0, 2), Interval(2, job.model.num_items))
+    tiles = (
+        Tile(items, Interval(0, 1), ranks, grid, family=family, recompute=recompute)
+        for items, ranks, family in zip(cut, ((0, 1), (2, 3)), ("fast", "slow"), strict=True)
+    )
+    check_memory(job, 0.08, Plan(tuple(tiles), 2, 1))
+
+
 def test_buckets_of_an_optimizer_on_the_host_decide_where_there_are_few_activations(tokens):
     job = job_of("llama", tokens, positions=4, max_positions=16, global_batch=1)
     plan = even_plan(job.model.num_items, TensorGrid(), 1, 1, 1, 1, **HOST)

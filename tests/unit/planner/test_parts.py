@@ -128,7 +128,7 @@ FOUR = TensorGrid(y=4)
     [
         (FOUR, {"tensor": True}, cluster_with(5e6), ((2, 4, 8), "a step is predicted to take 0.")),
         (FOUR, {"tensor": True}, cluster_with(1e12), ((1,), "1: with no other number")),
-        (FOUR, {"tensor": False}, cluster_with(5e6), ((1,), "1: sums over x and y are not overlapped")),
+        (FOUR, {"tensor": False}, cluster_with(5e6), ((1,), "1: overlap.tensor is off")),
         (FOUR, {"tensor": True, "tensor_parts": 3}, cluster_with(5e6), ((3,), None)),
         (TensorGrid(), {"tensor": True}, cluster_with(5e6), ((1,), "1: no tile has x or y")),
         (
