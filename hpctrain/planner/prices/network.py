@@ -406,12 +406,15 @@ class ClusterNetwork:
         # Inside a domain one part after the other, one for each domain. Across domains one exchange of shards: each
         # rank sends those parts of its domain's sums that others own. An all-to-all sends to each rank of the others.
         count, is_pairwise = shape.num_domains, row_of(operation).is_pairwise
-        part = num_bytes // count + 1
-        rounds, receivers = (1, shape.size // count) if is_pairwise else (count, 1)
-        inside = max(self._inside_seconds(operation, part, domain) for domain in shape.domains)
+        rounds, parts = (1, shape.size) if is_pairwise else (count, count)
+        part = num_bytes // parts + 1
+        inside = max(
+            self._inside_seconds(operation, part * (domain.size if is_pairwise else 1), domain)
+            for domain in shape.domains
+        )
         one = every = 0.0
         for size, links in shape.across:
-            sent_bytes = part / (receivers if is_pairwise else size)
+            sent_bytes, receivers = (part, (shape.size - size) / (count - 1)) if is_pairwise else (part / size, 1)
             of_fabric: dict[str | None, float] = {}  # each fabric has NICs of its own
             for link, to, flows in links:
                 messages = to * receivers

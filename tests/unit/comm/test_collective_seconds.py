@@ -1,5 +1,7 @@
 """What collectives are predicted to take: as long as the very steps that ranks take, on a network in virtual time."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -64,6 +66,16 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, range(cluster.num_devices))
     result = taken(cluster, [domains], operation)
     assert predicted == pytest.approx(result, rel=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (6, 2), (5, 2, 1)], ids=str)
+def test_an_all_to_all_of_domains_of_unlike_sizes_sends_to_each_rank_of_the_others(sizes):
+    families = list(zip("abc", [1] * len(sizes), sizes, strict=False))
+    cluster = cluster_of(families, speeds=dict.fromkeys("abc", 1e9), nic=2e7)
+    ranks = iter(range(cluster.num_devices))
+    domains = [tuple(itertools.islice(ranks, size)) for size in sizes]
+    predicted = ClusterNetwork(cluster).group_seconds("all_to_all", 4 * NUM_ELEMENTS, range(cluster.num_devices))
+    assert predicted == pytest.approx(taken(cluster, [domains], "all_to_all"), rel=0.02)
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
