@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -42,7 +43,7 @@ RECORDER = """#!{python}
 import json, os, subprocess, sys
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]) + "\\n")
-if "mpirun" in sys.argv[0]:
+if "mpirun" in sys.argv[0] and "SILENT" not in os.environ:
     with open(os.environ["HPCTRAIN_EXIT_FILE"], "w") as file:
         file.write(os.environ.get("CODE", "0"))
 sys.exit(int(os.environ.get("CODE", "0")))
@@ -373,19 +374,62 @@ def test_no_path_changes_what_a_start_with_mpirun_runs(recorder, tmp_path_factor
 
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (75, 1), (81, 1), (84, 3), (76, 3)])
 def test_a_start_with_mpirun_starts_again_where_another_start_can_help(recorder, tmp_path, code, starts):
-    text = mpirun_script(Start("n", tmp_path, tmp_path, ONE), "mpich", False)
-    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", "  mpirun ")
-    write_files(tmp_path, {"start.sh": text, "launch/hosts": ""})
-    result, calls = recorder.run(tmp_path / "start.sh", CODE=str(code), HPCTRAIN_RESTARTS="2")
+    result, calls = recorder.run(write_start(tmp_path, "mpirun"), CODE=str(code), HPCTRAIN_RESTARTS="2")
     assert (result, len(calls)) == (code, starts)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (81, 1), (82, 1), (126, 1), (127, 1), (137, 3), (9, 3)])
+def test_a_start_without_a_word_of_its_ranks_is_tried_again_where_they_may_have_been_killed(
+    recorder, tmp_path, code, starts
+):
+    script = write_start(tmp_path, "mpirun")
+    result, calls = recorder.run(script, CODE=str(code), HPCTRAIN_RESTARTS="2", SILENT="1")
+    assert (result, len(calls)) == (code, starts)
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "2.5", "1234567890"])
+def test_restarts_that_are_no_number_are_refused_before_a_rank_starts(recorder, tmp_path, text):
+    result, calls = recorder.run(write_start(tmp_path, "mpirun"), CODE="84", HPCTRAIN_RESTARTS=text)
+    assert (result, calls) == (82, [])
+
+
+COUNTING = """import os, signal, sys, time
+count = 0
+def note(*_):
+    global count
+    count += 1
+signal.signal(signal.SIGINT, note)
+print("ready", flush=True)
+until = time.monotonic() + 20
+while not count and time.monotonic() < until:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(count, flush=True)
+sys.exit(130)
+"""
+
+
+def test_ctrl_c_reaches_the_launcher_once_and_nothing_is_started_again(tmp_path):
+    """A terminal sends it to all processes of its foreground. MPICH's launcher kills the ranks at the second one."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    script = write_start(tmp_path, f"{sys.executable} {tmp_path / 'counting.py'}")
+    with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+        assert started.stdout and started.stdout.readline() == "ready\n"
+        os.killpg(started.pid, signal.SIGINT)
+        assert started.stdout.read() == "1\n"
+    assert started.returncode == 130
+
+
+def write_start(folder: Path, launcher: str) -> Path:
+    text = mpirun_script(Start("n", folder, folder, ONE), "mpich", False)
+    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", f"  {launcher} ")
+    write_files(folder, {"start.sh": text, "launch/hosts": ""})
+    return folder / "start.sh"
 
 
 def test_success_is_what_the_run_wrote_and_not_the_code_of_the_launcher(recorder, tmp_path):
     """A launcher may return 0 where a host was lost."""
-    text = mpirun_script(Start("n", tmp_path, tmp_path, ONE), "mpich", False)
-    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", "  true ")
-    write_files(tmp_path, {"start.sh": text, "launch/hosts": ""})
-    assert recorder.run(tmp_path / "start.sh", HPCTRAIN_RESTARTS="1")[0] == 84
+    assert recorder.run(write_start(tmp_path, "true"), HPCTRAIN_RESTARTS="1")[0] == 84
 
 
 def test_hosts_are_listed_with_their_ranks():
