@@ -10,7 +10,7 @@ from hpctrain.planner.what_if import TOLERANCE, ComparedMachine
 
 LOSS_COLUMNS = (
     "moves: masters and moments that ranks need by the next plan and do not own by the last one",
-    "lost: those that no rank has in memory any more; they come from the last checkpoint",
+    "lost: those that no rank has in memory any more; they come from a copy or the last checkpoint",
     "given back: the stall, where RUN/resize asks for it and the ranks that leave hand over what they own",
     "from copies: the stall, where they died and the same command starts the others from recovery.copies",
     "restarted: the stall, where they died and it starts them from the last checkpoint",
@@ -62,6 +62,8 @@ def format_losses(rows: Sequence[PricedLoss]) -> str:
         stalls = [f"{sum(parts.values()):,.3g}" for parts in priced.stall_seconds.values()]
         columns.add_row(priced.loss.name, *cells, *(sizes + stalls if stalls else ["-"] * (2 + len(ROADS))))
     lines = [text_of(columns), *LOSS_COLUMNS]
+    if len(rows) == 1:
+        lines.append("such a loss takes all devices")
     for priced in rows[1:]:
         if priced.row.plan is None:
             lines.append(f"{priced.loss.name}: no plan of those left: {priced.row.refusal}")

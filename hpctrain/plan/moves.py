@@ -33,10 +33,10 @@ class PlanState:
                     self.shapes[parameter.name] = parameter.shape
                     places.setdefault(parameter.name, []).append((rank, where))
 
-    def bytes_of(self, element_bytes: ElementBytes) -> Counter[int]:
-        """Return the bytes that each rank updates."""
+    def bytes_of(self, element_bytes: ElementBytes, is_owned: bool = False) -> Counter[int]:
+        """Return the bytes that each rank updates; `is_owned`: those that it owns, as in checkpoints and copies."""
         result: Counter[int] = Counter()
-        for name, places in self.updated.items():
+        for name, places in (self.owned if is_owned else self.updated).items():
             for rank, where in places:
                 result[rank] += element_bytes(self.shapes[name]) * _size(where)
         return result

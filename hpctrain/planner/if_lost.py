@@ -4,6 +4,7 @@ The losses that are alike are one row. The best plans of those left are searched
 `hpctrain.planner.what_if`: a search begins with the old plan without the rows that are lost.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -141,23 +142,24 @@ def price_losses(
 
     before = PlanState(best.setup.model, best.plan, job.overlap.bucket_bytes)
     state_bytes = before.bytes_of(element_bytes)
-    losses, copied = losses_of(cluster, kind, state_bytes), max(state_bytes.values()) / delays.copy_bytes_per_second
+    copies = before.bytes_of(element_bytes, is_owned=True)
+    losses = losses_of(cluster, kind, state_bytes)
     kept = [tuple(rank for rank in range(cluster.num_devices) if rank not in loss.ranks) for loss in losses]
     machines = [PossibleMachine("now", cluster)]
     machines += [
         PossibleMachine(loss.name, without_ranks(cluster, loss.ranks), kept=left)
         for loss, left in zip(losses, kept, strict=True)
     ]
-    searched: dict[str, float] = {}
+    searched: dict[int, float] = {}
 
     def timed(machine: Cluster, known_seconds: float) -> Predictor:
         if machine is cluster:
             return best
-        since, name = time.perf_counter(), next(each.name for each in machines if each.cluster is machine)
+        since = time.perf_counter()
         try:
             return search(machine, known_seconds)
         finally:
-            searched[name] = time.perf_counter() - since
+            searched[id(machine)] = time.perf_counter() - since
 
     now, *rows = what_if(machines, timed, predict)
     assumed = tuple(delays.assumed())
@@ -170,9 +172,11 @@ def price_losses(
         moves = before.moves_to(after, left, element_bytes)
         made = {"made": delays.made_seconds, "first step": row.prediction.step_seconds}
         started = {"noticed": delays.noticed_seconds, "MPI": delays.mpi_seconds, "import": delays.import_seconds}
-        looked = {"searched": searched[loss.name]}
+        looked = {"searched": searched[id(row.machine.cluster)]}
         moved = {"moved": move_seconds(moves, cluster.num_devices, best.network)}
         read = _read_seconds(after, row.machine.cluster, element_bytes, delays)
+        parts_a_rank = math.ceil(len(copies) / len(left))  # those that are left read the others' too
+        copied = parts_a_rank * max(copies.values()) / delays.copy_bytes_per_second
         roads = {
             GIVEN_BACK: looked | moved | made,
             COPIES: started | looked | {"read": copied} | moved | made,

@@ -56,6 +56,8 @@ def test_bytes_that_move_are_what_ranks_need_and_do_not_own(first, second, lost)
     moves = before.moves_to(after, kept, element_bytes)
     assert sum(moves.values()) == moved and all(source != to for source, to in moves)
     assert before.lost_bytes(lost, element_bytes) == gone
+    whole = sum(each.size * element_bytes(all_parameters(MODEL)[name].shape) for name, each in owned[0].items())
+    assert sum(before.bytes_of(element_bytes, is_owned=True).values()) == whole, "a copy has each element once"
     assert not before.moves_to(before, kept, element_bytes) or any(tile.zero == 0 for tile in first.tiles)
 
 

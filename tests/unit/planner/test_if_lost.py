@@ -1,5 +1,6 @@
 """What a loss costs: nothing lost is the same plan, who is lost computes nothing, and the parts of the stall."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.measured_speeds import without_ranks
 from hpctrain.config.job import load_job
+from hpctrain.observe.machines import format_losses
 from hpctrain.plan.moves import PlanState
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.if_lost import (
@@ -104,6 +106,12 @@ def test_losses_that_are_alike_are_one_row():
     assert not losses_of(cluster_of([("a", 1, 2)]), FAMILY, {}), "nothing would be left"
 
 
+@pytest.mark.parametrize("kind", [NODE, FAMILY])
+def test_a_loss_of_all_devices_is_said(kind):
+    rows = priced(cluster_of([("a", 1, 2)]), kind)
+    assert len(rows) == 1 and format_losses(rows).endswith("\nsuch a loss takes all devices")
+
+
 def test_a_stall_has_its_parts():
     cluster = cluster_of([("a", 2, 1), ("b", 1, 2)], nic=1e7)
     now, first, *_ = priced(cluster, RANK)
@@ -116,6 +124,8 @@ def test_a_stall_has_its_parts():
         not {"noticed", "MPI", "import", "read"} & given_back.keys() and given_back["searched"] == dead["searched"] > 0
     )
     assert copies == dead | {"read": copies["read"], "moved": given_back["moved"]} and copies["read"] > 0
+    owned = PlanState(SETUP.model, best_of(cluster).plan, JOB.overlap.bucket_bytes).bytes_of(lambda shape: 12, True)
+    assert copies["read"] == max(owned.values()) / 1e9 * math.ceil(len(owned) / 3), "three are left and read all parts"
     assert first.repeated_steps == 5 and now.stall_seconds == {}
     text = format_loss(now, first)
     assert text.startswith("if a rank of a is lost: the others train at ") and "about 5 steps back" in text
