@@ -4,7 +4,7 @@ the manifest."""
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -100,16 +100,18 @@ class Contents:
         return rectangles[np.lexsort((rectangles["columns"][:, 0], rectangles["rows"][:, 0], rectangles["tensor"]))]
 
     def index(self, parts: Sequence[int]) -> bytes:
-        """Return the bytes of the index, which are made once; `parts` are the parts of the streams."""
-        if self._index is None:
+        """Return the bytes of the index, which are made once for each way to cut streams into parts; `parts` are the
+        parts of the streams."""
+        key = tuple(parts)
+        if key not in self._indexes:
             sources = [
                 (part_name(part), stream_name(rank), self.elements[rank])
                 for rank, part in zip(self.writers, parts, strict=True)
             ]
-            self._index = make_index(self.tensors, sources, self.rectangles)
-        return self._index
+            self._indexes[key] = make_index(self.tensors, sources, self.rectangles)
+        return self._indexes[key]
 
-    _index: bytes | None = None
+    _indexes: dict[tuple[int, ...], bytes] = field(default_factory=dict)
 
 
 def make_tables(

@@ -10,6 +10,7 @@ until the next one is complete on all hosts. Every byte is checked before it is 
 """
 
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
@@ -73,12 +74,44 @@ def host_bytes(hosts: Sequence[str], counts: Sequence[int]) -> dict[str, int]:
 
 
 def copies_name(run: Path, make: bool = False) -> str | None:
-    """Return the name of a run's copies; for one rank. `make` it where there is none. Raises CheckpointError."""
-    file = run / NAME_FILE
+    """Return the name of a run's copies; for one rank. `make` it where there is none. Raises CheckpointError.
+
+    It begins with the user and a digest of the run folder's path. A name of another user, or of the folder that this
+    one was copied from, is none.
+    """
+    file, path = run / NAME_FILE, str(run.resolve()).encode(errors="surrogateescape")
+    begin = f"{PREFIX}copies-{os.geteuid()}-{hashlib.blake2b(path, digest_size=6).hexdigest()}-"
     with refused_as(CheckpointError, f"{file}: cannot be read or written", "set recovery.copies = 0"):
-        if make and not file.exists():
-            file.write_text(f"{PREFIX}copies-{os.geteuid()}-{uuid.uuid4().hex[:12]}\n")
-        return read_bytes(file).decode(errors="replace").strip() if file.exists() else None
+        name = read_bytes(file).decode(errors="replace").strip() if file.exists() else ""
+        if make and not name.startswith(begin):
+            name = begin + uuid.uuid4().hex[:12]
+            file.unlink(missing_ok=True)
+            file.write_text(f"{name}\n")
+        return name if name.startswith(begin) and "/" not in name else None
+
+
+def forget_copies(world: World, run: Path, roots: Sequence[Path]) -> None:
+    """Remove the copies from which a run did not continue, and their name. All ranks must call. Raises CheckpointError.
+
+    Copies of later steps are of another history from now on, also those on hosts that this start does not have.
+    """
+    name = world.on_first_rank(lambda: copies_name(run))
+    if name is None:
+        return
+    with world.all_or_none(), writing(run / NAME_FILE):
+        if world.rank == 0:
+            (run / NAME_FILE).unlink(missing_ok=True)
+    host = world.hosts[world.rank]
+    if world.hosts.index(host) == world.rank:
+        for root in roots:
+            _remove(root / name / host)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the copies of a host, and what is then empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 def remove_litter(root: Path = SHARED_MEMORY, name: str | None = None) -> list[str]:
@@ -86,7 +119,8 @@ def remove_litter(root: Path = SHARED_MEMORY, name: str | None = None) -> list[s
     removed = []
     for folder in root.glob(f"{PREFIX}copies-{os.geteuid()}-*"):
         with suppress(OSError):
-            is_old = time.time() - max(path.stat().st_mtime for path in folder.rglob("*")) > LITTER_SECONDS
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+            is_old = time.time() - newest > LITTER_SECONDS
             if folder.name != name and is_old and not any(map(_is_held, folder.glob(f"*/{LOCK}"))):
                 shutil.rmtree(folder)
                 removed.append(folder.name)
@@ -111,7 +145,8 @@ class HostCopies:
     def __init__(self, world: World, folder: Path, counts: Sequence[int], step: int):
         """`folder` is that of this host. `counts` are the elements of each rank's stream.
 
-        Copies of later steps than `step`, from which the run did not continue, are removed. Raises CheckpointError.
+        Copies of later steps than `step`, from which the run did not continue, and incomplete ones are removed. Raises
+        CheckpointError.
         """
         self._world, self.folder = world, folder
         ranks = [rank for rank, count in enumerate(counts) if count]
@@ -121,19 +156,22 @@ class HostCopies:
         members = {own: counts[own]} if counts[own] else {}
         self.own_part = self._numbers.get(own, 0), lay_out(members) if members else None, members
         """Number, layout and members of the part that this rank writes, as a `Saver` has them of a checkpoint."""
+        self.refusal: OSError | None = None
+        """Why this rank cannot keep a part of the copy in flight for another host."""
         self._kept = {rank: lay_out({rank: counts[rank]}) for rank in ranks if by_rank[rank] == own}
         self._is_first = world.hosts.index(world.hosts[own]) == own
         self._requests: list = []
         self._buffers: list = []
-        self._messages = GroupMessages(world.space.members(range(world.size))) if exchanged else None
         with world.all_or_none(), writing(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._is_first:
                 self._lock = (folder / LOCK).open("wb")
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
-                for copy in complete_copies(folder):
-                    if step_of(copy) > step:
-                        shutil.rmtree(copy)
+                kept = [copy for copy in complete_copies(folder) if step_of(copy) <= step]
+                for old in folder.iterdir():
+                    if old.is_dir() and old not in kept:
+                        shutil.rmtree(old)
+        self._messages = GroupMessages(world.space.members(range(world.size))) if exchanged else None
 
     def partial(self, step: int) -> Path:
         return self.folder / (step_folder(step) + PARTIAL)
@@ -143,6 +181,7 @@ class HostCopies:
 
         What cannot be written raises later, in the thread that writes this rank's own part.
         """
+        self.refusal = None
         names = {part_name(number): layout for number, layout in self._parts().items() if layout}
         with suppress(OSError):
             self.partial(step).mkdir(exist_ok=True)
@@ -167,7 +206,7 @@ class HostCopies:
 
     def _map(self, step: int, rank: int, layout: PartLayout) -> np.ndarray:
         """Return the memory of a file for another rank's part. Where there is no space it is memory without a file,
-        so that the exchange ends; the part is then missing."""
+        so that the exchange ends; the copy then fails for the `refusal`."""
         extent = layout.streams[rank]
         try:
             path = self.partial(step) / part_name(self._numbers[rank])
@@ -179,7 +218,8 @@ class HostCopies:
             finally:
                 os.close(handle)
             return np.frombuffer(memory, np.uint8)[extent.offset : extent.offset + extent.num_bytes]
-        except OSError:
+        except OSError as error:
+            self.refusal = error
             return np.empty(extent.num_bytes, np.uint8)
 
     def have_moved(self) -> bool:
@@ -219,9 +259,7 @@ class HostCopies:
             self._messages.close()
         if self._is_first:
             if forget:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                with suppress(OSError):
-                    self.folder.parent.rmdir()
+                _remove(self.folder)
             self._lock.close()
 
 
@@ -230,8 +268,11 @@ def _pieces(buffer: np.ndarray) -> list[np.ndarray]:
 
 
 def complete_copies(folder: Path) -> list[Path]:
-    """Return the complete copies of a host, the oldest first."""
+    """Return the complete copies of a host, the oldest first; none in a folder of another user, who could have written
+    anything."""
     with suppress(OSError):
+        if folder.stat().st_uid != os.geteuid():
+            return []
         named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
         return sorted((path for path in named if (path / MANIFEST).is_file()), key=step_of)
     return []

@@ -201,6 +201,8 @@ class Saver:
             number, layout, members = self._part, self._layout, self._members
             if self.copies:
                 number, layout, members = self.copies.own_part
+                if self.copies.refusal:
+                    raise self.copies.refusal
             rank, name = self._world.rank, part_name(number)
             if layout is None:  # this rank has nothing to save
                 return None

@@ -20,4 +20,4 @@ class Watch(Table):
     event; 0: off."""
     replicas_every: WholeNumber = 100
     """Steps between comparisons of the weights that several ranks hold alike, which are compared before each checkpoint
-    too; the run stops where they differ. 0: off."""
+    and copy too; the run stops where they differ. 0: off."""

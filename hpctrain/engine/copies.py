@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint.copies import HostCopies, copies_name, host_bytes, keepers, remove_litter
-from hpctrain.comm.start.launcher import free_host_bytes
+from hpctrain.comm.start.launcher import free_host_bytes, number_in
 from hpctrain.comm.start.process import SHARED_MEMORY
 from hpctrain.comm.world import World
+from hpctrain.config.errors import CheckpointError
 from hpctrain.config.recovery import Recovery
 
 RESTARTS_VARIABLE = "HPCTRAIN_RESTARTS"
@@ -57,8 +58,9 @@ def choose_copies(
     """
     if recovery.copies == 0:
         return None, "off, by the job"
-    if recovery.copies is None and not int(os.environ.get(RESTARTS_VARIABLE, "0") or 0):
-        return None, "off: nothing starts the ranks again; the scripts of hpctrain mpirun and hpctrain slurm do"
+    # Asked on one rank: some launchers bring variables to the first host alone.
+    if recovery.copies is None and not world.on_first_rank(lambda: number_in((RESTARTS_VARIABLE,))[0]):
+        return None, "off: nothing starts the ranks again; the script of hpctrain mpirun does"
     need = host_bytes(world.hosts, counts)
     name: str = world.on_first_rank(lambda: copies_name(run, make=True))
     host = world.hosts[world.rank]
@@ -85,7 +87,11 @@ def choose_copies(
         f"every {every} steps in {root}, {max(need.values()) / 2**20:,.1f} MiB a host, {second}; one takes at most"
         f" {seconds:.2g} s"
     )
-    return Copying(HostCopies(world, root / name / host, counts, step), every, seconds), "; ".join([why, *refusals])
+    try:
+        copies = HostCopies(world, root / name / host, counts, step)
+    except CheckpointError as error:  # on all ranks
+        return None, f"off: {error}"
+    return Copying(copies, every, seconds), "; ".join([why, *refusals])
 
 
 def _free_bytes(root: Path, own: Path) -> float:
@@ -96,7 +102,8 @@ def _free_bytes(root: Path, own: Path) -> float:
     except OSError:
         return 0.0
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-    free = min(free, free_host_bytes()) if total else free_host_bytes()  # a tmpfs without a limit has no blocks
+    if root == SHARED_MEMORY:  # a tmpfs, which takes memory; one without a limit has no blocks
+        free = min(free, free_host_bytes()) if total else free_host_bytes()
     return free - SPARE_SHARE * total + taken
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.copies import copies_name, find_copy
-from hpctrain.checkpoint.folder import latest_checkpoint, locate_checkpoint, step_of, tidy
+from hpctrain.checkpoint.copies import copies_name, find_copy, forget_copies
+from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint, locate_checkpoint, step_of, tidy
 from hpctrain.checkpoint.format import KEPT
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.live import LiveState
@@ -152,10 +152,10 @@ class Run:
         The choice does not depend on a rank's view of the file system.
         """
         self.copy, self.state, news = None, None, []
-        name, latest = world.on_first_rank(lambda: self._newest(job.checkpoint.resume))
+        name, latest, after = world.on_first_rank(lambda: self._newest(job.checkpoint.resume))
         if name:
             folders = [root / name / world.hosts[world.rank] for root in copy_roots(job.recovery)]
-            whole, news = find_copy(world, folders, step_of(latest) if latest else 0)
+            whole, news = find_copy(world, folders, after)
             if whole:
                 self.copy, self.state = whole
                 self.checkpoint = latest
@@ -166,13 +166,16 @@ class Run:
                 refuse_missing_checkpoints(self.path)
         return [*news, *more]
 
-    def _newest(self, resume: str) -> tuple[str | None, Path | None]:
-        """Return the name of the run's copies, where the job may continue from one, and the latest checkpoint."""
+    def _newest(self, resume: str) -> tuple[str | None, Path | None, int]:
+        """Return the name of the run's copies, where the job may continue from one, the latest checkpoint, and the step
+        that a copy has to be newer than."""
+        newest = None
         try:
-            latest = latest_checkpoint(self.path)
+            latest = newest = latest_checkpoint(self.path)
         except DamagedCheckpointError:
-            latest = None
-        return copies_name(self.path) if resume in ("auto", "latest") else None, latest
+            latest, newest = None, next(iter(complete_checkpoints(self.path)[::-1]), None)
+        name = copies_name(self.path) if resume in ("auto", "latest") else None
+        return name, latest, step_of(newest) if newest else 0
 
     def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
         """Train to the job's last step, or to an earlier one.
@@ -293,6 +296,8 @@ class Leg:
         step_seconds = prepared.prediction.step_seconds if prepared.prediction else None
         counts, done = self._saver.counts, self._trainer.steps_done
         asked = run.requested.recovery
+        if not state:
+            forget_copies(world, run.path, copy_roots(asked))
         self._copying, why = choose_copies(world, asked, run.path, counts, done, step_seconds)
         self.job = with_values(self.job, "recovery", copies=self._copying.every if self._copying else 0)
         self._prepared = prepared.but({"recovery.copies": why})
@@ -440,7 +445,7 @@ class Leg:
     def close(self, is_last: bool = False) -> None:
         """End after the last step: write measurements, let observers report, free groups, weights and moments.
 
-        The `is_last` leg, after which there is a checkpoint, removes its copies.
+        The `is_last` leg removes its copies, if there is a checkpoint of its last step.
         """
         self._end_steps()
         texts = [observer.finish() for observer in self._observers]
@@ -450,7 +455,9 @@ class Leg:
         if self._run.lock and self.change:
             self._live.close()
         if self._copying:
-            self._copying.copies.close(forget=is_last)
+            saved = self._run.checkpoint
+            is_saved = saved is not None and step_of(saved) >= self._trainer.steps_done
+            self._copying.copies.close(forget=is_last and is_saved)
         self._release(alone=False)
 
     def abandon(self) -> None:

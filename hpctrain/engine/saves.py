@@ -43,12 +43,18 @@ class CheckpointSchedule:
         self.latest = latest
         """The newest complete checkpoint that this run knows of."""
 
+    def may_copy(self, step: int) -> bool:
+        """Say whether a copy begins after a step, unless a checkpoint does."""
+        is_due = self.copying is not None and step >= self._state_of + self.copying.every
+        return is_due and not self.saver.in_flight
+
     def step_is_done(self, metrics: Mapping, is_due: bool, is_last: bool, others_write: bool) -> None:
         """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
 
         `others_write` says whether any rank was writing one in this step. Raises CheckpointError and CorruptionError on
         all ranks.
         """
+        copies = self.may_copy(metrics["step"])
         if self.saver.in_flight and not others_write:
             self._try(self.saver.advance, is_last)
         if is_due:
@@ -56,7 +62,7 @@ class CheckpointSchedule:
             self._begins()
             self.saver.start(metrics["step"], metrics.get("validation_loss"))
             self._state_of = metrics["step"]
-        elif self.copying and metrics["step"] >= self._state_of + self.copying.every and not self.saver.in_flight:
+        elif copies and self.copying:
             since, self._state_of = time.monotonic(), metrics["step"]
             self._begins()
             self.saver.start(metrics["step"], copies=self.copying.copies)

@@ -246,7 +246,9 @@ class Trainer:
             requests.longest_step = max(requests.longest_step, time.monotonic() - begun)
             kept = done == self.job.train.kept_step
             saved = last or asked.save or kept or bool(every and done % every == 0)
-            if replicas and (saved or done % self.job.watch.replicas_every == 0) and (odd := replicas.differing()):
+            keeps = saved or saves.may_copy(done)
+            due = replicas and (keeps or done % self.job.watch.replicas_every == 0)
+            if replicas and due and (odd := replicas.differing()):
                 enter(phases.saving)
                 raise CorruptionError(describe_odd(done, odd, saves.end()))
             if saved:

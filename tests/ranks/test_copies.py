@@ -1,9 +1,12 @@
 """Copies in the memory of hosts: the next start continues from the newest one that is whole."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,12 +15,17 @@ from hpctrain.comm.mpi_communicators import FamilyCommunicators
 from hpctrain.comm.start.process import SHARED_MEMORY
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.errors import LaunchError
+from hpctrain.config.recovery import Recovery
+from hpctrain.engine.copies import RESTARTS_VARIABLE, choose_copies, interval_seconds
+from hpctrain.engine.requests import RESIZE_FILE
 from hpctrain.engine.run import Run
 from hpctrain.engine.start.facts import Described, with_values
 from tests.ranks.small_runs import largest_relative_difference, make_job
-from tests.ranks.test_legs import DEVICES, losses_of
+from tests.ranks.test_legs import DEVICES, legs_of, losses_of, train_with_requests
 
 STEPS, EVERY, KILLED_AFTER = 16, 5, 15
+HOSTS = ("host0", "host1")
 
 
 class KillError(Exception):
@@ -28,7 +36,7 @@ def described(world) -> Described:
     return Described(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
 
 
-def job_of(tokens, plan: dict, copies: int = EVERY, **train):
+def job_of(tokens, plan: dict | None, copies: int = EVERY, **train):
     job = make_job(tokens, "llama", plan, shape={"vocab_size": 64}, **({"steps": STEPS} | train))
     return with_values(job, "recovery", copies=copies)
 
@@ -41,7 +49,7 @@ def world_on(world, num_hosts: int) -> World:
     return World(communicators, places, world.patience.phase.seconds)
 
 
-def train_until_killed(own, job, folder) -> Path:
+def train_until_killed(own, job, folder, killed_after: int = KILLED_AFTER) -> Path:
     """Train, and fail on all ranks; return the folder of the run's copies."""
     run = Run(own, job, folder, described(own))
     step = run.console.step
@@ -50,7 +58,7 @@ def train_until_killed(own, job, folder) -> Path:
         step(metrics, *more)
         while run.leg._saver.is_writing:
             time.sleep(0.01)
-        if metrics["step"] == KILLED_AFTER:
+        if metrics["step"] == killed_after:
             raise KillError
 
     run.console.step = step_is_done
@@ -126,6 +134,111 @@ def test_a_damaged_copy_is_read_elsewhere_or_the_one_before_it(world, tokens, fo
     own = world_on(world, 2)
     own.agree(None)
     assert start_again(own, job, folder / "killed", begun_after=5) == losses_of(whole)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(240)
+def test_copies_stay_until_their_state_is_saved_and_go_where_the_run_continues_without_them(world, tokens, folder):
+    job, own = job_of(tokens, {"data": 2, "zero": 1}, steps=26), world_on(world, 1)
+    job = with_values(job, "checkpoint", every=12)
+    copies = train_until_killed(own, job, folder / "killed", killed_after=23)
+    assert [path.name for path in complete_copies(copies / "host0")][-1] == "step-00000017"
+    own = world_on(world, 1)
+    run = Run(own, job, folder / "killed", described(own))
+    assert run.leg._first_step == 18
+    run.train(stop_after=13)  # nothing is done, and nothing is saved
+    own.agree(None)
+    assert complete_copies(copies / "host0"), "the state after step 17 is nowhere else"
+    own = world_on(world, 1)
+    back = with_values(with_values(job, "recovery", copies=0), "checkpoint", resume="step-00000012")
+    run = Run(own, back, folder / "killed", described(own))
+    if run.lock:
+        run.lock.release()
+    own.agree(None)
+    assert not copies.exists(), "what the run does from now on is another history"
+    start_again(world_on(world, 1), job, folder / "killed", begun_after=12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(240)
+def test_copies_are_made_while_a_rank_rests_and_it_keeps_those_of_the_other(world, tokens, folder):
+    job, own, seen = job_of(tokens, None, copies=2), world_on(world, 2), []
+    run = Run(own, job, folder / "legs", described(own))
+    step = run.console.step
+
+    def step_is_done(metrics, *more) -> None:
+        step(metrics, *more)
+        while run.leg._saver.is_writing:
+            time.sleep(0.01)
+        if own.rank == 0 and metrics["step"] == 11:  # the copy after step 6 is complete by then
+            hosts = SHARED_MEMORY / (folder / "legs" / "copies").read_text().strip()
+            seen.extend([path.name for path in complete_copies(hosts / host)[-1].glob("part-*")] for host in HOSTS)
+
+    run.console.step = step_is_done
+    train_with_requests(run, {3: (RESIZE_FILE, "1"), 12: (RESIZE_FILE, "2")})
+    own.agree(None)
+    assert own.rank or seen == [["part-00000.h5"], ["part-00000.h5"]]
+    assert own.rank or [leg["ranks"] for leg in legs_of(run)] == [1, 2]
+    whole = Run(own, with_values(job, "recovery", copies=0), folder / "whole", described(own))
+    whole.train()
+    own.agree(None)
+    assert largest_relative_difference(losses_of(run), losses_of(whole)) < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(240)
+def test_a_part_that_another_host_cannot_keep_is_said_and_training_continues(world, tokens, folder, monkeypatch):
+    own, said = world_on(world, 2), []
+    run = Run(own, job_of(tokens, {"data": 2, "zero": 1}, copies=2, steps=8), folder / "full", described(own))
+
+    def is_full(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if own.rank == 1:
+        monkeypatch.setattr(os, "posix_fallocate", is_full)
+    monkeypatch.setattr(run.console, "say", said.append)
+    run.train()
+    own.agree(None)
+    texts = [text for text in said if "no more copies in the memory of hosts" in text]
+    assert len(texts) == 1 and "No space left on device" in texts[0]
+    assert len(losses_of(run)) == 8
+
+
+@pytest.mark.ranks(2)
+def test_auto_is_for_ranks_that_a_script_starts_again(world, folder, monkeypatch):
+    """Open MPI brings the script's variable to the first host alone, so that one rank decides."""
+    own, counts = world_on(world, 2), [1000, 1000]
+    asked = own, Recovery(), folder, counts, 0, 0.5
+    monkeypatch.delenv(RESTARTS_VARIABLE, raising=False)
+    copying, why = choose_copies(*asked)
+    assert copying is None and "the script of hpctrain mpirun does" in why
+    if own.rank == 0:
+        monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    copying, why = choose_copies(*asked)
+    assert copying
+    assert (copying.every - 1) * 0.5 < interval_seconds(copying.predicted_seconds, 2) <= copying.every * 0.5
+    assert f"every {copying.every} steps in /dev/shm" in why and "second ones of 2 ranks on other hosts" in why
+    copying.copies.close(forget=True)
+    if own.rank == 0:
+        monkeypatch.setenv(RESTARTS_VARIABLE, "many")
+    with pytest.raises(LaunchError, match=f"{RESTARTS_VARIABLE} = 'many': is no whole number"):
+        choose_copies(*asked)
+
+
+@pytest.mark.ranks(2)
+def test_a_small_dev_shm_is_said_and_copies_go_into_the_folder_that_is_named(world, folder, monkeypatch):
+    own, statvfs = world_on(world, 1), os.statvfs
+    small = SimpleNamespace(f_frsize=1 << 20, f_blocks=64, f_bavail=16)
+    monkeypatch.setattr(os, "statvfs", lambda path: small if path == SHARED_MEMORY else statvfs(path))
+    counts, lacks = [1 << 20, 1 << 20], "host0:/dev/shm has room for 9.6 MiB of copies, and they need 16.0"
+    copying, why = choose_copies(own, Recovery(copies=5), folder, counts, 0, None)
+    assert (copying, why) == (None, f"off: {lacks}; name a folder of each host (recovery.copies_folder)")
+    copying, why = choose_copies(own, Recovery(copies=5, copies_folder=folder / "none"), folder, counts, 0, None)
+    assert (copying, why) == (None, f"off: {lacks}; host0:{folder / 'none'} cannot be written")
+    copying, why = choose_copies(own, Recovery(copies=5, copies_folder=folder), folder, counts, 0, None)
+    assert copying and copying.copies.folder.is_relative_to(folder)
+    assert why.startswith(f"every 5 steps in {folder}, 16.0 MiB a host, no second ones") and why.endswith(lacks)
+    copying.copies.close(forget=True)
 
 
 def damage(part: Path) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from hpctrain.checkpoint.copies import HostCopies
 from hpctrain.checkpoint.folder import complete_checkpoints
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.copies import Copying
 from hpctrain.engine.saves import CheckpointSchedule
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.replicas import Replicas
@@ -34,13 +36,16 @@ LAYOUTS = {
 }
 
 
-def fit(world, job, folder, fault: Callable[[Trainer], object], until: int = STEPS) -> None:
+def fit(world, job, folder, fault: Callable[[Trainer], object], until: int = STEPS, copies_every: int = 0) -> None:
     """Train with a fault after some steps, on the ranks on which it does something."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     with world.freeing():
         trainer = make_trainer(world, job)
         trainer.initialise()
         saves = CheckpointSchedule(trainer.saver(folder, {}), job.checkpoint, print, None)
+        if copies_every:
+            copies = HostCopies(world, folder / "copies" / world.hosts[world.rank], saves.saver.counts, 0)
+            saves.copying = Copying(copies, copies_every, 0.0)
 
         def report(metrics: dict) -> None:
             if metrics["step"] == FAULT_AFTER:
@@ -135,7 +140,7 @@ def test_a_replica_that_differs_in_a_bit_stops_the_run_and_is_named(world, token
 
 
 @pytest.mark.timeout(120)
-def test_replicas_are_compared_before_a_checkpoint_and_not_where_that_is_off(world, tokens, folder):
+def test_replicas_are_compared_before_a_checkpoint_or_copy_and_not_where_that_is_off(world, tokens, folder):
     def flip(trainer):
         if world.rank == 1:
             trainer.optimizer.shards[0].group.weights.view(torch.int32)[3] ^= 1
@@ -145,6 +150,8 @@ def test_replicas_are_compared_before_a_checkpoint_and_not_where_that_is_off(wor
         fit(world, small_job(tokens, layout, every=0, replicas_every=100), folder, flip)
     world.agree(None)
     assert names_of(folder) == []
+    with pytest.raises(CorruptionError, match="step 6: weights that ranks hold alike differ"):
+        fit(world, small_job(tokens, layout, every=0, replicas_every=100), folder, flip, copies_every=6)
     fit(world, small_job(tokens, layout, every=0, replicas_every=0), folder, flip)
     assert names_of(folder) == ["step-00000008"]
 
