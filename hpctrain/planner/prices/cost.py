@@ -277,7 +277,8 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
 
     def grouped(m: int, k: int, n: int) -> list[MatrixProduct]:
         """Return a product of each expert: one operation for all in bf16, where devices have it for these sizes."""
-        return [MatrixProduct(m, k, n, own)] if is_grouped else [MatrixProduct(m, k, n)] * own
+        count, batch = (1, own) if is_grouped else (own, 1)
+        return [MatrixProduct(m, k, n, batch, tokens=load)] * count
 
     b, summed = setup.item_bytes, int(tokens * hidden * setup.summed_bytes)
     # Rows are gathered, and put in the order of tokens, and added: read and written, twice; backward twice more. Those
@@ -292,7 +293,8 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     if experts.bias:  # taken for each pair, added, and multiplied by its weight; backward read twice more, and summed
         forward.passed_bytes += pairs * (5 * up + 7 * hidden) * b
         backward.passed_bytes += pairs * (up + 9 * hidden) * b
-    weight = PassWork([*([MatrixProduct(up, load, hidden)] * own), *([MatrixProduct(hidden, load, inner)] * own)])
+    of_weights = (MatrixProduct(out, load, into, tokens=load) for out, into in ((up, hidden), (hidden, inner)))
+    weight = PassWork([product for product in of_weights for _ in range(own)])
     weight.passed_bytes = passes.weight * own * (up + inner) * hidden
     if grid.sequence_parallel:
         gathers, scatters = Exchange("y", "all_gather", summed), Exchange("y", "reduce_scatter", summed)

@@ -116,16 +116,18 @@ class DeviceModel:
     def _cache(self) -> dict[tuple, float]:
         return {}
 
-    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None) -> float:
+    def product_seconds(
+        self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None, tokens: int = 0
+    ) -> float:
         """Return the seconds of `batch` products [m, k] @ [k, n] at once. Raises PlanError for an unknown dtype.
 
         A `fused` kernel of an accelerator has tiles of its own. There products take that share of a large product's
-        speed, whatever their shape and whatever was measured of others.
+        speed, whatever their shape and whatever was measured of others. `tokens` is as in `MatrixProduct`.
         """
         dtype = self.computes_in or dtype
         if fused and self.family.kind != "cpu" and not self._is_scaled_down:
             return 2.0 * batch * m * k * n / (self.speed(dtype) * fused * self.efficiency.fused_share)
-        key = dtype, m, k, n, batch
+        key = dtype, m, k, n, batch, tokens
         if key not in self._cache:
             self._cache[key] = self._modelled(*key) * self._correction(dtype, m * batch, k, n)
         return self._cache[key]
@@ -138,16 +140,18 @@ class DeviceModel:
         """Return what computing a pass takes, by products and bytes: the longer of the device's time and its host's."""
         gain = self.efficiency.native_gain if engine.native_attention else 1.0
         computed = sum(
-            self.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
+            self.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain, p.tokens)
+            * p.share
             for p in work.products
         )
         computed += self.pass_seconds(work.passed_bytes) + work.operations * self.efficiency.launch_seconds
         started = len(work.products) + work.operations + len(work.exchanges)
         return max(computed, started * engine.dispatch_seconds * self.operation_seconds / HOST_OPERATION_SECONDS)
 
-    def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
+    def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int, tokens: int = 0) -> float:
         speed, processors = self.speed(dtype), self.efficiency.processors
-        if batch > 1 and self._misses_tensor_cores(dtype, m, k, n):
+        common_bytes = math.gcd(*(size for size in (m, k, n) if size != tokens)) * ITEM_BYTES[dtype]
+        if batch > 1 and self._misses_tensor_cores(dtype, common_bytes):
             return self._modelled("fp32", m, k, n, batch)
         moved = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n) / self.memory_bytes_per_second
         if processors == 1:
@@ -161,22 +165,22 @@ class DeviceModel:
                     break
                 waves = math.ceil(tiles * split / processors)
                 best = min(best, waves * 2.0 * rows * columns * (k / split + FILL) * processors / (speed * share))
-        return max(best * self._alignment_times(dtype, m, k, n), moved) + self.efficiency.launch_seconds
+        return max(best * self._alignment_times(dtype, common_bytes), moved) + self.efficiency.launch_seconds
 
-    def _misses_tensor_cores(self, dtype: str, m: int, k: int, n: int) -> bool:
-        """Say whether none of the library's batched products for tensor cores can load operands of such dims.
+    def _misses_tensor_cores(self, dtype: str, common_bytes: int) -> bool:
+        """Say whether none of the library's batched products for tensor cores can load operands whose dims are
+        multiples of so many bytes.
 
         Heads of 108 and 150 numbers: attention at 11 to 14 TFLOP/s on A100, which compute 19.5 without (BigScience).
         """
         is_half = dtype in ("fp16", "bf16") and "fp32" in self.family.peak_flops_per_second
-        return is_half and math.gcd(m, k, n) * ITEM_BYTES[dtype] % ALIGNED_BYTES != 0
+        return is_half and common_bytes % ALIGNED_BYTES != 0
 
-    def _alignment_times(self, dtype: str, m: int, k: int, n: int) -> float:
+    def _alignment_times(self, dtype: str, common_bytes: int) -> float:
         """Return how many times as long a product takes for its dims; 1 where no tensor core computes it."""
-        common = math.gcd(m, k, n) * ITEM_BYTES[dtype]
-        if dtype in ("fp32", "fp64") or common % BEST_ALIGNED_BYTES == 0:
+        if dtype in ("fp32", "fp64") or common_bytes % BEST_ALIGNED_BYTES == 0:
             return 1.0
-        return LESS_ALIGNED_TIMES if common % ALIGNED_BYTES == 0 else self.efficiency.unaligned_times
+        return LESS_ALIGNED_TIMES if common_bytes % ALIGNED_BYTES == 0 else self.efficiency.unaligned_times
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:

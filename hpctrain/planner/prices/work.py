@@ -18,6 +18,9 @@ class MatrixProduct(NamedTuple):
     """Share of a large product's speed, inside a kernel that keeps the result to itself. None: a product of its own."""
     dtype: str | None = None
     """Dtype that replaces the setup's."""
+    tokens: int = 0
+    """The one of m and k that is how many tokens an expert has; 0: neither is. Rows are aligned, however many there
+    are."""
 
 
 class Exchange(NamedTuple):

@@ -11,9 +11,11 @@ from hpctrain.architectures.registry import presets
 from hpctrain.config.job import Model
 from hpctrain.planner.prediction.activations import WORST_SPREADS, layer_deferred
 from hpctrain.planner.prices.cost import busiest_share, layer_cost, load_guesses, model_flops, unit_elements
+from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.software.run import DescribedRun
 
 TINY = Model.model_validate(presets()["tiny-moe"] | {"vocab_size": 512})
 SETUP = Setup(TINY, 64, "bf16", HPCTRAIN, expert_spread=0.0)
@@ -101,6 +103,20 @@ def test_products_are_of_the_busiest_rank_and_memory_allows_for_more():
     few, many = (layer_deferred(replace(wide(experts_per_token=k), expert_spread=0.4), grid, SPARSE) for k in (2, 4))
     worst = busiest_share(experts_of("tiny-moe"), 2, WORST_SPREADS * 0.4)
     assert many - few == pytest.approx(64 * 2 * worst * (2 * 192 + 3 * 768) * 2)
+
+
+@pytest.mark.parametrize("accelerator", ["H100", "A100-80"])
+def test_an_expert_may_have_any_number_of_tokens(accelerator):
+    """No number of them is slow, as an odd vocabulary is: their rows begin at multiples of the features."""
+    run = DescribedRun(1024, 4, 16, 1024, 1, 1, 1, 1, 1, accelerator)
+    device = DeviceModel("a", run.cluster.families[accelerator])
+    setup = Setup(Model.model_validate(presets()["qwen3-30b-a3b"]), 4096, "bf16", HPCTRAIN)
+    costs = [layer_cost(replace(setup, expert_spread=spread), TensorGrid(y=2), SPARSE, 1) for spread in (0.0, 0.2)]
+    for name in ("forward", "backward_input", "backward_weight"):
+        even, uneven = (getattr(cost, name) for cost in costs)
+        assert {p.tokens for p in even.products} == {0, 256} and {p.tokens for p in uneven.products} == {0, 260}
+        ratio = device.work_seconds(uneven, "bf16", HPCTRAIN) / device.work_seconds(even, "bf16", HPCTRAIN)
+        assert 1.0 < ratio < 1.5, name
 
 
 def test_predictions_say_what_they_assume_of_the_load():

@@ -108,7 +108,7 @@ class TrueDevice(DeviceModel):
     def efficiency(self):
         return replace(super().efficiency, launch_seconds=DEVICES[self.name].launch_seconds)
 
-    def product_seconds(self, dtype, m, k, n, batch=1, fused=None):
+    def product_seconds(self, dtype, m, k, n, batch=1, fused=None, tokens=0):
         return DEVICES[self.name].product_seconds(dtype, m, k, n, batch)
 
     def pass_seconds(self, num_bytes):
