@@ -16,6 +16,7 @@ from hpctrain.planner.search.item_cuts import PricedItems, best_cuts
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
+    LEADING,
     BlockLine,
     Holders,
     StageCosts,
@@ -245,7 +246,10 @@ class Scorer:
         first = self.layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
         last = self.layer_seconds(pools[-1], choices[-1], self.costs.head, rows) / each[-1]
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
-        return (self._model.num_layers + first + last) / stages
+        num_leading, blocks = self.costs.setup.num_leading, float(self._model.num_layers)
+        if num_leading:
+            blocks += num_leading * (self.layer_seconds(pools[0], choices[0], LEADING, rows) / each[0] - 1)
+        return (blocks + first + last) / stages
 
     def _layer_seconds(self, pool: int, choice: PoolUse, layer: Interval, rows: int) -> float:
         """Return the seconds of a layer on a stage with so many rows, as far as cuts are concerned."""

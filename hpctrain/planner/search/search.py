@@ -203,6 +203,8 @@ class Search:
             for most in self._budgets():
                 self._begin_round(most)
                 self._refine_most_promising()
+                if self._is_over(SIMULATING_SHARE):
+                    break
         if not self._plans and not self._simulator.shortage:
             # By the estimate nothing fits. Simulating what comes nearest says what it lacks, if it does not fit either.
             self._push(self._refined(self._nearest()))

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.errors import PlanError
-from hpctrain.planner.search.search import Limits, search
+from hpctrain.planner.search.search import TRIED, Limits, Search, search
+from hpctrain.planner.search.space import Space
 from tests.examples import costly
 from tests.unit.small_searches import cluster_of, setup_of
 
@@ -50,3 +52,22 @@ def test_a_larger_budget_never_chooses_a_slower_plan(machine):
             larger = seconds_by_layout(found)
             assert all(larger[layout] <= seconds for layout, seconds in usual.items())
             usual = larger
+
+
+def test_no_round_begins_when_the_time_is_over():
+    """While no layout fits, some are simulated whatever the limits: so many in all, not in each round."""
+    simulated = []
+    searching = Search(
+        setup_of(8, vocabulary=512),
+        16,
+        cluster_of([("a", 2, 4), ("b", 1, 4)]),
+        None,
+        Space(),
+        Limits(480, 2, seconds=1.0),
+        lambda: 10.0 * (len(simulated) > TRIED),
+    )
+    searching._simulator.simulated = lambda layout: simulated.append(layout) or ()
+    searching._simulator.shortage = "nothing fits"
+    with patch("hpctrain.planner.search.search.SCORED", 30), pytest.raises(PlanError, match="nothing fits"):
+        searching.run()
+    assert len(simulated) == TRIED + 1

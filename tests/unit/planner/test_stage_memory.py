@@ -129,6 +129,17 @@ def test_dense_blocks_before_experts_are_priced_as_dense_ones():
         assert by_search == pytest.approx(predictor._memory[tile].memory.total, rel=0.02)
 
 
+@pytest.mark.parametrize("num_dense", [0, 1, 6])
+def test_no_step_is_shorter_than_the_optimistic_one(num_dense):
+    """A search leaves out shapes by it, so cheap dense blocks must not count as experts."""
+    keys = {"num_layers": 12, "dense_layers": num_dense, "ffn_size": 32, "expert_size": 64}
+    setup = Setup(Model.model_validate(TINY | keys), 16, "fp32", HPCTRAIN)
+    searching = Search(setup, 4, cluster_of([("a", 1, 1)]), None, Space((2,), 1, (1,), ("none",)), ALL, lambda: 0.0)
+    (shape,) = [shape for group in searching._groups() for shape in group.shapes]
+    seconds = searching.scorer.score(shape).seconds
+    assert 0.7 * seconds < searching.scorer.optimistic_seconds(shape) <= seconds
+
+
 def test_a_line_has_the_leading_blocks_that_a_stage_has():
     model = MODELS["dense before experts"](12).model_copy(update={"dense_layers": 3})
     setup, cluster = Setup(model, 16, "fp32", HPCTRAIN), cluster_of([("a", 1, 1)])
