@@ -61,6 +61,16 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout):
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_heads_with_sinks_keep_a_copy_of_what_c_gathers(world, tokens, recompute):
+    """The last rank has one interval of positions, and so fewer copies than the others."""
+    plan = {"tensor": {"c": 4}, "microbatch": 4, "recompute": recompute}
+    sizes = {"num_experts": 4, "experts_per_token": 1, "ffn_size": 32}
+    check_memory(world, job_of("llama", tokens, plan, architecture="gpt_oss", **sizes), least=-0.25)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", FEW_ROWS)
 def test_sums_by_messages_take_no_more_than_predicted(world, tokens, case):
     """Without scratch of collectives in the memory model these needed up to 17 % more than predicted."""

@@ -183,10 +183,14 @@ def _compute_trial(accelerator: Accelerator, job: Job, backend: str, name: str) 
     for attention in (each for each in described if each.score_cap is None):
         if attention.window is not None and attention.window < length:
             attention = replace(attention, window=positions // 2)
-        drawn = torch.Generator().manual_seed(1)
+        drawn, size = torch.Generator().manual_seed(1), attention.head_size
         queries, keys, values = inputs = [
-            torch.randn(1, heads, positions, attention.head_size, generator=drawn).to(device, dtype).requires_grad_()
-            for heads in (attention.heads // attention.kv_heads, 1, 1)
+            torch.randn(1, heads, positions, features, generator=drawn).to(device, dtype).requires_grad_()
+            for heads, features in (
+                (attention.heads // attention.kv_heads, attention.kernel_size),  # with what sinks add to queries
+                (1, size),
+                (1, size),
+            )
         ]
         results = []
         for each in [backend] * (TRIED_TIMES if job.kernels.deterministic else 1) + ["torch"]:

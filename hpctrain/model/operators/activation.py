@@ -33,20 +33,22 @@ def _clamped(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Return g, its sigmoid, and u + 1."""
     gate, up = both.chunk(2, dim=-1)
     gate = gate.clamp(max=LIMIT)
-    return gate, (gate * ALPHA).sigmoid(), up.clamp(-LIMIT, LIMIT) + 1
+    return gate, (gate * ALPHA).sigmoid_(), up.clamp(-LIMIT, LIMIT).add_(1)
 
 
 def _clamped_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of gate and up: dy (u + 1) s (1 + ALPHA g (1 - s)), of the sigmoid s, and dy g s."""
     (gate, share, up), (given_gate, given_up) = _clamped(both), both.chunk(2, dim=-1)
-    d_gate = dy * up * share * (1 + gate * ALPHA * (1 - share))
-    d_up = dy * gate * share
-    return torch.cat([d_gate * (given_gate <= LIMIT), d_up * (given_up.abs() <= LIMIT)], dim=-1)
+    d_up = (dy * gate).mul_(share).masked_fill_(given_up.abs() > LIMIT, 0)
+    slope = gate.mul_(ALPHA).mul_(1 - share).add_(1)
+    d_gate = up.mul_(dy).mul_(share).mul_(slope).masked_fill_(given_gate > LIMIT, 0)
+    return torch.cat([d_gate, d_up], dim=-1)
 
 
 def forward(both: torch.Tensor, *, activation: str) -> torch.Tensor:
     if activation == CLAMPED:
         gate, share, up = _clamped(both)
-        return gate * share * up
+        return gate.mul_(share).mul_(up)
     gate, up = both.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
 

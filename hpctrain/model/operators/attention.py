@@ -216,10 +216,11 @@ def attend(
     """Mix values by causal attention, in the window and with the cap that the description has.
 
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
-    result as queries. Queries are those of positions `first`, `first` + 1, ...; with `documents` each attends to no
-    position before its own document. `backend` is a key of `ATTENTION_BACKENDS`, `flash4` (no documents; queries are
-    the last positions), `flex` or `torch`, its own choice; for scores without a cap. The last queries of a row without
-    a mask have torch's own choice in place of `cudnn`.
+    result as queries. With sinks, queries are those of `WithSinks`, and the result has the head size. Queries are those
+    of positions `first`, `first` + 1, ...; with `documents` each attends to no position before its own document.
+    `backend` is a key of `ATTENTION_BACKENDS`, `flash4` (no documents; queries are the last positions), `flex` or
+    `torch`, its own choice; for scores without a cap. Sinks have no `flash4` and `flex`. Without a mask, the last
+    queries of a row, and queries with sinks, have torch's own choice in place of `cudnn`.
 
     Raises RuntimeError, or whatever a package raises, where there is no such kernel for the inputs.
     """
@@ -256,9 +257,7 @@ def attend(
             return mixed[..., :size] if attention.sinks else mixed
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
-        if (
-            is_causal and first
-        ):  # kernels know what the last queries of a row see: no mask takes memory for each pair of positions
+        if is_causal and first:  # kernels know what the last queries see: no mask takes memory for each pair
             from torch.nn.attention.bias import causal_lower_right  # it imports Dynamo, which takes as long as torch
 
             mask = causal_lower_right(count, total)

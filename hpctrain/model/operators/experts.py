@@ -99,13 +99,17 @@ def add_grouped_products(
         add_product(grad_EOI[expert], dy_MO[rows], x_MI[rows], overwrite=False)
 
 
-def add_grouped_sums(grad: torch.Tensor, dy_MO: torch.Tensor, *, groups: Groups, overwrite: bool) -> None:
-    """Add the sum of each group's rows to the gradient of its expert's bias, of which `grad` has all, fp32 [E * O]."""
+def add_grouped_sums(
+    grad: torch.Tensor, dy_MO: torch.Tensor, weights_M1: torch.Tensor | None = None, *, groups: Groups, overwrite: bool
+) -> None:
+    """Add the sum of each group's rows, weighted or not, to the gradient of its expert's bias, of which `grad` has all,
+    fp32 [E * O]."""
     grad_EO = grad.view(groups.ends.numel(), dy_MO.shape[1])
     if overwrite:
         grad.zero_()
     for expert, rows in groups.rows():
-        grad_EO[expert] += dy_MO[rows].sum(0, dtype=torch.float32)
+        summed = dy_MO[rows] if weights_M1 is None else dy_MO[rows] * weights_M1[rows]
+        grad_EO[expert] += summed.sum(0, dtype=torch.float32)
 
 
 class Sorted(NamedTuple):
@@ -238,7 +242,8 @@ class _ExpertMixture(Function):
         if mixture.biases:
             of_bias = mixture.bias(1, groups.expert_of(places.numel()), x.dtype)
             d_weights[places] += (d_added.to(weights.dtype) * of_bias).sum(-1)
-            mixture.biases[1].accumulate(partial(add_grouped_sums, groups=groups), d_added * of_pair)
+            del of_bias
+            mixture.biases[1].accumulate(partial(add_grouped_sums, groups=groups), d_added, of_pair)
         add_products = partial(add_grouped_products, groups=groups)
         mixture.down.accumulate(add_products, d_added, inner.mul_(of_pair))
         del d_added

@@ -5,7 +5,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
-from hpctrain.planner.prices.cost import busiest_share, computed_pairs, exchanged_features, heads_on
+from hpctrain.planner.prices.cost import busiest_share, computed_pairs, exchanged_features, heads_on, seen_keys
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -109,8 +109,9 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
     """Return the bytes of a row that the backward pass of attention computes with where c cuts positions.
 
     They are gradients of all positions: of keys and values for each head of queries, as flash attention has them, and
-    as they are scattered. Keys and values that are gathered again are there too. Of exchanged heads they are those of
-    queries, keys and values, as attention returns them, as they are sent, and as they arrive.
+    as they are scattered. Keys and values that are gathered again are there too; with sinks, gradients of the copies.
+    Of exchanged heads they are those of queries, keys and values, as attention returns them, as they are sent, and as
+    they arrive.
     """
     attention = setup.branches(layer)[0] if setup.is_block(layer) else None
     if attention is None or grid.context_parts == 1:
@@ -118,7 +119,7 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
     if grid.head_parts > 1:
         return 3 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
-    copies = 2 if recompute == "selective" else 1
+    copies = 2 if recompute == "selective" or attention.sinks else 1
     return 2 * setup.positions * grid.context_parts * (query + copies * key) * setup.item_bytes
 
 
@@ -130,8 +131,11 @@ def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float
     mlp = setup.branches(layer)[1] if setup.is_block(layer) else None
     if not isinstance(mlp, Experts):
         return 0.0
-    states = 6 if mlp.bias else 2  # biases of pairs, and their products with gradients
-    return _pairs(setup, grid, mlp) * (states * setup.model.hidden_size + 2 * mlp.inner) * setup.item_bytes
+    hidden, inner = setup.model.hidden_size, mlp.inner
+    features = 2 * hidden + 2 * inner
+    if mlp.bias:  # biases of pairs, and their products with gradients; or later what a clamped activation computes with
+        features = max(6 * hidden + 2 * inner, 7 * inner)
+    return _pairs(setup, grid, mlp) * features * setup.item_bytes
 
 
 def _pairs(setup: Setup, grid: TensorGrid, experts: Experts) -> float:
@@ -297,15 +301,16 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
         return kept + b * setup.positions * branch.inner / grid.y * ((3 if branch.gated else 2) - drops)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
     kept += mask_bytes(setup, grid, branch, recompute, rows) + sum(_head_statistics(setup, grid, branch))
+    if branch.sinks:
+        # Copies of queries, and of the keys and values that each interval sees, behind a sink, with more features; a
+        # result with these, and one without.
+        times, seen = branch.kernel_size / branch.head_size, key * seen_keys(setup, branch.window) / setup.positions
+        kept += b * (query + 2 * times * (query + seen))
+        return kept + _core_bytes(setup, grid, branch)
     kept += _context_kept(setup, grid, branch, drops)
     if branch.score_cap is not None and not drops:
         # Products of single operations: keys and values are repeated for each query head, and nothing else is kept.
         return kept + b * 4 * query + _core_bytes(setup, grid, branch)
-    if branch.sinks:  # copies of queries, keys and values with more features, a result with these, and one without
-        times = branch.kernel_size / branch.head_size
-        of_the_sink = key / setup.positions
-        kept += b * (query + 2 * times * (query + key + of_the_sink))
-        return kept + _core_bytes(setup, grid, branch)
     kept += b * (2 * query + 2 * key)
     if drops:
         return kept + (0.0 if branch.score_cap is not None else _core_bytes(setup, grid, branch))

@@ -28,6 +28,9 @@ RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
 CAPPED_SCORES_PASSED = 18, 24
 """Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
+CLAMPED_PASSED = 16, 64
+"""Times that inner features of experts are read or written by the clamped activation, forward and backward, where it is
+also computed again. Counted in model/operators/activation.py."""
 CONTEXT_OPERATIONS = 7, 6
 """Operations that c adds to attention, forward and backward, but for the copies of each interval: keys and values are
 put together and among those of others; a second interval of queries is attended to, and joined with the first."""
@@ -184,8 +187,9 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] + padded for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), moved[0], core]
     backward_input = PassWork.joined((work.backward_input, core_backward, moved[1], PassWork(passed_bytes=backward)))
-    again = computed_again(setup, grid, tokens, attention, forward)
-    if grid.head_parts == 1:  # what was exchanged is kept
+    # Copies with sinks are kept, and what they are copies of is not needed again.
+    again = computed_again(setup, grid, tokens, attention, 0 if attention.sinks else forward)
+    if grid.head_parts == 1 and not attention.sinks:  # what was exchanged is kept
         again = PassWork.joined((again, moved[0]))
     if attention.score_cap is not None or not setup.engine.flash:
         again = PassWork.joined((again, core))
@@ -285,7 +289,10 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     # of experts of other ranks are zeros, which are written, and added too. Activations of experts are never fused.
     added = tokens * experts.chosen * (1 if grid.y == 1 else 2)
     moved = [(pairs * times + added) * hidden * b for times in (4, 8)]
-    activated, d_activated = (pairs * inner * (each + 3 * b) for each in EAGER_PASSES[4 if b >= 4 else 2].inner)
+    passed = EAGER_PASSES[4 if b >= 4 else 2].inner
+    if experts.activation == "clamped":
+        passed = [times * b for times in CLAMPED_PASSED]
+    activated, d_activated = (pairs * inner * (each + 3 * b) for each in passed)
     shared = [tokens * of_shared * each for each in passes.inner]
     forward = PassWork(grouped(load, hidden, up) + grouped(load, inner, hidden), moved[0] + activated + shared[0])
     backward = PassWork(grouped(load, hidden, inner) + grouped(load, up, hidden), moved[1] + d_activated + shared[1])
@@ -404,13 +411,22 @@ def _attention(
 
 
 def computed_pairs(setup: Setup, window: int | None) -> int:
-    """Return the pairs of a query and a key that masks and scores of a row have, on the rank with the most.
+    """Return the pairs of a query and a key that masks and scores of a row have, on the rank with the most."""
+    return max(sum(own.size * num_keys for own, num_keys in of_rank) for of_rank in _intervals_and_keys(setup, window))
 
-    Queries of each interval of positions have all keys up to its end, from the first one that a window shows.
-    """
+
+def seen_keys(setup: Setup, window: int | None) -> int:
+    """Return the keys that queries of each interval of a row's positions have, each with a sink, on the rank with the
+    most."""
+    return max(sum(num_keys + 1 for _, num_keys in of_rank) for of_rank in _intervals_and_keys(setup, window))
+
+
+def _intervals_and_keys(setup: Setup, window: int | None) -> list[list[tuple[Interval, int]]]:
+    """Return the intervals of positions of each rank of c, with how many keys their queries have: all up to the
+    interval's end, from the first one that a window shows."""
     setup = setup.attending
     parts = cut_zigzag(setup.positions * setup.context_parts, setup.context_parts)
-    return max(sum(own.size * min(own.stop, own.size + (window or own.stop) - 1) for own in part) for part in parts)
+    return [[(own, min(own.stop, own.size + (window or own.stop) - 1)) for own in part] for part in parts]
 
 
 def seen_share(attention: Attention, positions: int) -> float:

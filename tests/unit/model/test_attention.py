@@ -222,6 +222,15 @@ def test_a_processor_has_two_of_them(shape, mask):
         assert try_attention(CPU, small_job(backend, mask=mask, **shape), backend).works
 
 
+def test_a_kernel_is_tried_with_what_sinks_add_to_heads():
+    shape = {"architecture": "gpt_oss", "num_experts": 4, "experts_per_token": 2, "window": 16, "global_every": 2}
+    for backend in ("flash", "math"):
+        ability = try_attention(CPU, small_job(backend, **shape), backend)
+        assert ability.works, ability.reason
+    ability = try_attention(CPU, small_job("flex", **shape), "flex")
+    assert not ability.works and "computes no attention with sinks" in ability.reason
+
+
 def test_what_a_rank_does_not_have_is_refused_with_torch_s_reason():
     job = small_job("cudnn")
     refused = RankTrial(1, "cpu", "node1", attention="cudnn", attends=try_attention(CPU, job, "cudnn"))

@@ -30,6 +30,7 @@ from hpctrain.model.operators.running import Kernels
 from hpctrain.model.parallel.axes import ONE_RANK
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import LayerContext
+from hpctrain.planner.prices.cost import CLAMPED_PASSED
 from hpctrain.sharding.grid import Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import GridPart
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -219,3 +220,30 @@ def test_heads_with_sinks_are_not_exchanged():
 def test_presets_with_experts_have_first_layers_without():
     model = Model.model_validate(presets()["tiny-moe"] | {"vocab_size": 300})
     assert [isinstance(block.mlp, Experts) for block in model.description.blocks] == [False, True, True, True]
+
+
+class CountingBytes(TorchDispatchMode):
+    """Counts the bytes that operations read and write; views do neither."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [each for arg in args for each in (arg if isinstance(arg, list) else [arg])]
+        inputs = [each for each in given if isinstance(each, torch.Tensor)]
+        storages = {each.untyped_storage().data_ptr() for each in inputs}
+        if isinstance(result, torch.Tensor):
+            is_view = result.untyped_storage().data_ptr() in storages and not func._schema.is_mutable
+            self.num_bytes += 0 if is_view else sum(each.nbytes for each in (*inputs, result))
+        return result
+
+
+def test_prices_of_a_clamped_activation_count_what_it_reads_and_writes():
+    both, dy = torch.randn(64, 128), torch.randn(64, 64)
+    with CountingBytes() as forward:
+        activation.forward(both, activation="clamped")
+    with CountingBytes() as backward:
+        activation.forward(both, activation="clamped")
+        activation.backward(dy, both, activation="clamped")
+    counted = [each.num_bytes / dy.nbytes for each in (forward, backward)]
+    assert counted == [CLAMPED_PASSED[0], pytest.approx(CLAMPED_PASSED[1], abs=1)]

@@ -119,7 +119,15 @@ def test_blocks_compute_with_no_more_than_is_counted_nor_much_less(grid):
 
 
 @pytest.mark.parametrize(
-    ("family", "keys"), [("gpt2", {}), ("llama", {"num_kv_heads": 2, "dtype": "bf16"}), ("qwen3", {}), ("gemma3", {})]
+    ("family", "keys"),
+    [
+        ("gpt2", {}),
+        ("llama", {"num_kv_heads": 2, "dtype": "bf16"}),
+        ("qwen3", {}),
+        ("gemma3", {}),
+        (SINKS, {}),
+        (SINKS, {"num_kv_heads": 2, "dtype": "bf16"}),
+    ],
 )
 def test_so_it_is_with_keys_and_values_that_c_gathers(family, keys):
     """The first rank has two intervals, whose attention has two results. Windows show it fewer pairs than the last."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
 from hpctrain.model.operators import attention as attention_of_model
 from hpctrain.plan.checks import check_positions
 from hpctrain.plan.tiling import Tile
@@ -50,6 +51,15 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(recompute, g
     whole = ROWS * SETUP.positions * 2 * heads_on(attention, GRID)[1] * SETUP.item_bytes
     of_c = [(e.operation, e.num_bytes) for e in moved if e.axis == "c"]
     assert sorted(of_c) == [("all_gather", whole)] * gathers + [("reduce_scatter", whole)]
+
+
+def test_with_sinks_nothing_is_gathered_again():
+    """Attention keeps copies of all keys and values."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 64}
+    model = Model(architecture="gpt_oss", num_experts=4, experts_per_token=2, **sizes)
+    cost = layer_cost(replace(SETUP, model=model), GRID, BLOCK, ROWS, "selective")
+    moved = [e for work in (cost.forward, cost.backward_input) for e in work.exchanges if e.axis == "c"]
+    assert sorted(e.operation for e in moved) == ["all_gather", "reduce_scatter"]
 
 
 @pytest.mark.parametrize("name", ["forward", "backward_input"])

@@ -85,8 +85,9 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(tokens, layout, is_over
     [
         ("qwen3_moe", {"data": 4}, 0.01),
         ("qwen3_moe", {"data": 4, "recompute": "selective"}, 0.01),
-        ("gpt_oss", {"data": 4}, 0.02),
-        ("gpt_oss", {"data": 4, "recompute": "selective"}, 0.02),
+        ("gpt_oss", {"data": 4}, 0.03),
+        ("gpt_oss", {"data": 4, "recompute": "selective"}, 0.03),
+        ("gpt_oss", PIPELINE | {"schedule": "zb-h1"}, 0.07),
         ("dots1", PIPELINE | {"schedule": "zb-h1"}, 0.04),
         ("dots1", {"tensor": {"y": 2}, "data": 2}, 0.06),
     ],
@@ -96,6 +97,11 @@ def test_experts_take_what_is_predicted(tokens, family, plan, least):
     sizes = {"num_experts": 8, "experts_per_token": 2, "ffn_size" if family == "gpt_oss" else "expert_size": 48}
     own = {"shared_experts": 1, "dense_layers": 1} if family == "dots1" else {}
     check_memory(job_of("llama", tokens, plan, architecture=family, **sizes, **own), least)
+
+
+def test_nor_do_clamped_experts_that_are_wider_than_hidden_states(tokens):
+    sizes = {"num_experts": 8, "experts_per_token": 2, "ffn_size": 256}
+    check_memory(job_of("llama", tokens, {"data": 4}, architecture="gpt_oss", **sizes), 0.02)
 
 
 @pytest.mark.parametrize("plan", [{"data": 4, "zero": 0}, {"data": 2, "pipeline": 2} | HOST], ids=str)
