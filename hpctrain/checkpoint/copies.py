@@ -195,8 +195,9 @@ class HostCopies:
         incoming = {rank: self._map(step, rank, layout) for rank, layout in self._kept.items()}
         for rank, buffer in incoming.items():
             self._requests += [self._messages.receive(piece, rank) for piece in _pieces(buffer)]
-        if self._keeper is not None:
-            own = stream[: self.own_part[1].streams[self._world.rank].num_bytes]
+        layout = self.own_part[1]
+        if self._keeper is not None and layout is not None:
+            own = stream[: layout.streams[self._world.rank].num_bytes]
             self._requests += [self._messages.send(piece, self._keeper) for piece in _pieces(own)]
         self._buffers = [stream, *incoming.values()]
 

@@ -88,8 +88,9 @@ class Table(BaseModel):
     def model_copy(self, **options) -> Self:
         """Return a copy, as pydantic does, without the cached properties, which are of the old values."""
         copy = super().model_copy(**options)
-        for name in copy.__dict__.keys() - type(self).model_fields.keys():
-            del copy.__dict__[name]
+        values = vars(copy)
+        for name in values.keys() - type(self).model_fields.keys():
+            del values[name]
         return copy
 
 

@@ -62,7 +62,7 @@ def choose_copies(
     if recovery.copies is None and not world.on_first_rank(lambda: number_in((RESTARTS_VARIABLE,))[0]):
         return None, "off: nothing starts the ranks again; the script of hpctrain mpirun does"
     need = host_bytes(world.hosts, counts)
-    name: str = world.on_first_rank(lambda: copies_name(run, make=True))
+    name = world.on_first_rank(lambda: copies_name(run, make=True) or "")
     host = world.hosts[world.rank]
     refusals = []
     for root in copy_roots(recovery):
@@ -119,7 +119,7 @@ def _seconds_a_byte(root: Path) -> float:
     """Return the seconds that a byte takes to be copied, checked and written."""
     data, since = np.ones(TRIED_BYTES, np.uint8), time.perf_counter()
     copy = data.copy()
-    zlib.crc32(copy)
+    zlib.crc32(copy.data)
     with suppress(OSError):  # the first copy says what is wrong
         handle = os.open(root, os.O_TMPFILE | os.O_RDWR)
         os.write(handle, copy.data)

@@ -17,7 +17,7 @@ from hpctrain import __version__
 from hpctrain.architectures.registry import presets
 from hpctrain.config.clusters.cluster_defaults import describe_sources
 from hpctrain.config.clusters.cluster_file import read_cluster_file
-from hpctrain.config.clusters.truth import after_losses
+from hpctrain.config.clusters.truth import Truth, after_losses
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
@@ -47,7 +47,7 @@ def started_world(rehearsed: Described | None = None) -> Iterator["World"]:
 
     places = None
     if rehearsed:  # without those that events took, where there are as few ranks
-        places = places_of(after_losses(rehearsed.cluster, rehearsed.truth, promised_size()[0])[0])
+        places = places_of(after_losses(rehearsed.cluster, rehearsed.truth or Truth(), promised_size()[0])[0])
     world = World.start(rehearsed=places)
     try:
         software = compare_software(world)

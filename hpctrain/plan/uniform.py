@@ -84,8 +84,8 @@ def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
 
 
 def _make_even(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:
-    grid = TensorGrid(**request.tensor.sizes)
-    grid = grid._replace(sequence_parallel=request.sequence_parallel, exchanges_heads=request.exchange_heads)
+    flags = {"sequence_parallel": request.sequence_parallel, "exchanges_heads": request.exchange_heads}
+    grid = TensorGrid()._replace(**request.tensor.sizes, **flags)
     z = grid.row_parts
     check_grid(job.model, grid)
     check_positions(job.data.sequence_length, grid, "plan")

@@ -111,15 +111,13 @@ class Truth(Table):
     """What happens to single devices while a job trains."""
 
 
-def after_losses(cluster: Cluster, truth: Truth | None, num_ranks: int) -> tuple[Cluster, Truth | None]:
+def after_losses(cluster: Cluster, truth: Truth, num_ranks: int) -> tuple[Cluster, Truth]:
     """Return what is left of a cluster and its truth after so many losses that it has `num_ranks` devices.
 
     As they are, where no number of its losses leaves that many. The events that are left are those of the other ranks,
     by their new numbers.
     """
     gone: set[int] = set()
-    if truth is None:
-        return cluster, None
     for event in sorted(truth.events, key=lambda event: event.step):
         if len(gone) >= cluster.num_devices - num_ranks:
             break

@@ -42,7 +42,7 @@ def test_as_many_losses_as_ranks_are_missing_have_happened():
 def test_other_numbers_of_ranks_change_nothing(num_ranks):
     left, _ = after_losses(CLUSTER, TRUTH, num_ranks)
     assert left.num_devices == (num_ranks if num_ranks in (3, 5) else 6)
-    assert after_losses(CLUSTER, None, num_ranks) == (CLUSTER, None)
+    assert after_losses(CLUSTER, Truth(), num_ranks) == (CLUSTER, Truth())
 
 
 @pytest.mark.parametrize(
