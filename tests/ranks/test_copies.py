@@ -239,6 +239,12 @@ def test_a_small_dev_shm_is_said_and_copies_go_into_the_folder_that_is_named(wor
     assert copying and copying.copies.folder.is_relative_to(folder)
     assert why.startswith(f"every 5 steps in {folder}, 16.0 MiB a host, no second ones") and why.endswith(lacks)
     copying.copies.close(forget=True)
+    own.agree(None)
+    if own.rank == 0:
+        (folder / (folder / "copies").read_text().strip()).write_text("a file")
+    own.agree(None)
+    copying, why = choose_copies(own, Recovery(copies=5, copies_folder=folder), folder, counts, 0, None)
+    assert copying is None and why.startswith("off: ") and "cannot be written" in why, "training goes on"
 
 
 def damage(part: Path) -> None:
