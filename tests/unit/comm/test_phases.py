@@ -51,7 +51,7 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
 
     trainer.step = step
     saver = SimpleNamespace(is_writing=False, longest_seconds=0.0)
-    saves = SimpleNamespace(saver=saver, step_is_done=step_is_done)
+    saves = SimpleNamespace(saver=saver, step_is_done=step_is_done, may_copy=lambda step: False)
     requests = Requests(StopSignals())
     assert Trainer.fit(trainer, None, "sequences", 5, saves, lambda metrics: None, requests) is None
     assert " ".join(done) == (

@@ -413,7 +413,10 @@ def test_ctrl_c_reaches_the_launcher_once_and_nothing_is_started_again(tmp_path)
     """A terminal sends it to all processes of its foreground. MPICH's launcher kills the ranks at the second one."""
     (tmp_path / "counting.py").write_text(COUNTING)
     script = write_start(tmp_path, f"{sys.executable} {tmp_path / 'counting.py'}")
-    with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+    given = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    # The tests may have been started in the background, which ignores it.
+    given["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(["bash", script], **given) as started:
         assert started.stdout and started.stdout.readline() == "ready\n"
         os.killpg(started.pid, signal.SIGINT)
         assert started.stdout.read() == "1\n"
