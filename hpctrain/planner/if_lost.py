@@ -213,16 +213,3 @@ def move_seconds(moves: Mapping[tuple[int, int], int], num_ranks: int, network: 
             seconds.append(whole * one + (last if rest else 0.0))
         total += max(seconds)
     return total
-
-
-def format_loss(now: PricedLoss, priced: PricedLoss) -> str:
-    """Say in one line what a loss costs."""
-    start = f"if {priced.loss.name} {'are' if priced.loss.name.startswith('all') else 'is'} lost"
-    if priced.row.plan is None:
-        return f"{start}: no plan of those left: {priced.row.refusal}"
-    share = priced.row.tokens_per_second / now.row.tokens_per_second
-    stall = sum(priced.stall_seconds[RESTARTED].values())
-    return (
-        f"{start}: the others train at {share:.0%} of the speed, {stall:,.3g} s after the loss and"
-        f" about {priced.repeated_steps:,.3g} steps back, by {priced.row.plan.describe()}"
-    )

@@ -23,7 +23,6 @@ from hpctrain.planner.if_lost import (
     RESTARTED,
     Delays,
     PricedLoss,
-    format_loss,
     losses_of,
     move_seconds,
     price_losses,
@@ -127,8 +126,7 @@ def test_a_stall_has_its_parts():
     owned = PlanState(SETUP.model, best_of(cluster).plan, JOB.overlap.bucket_bytes).bytes_of(lambda shape: 12, True)
     assert copies["read"] == max(owned.values()) / 1e9 * math.ceil(len(owned) / 3), "three are left and read all parts"
     assert first.repeated_steps == 5 and now.stall_seconds == {}
-    text = format_loss(now, first)
-    assert text.startswith("if a rank of a is lost: the others train at ") and "about 5 steps back" in text
+    assert "restarted: about 5 steps since the last checkpoint are repeated" in format_losses([now, first])
 
 
 def test_a_measured_delay_is_not_called_assumed():
@@ -173,4 +171,4 @@ def test_a_loss_without_a_plan_says_why():
     cluster = cluster_of([("a", 1, 2)], memory=110_000)
     fits = cluster_of([("a", 1, 2)])
     rows = price_losses(JOB, cluster, best_of(fits), RANK, best_of, predicted)
-    assert rows[1].row.plan is None and "no plan of those left" in format_loss(*rows)
+    assert rows[1].row.plan is None and f"no plan of those left: {rows[1].row.refusal}" in format_losses(rows)
