@@ -32,22 +32,29 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
     """Refuse a tensor grid that cannot cut the positions of a row. Raises PlanError with the numbers."""
     if grid.sequence_parallel and grid.y == 1:
         raise PlanError(f"{where}: sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y")
-    c, y = grid.context_parts, grid.position_parts
+    c, y, shares = grid.context_parts, grid.position_parts, grid.position_shares
     if grid.exchanges_heads and c == 1:
         raise PlanError(
             f"{where}: exchange_heads is of ranks that cut positions, and tensor c = 1; remove it, or raise c"
         )
-    if c > 1 and sequence_length % (2 * c):
+    if shares and (len(shares) != c or len(set(shares)) == 1):
         raise PlanError(
-            f"{where}: tensor c = {c} cuts the {sequence_length} positions of data.sequence_length into {2 * c}"
-            " intervals, two for each of its ranks, which does not divide them; set data.sequence_length to a multiple"
-            f" of {2 * c}, or lower c"
+            f"{where}: position_shares = {list(shares)} are {len(shares)} for tensor c = {c}; give one for each rank of"
+            " c, or remove them where they are equal"
         )
-    if sequence_length % (c * y):
+    if c > 1 and sequence_length % (parts := 2 * sum(grid.context_shares)):
+        into = f"{parts} intervals, two for each of its ranks"
+        into = f"{parts} parts, twice the sum of position_shares {list(shares)}" if shares else into
         raise PlanError(
-            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into {c * y}"
+            f"{where}: tensor c = {c} cuts the {sequence_length} positions of data.sequence_length into {into}, which"
+            f" does not divide them; set data.sequence_length to a multiple of {parts}, or"
+            f" {'other position_shares' if shares else 'lower c'}"
+        )
+    if sequence_length % (parts := sum(grid.context_shares) * y):
+        raise PlanError(
+            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into {parts}"
             f" parts (tensor y{' x c' if c > 1 else ''}), which does not divide them; set data.sequence_length to a"
-            f" multiple of {c * y}, or sequence_parallel to false"
+            f" multiple of {parts}, or sequence_parallel to false"
         )
 
 

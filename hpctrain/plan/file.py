@@ -52,6 +52,14 @@ def _numbers(value: object) -> object:
 Ranks = Annotated[Several[Rank], BeforeValidator(_numbers)]
 
 
+_OF_GRID = {
+    "sequence_parallel": "sequence_parallel",
+    "exchange_heads": "exchanges_heads",
+    "position_shares": "position_shares",
+}
+"""Keys of a tile that are about its tensor grid, with the fields of that. They are written where they have a value."""
+
+
 class _TileTable(Table):
     items: Annotated[tuple[Item, Item], Field(strict=False)]
     rows: Annotated[tuple[Row, Row], Field(strict=False)]
@@ -59,6 +67,7 @@ class _TileTable(Table):
     tensor: TensorSizes = TensorSizes()
     sequence_parallel: bool = False
     exchange_heads: bool = False
+    position_shares: Several[RankCount] = ()
     family: str = "cpu"
     recompute: Literal["none", "selective", "full"] = "none"
     zero: ZeroStage = 1
@@ -105,8 +114,8 @@ def parse_plan(text: str, path: str, say: Callable[[str], None] = ignore, is_typ
             Interval(*t.items),
             Interval(*t.rows),
             t.ranks,
-            TensorGrid(**t.tensor.sizes, sequence_parallel=t.sequence_parallel, exchanges_heads=t.exchange_heads),
-            **t.model_dump(exclude={"items", "rows", "ranks", "tensor", "sequence_parallel", "exchange_heads"}),
+            TensorGrid(**t.tensor.sizes, **{field: getattr(t, key) for key, field in _OF_GRID.items()}),
+            **t.model_dump(exclude={"items", "rows", "ranks", "tensor", *_OF_GRID}),
         )
         for t in table.tile
     )
@@ -149,8 +158,7 @@ def dump_plan(plan: Plan) -> str:
             "zero": tile.zero,
         }
         values |= {key: value for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1}
-        values |= {"sequence_parallel": True} if grid.sequence_parallel else {}
-        values |= {"exchange_heads": True} if grid.exchanges_heads else {}
+        values |= {key: value for key, field in _OF_GRID.items() if (value := getattr(grid, field))}
         values |= {"extra_warmup": tile.extra_warmup} if tile.extra_warmup else {}
         values |= {"offload": tile.offload} if tile.offload != "none" else {}
         lines += ["", "[[tile]]", *_pairs(values)]

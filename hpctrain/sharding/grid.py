@@ -61,6 +61,7 @@ class TensorGrid(NamedTuple):
 
     With `sequence_parallel` y also cuts hidden states by positions, outside of attention and feed-forward parts. With
     `exchanges_heads` ranks of c exchange heads for positions in attention; else they gather keys and values.
+    `position_shares` has the share of each rank of c in the positions of a row; without any they are equal.
     """
 
     x: int = 1
@@ -69,6 +70,7 @@ class TensorGrid(NamedTuple):
     c: int = 1
     sequence_parallel: bool = False
     exchanges_heads: bool = False
+    position_shares: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -112,6 +114,11 @@ class TensorGrid(NamedTuple):
     def context_parts(self) -> int:
         """Number of parts into which the positions of a row are cut for all that ranks compute, but keys and values."""
         return self.num_parts(CUTTING_CONTEXT)
+
+    @property
+    def context_shares(self) -> tuple[int, ...]:
+        """The share of each of `context_parts` in the positions of a row."""
+        return self.position_shares or (1,) * self.context_parts
 
     @property
     def head_parts(self) -> int:
@@ -164,6 +171,7 @@ class TensorGrid(NamedTuple):
     def __str__(self) -> str:
         """Return `TP4` for a grid that is y alone, else `TP8 (x=2, y=4)`; `TP4+SP` where it is sequence parallel."""
         suffix = "+SP" * self.sequence_parallel + ", heads exchanged" * self.exchanges_heads
+        suffix += f", positions {':'.join(map(str, self.position_shares))}" if self.position_shares else ""
         if self.size == self.y:
             return f"TP{self.y}{suffix}"
         return f"TP{self.size}{suffix} ({', '.join(f'{axis}={n}' for axis, n in self.sizes.items() if n > 1)})"

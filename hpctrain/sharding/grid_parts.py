@@ -34,8 +34,8 @@ class GridPart(NamedTuple):
 
     def context(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it computes products, in their order in memory."""
-        index, parts = self.grid.combined(self.coordinate, CUTTING_CONTEXT)
-        return cut_zigzag(num_positions, parts)[index]
+        index, _ = self.grid.combined(self.coordinate, CUTTING_CONTEXT)
+        return cut_zigzag(num_positions, self.grid.context_shares)[index]
 
     def positions(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it has hidden states, in their order in memory."""

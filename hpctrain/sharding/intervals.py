@@ -45,13 +45,14 @@ def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
 
 
 @lru_cache(maxsize=512)
-def cut_zigzag(size: int, parts: int) -> tuple[tuple[Interval, ...], ...]:
-    """Cut `range(size)` into `parts` parts, each of an interval and of the one that mirrors it at the middle.
+def cut_zigzag(size: int, shares: tuple[int, ...]) -> tuple[tuple[Interval, ...], ...]:
+    """Cut `range(size)` into a part for each share, of an interval and of the one that mirrors it at the middle.
 
-    Causal attention of all parts is the same work: who has early positions, which see few keys, has late ones too.
+    The mean position of each part is the middle. So the part's share is that of positions and of causal attention: who
+    has early positions, which see few keys, has as many late ones.
     """
-    halves = cut_evenly(size, 2 * parts)
-    pairs = ((halves[i], halves[2 * parts - 1 - i]) for i in range(parts))
+    halves = cut_by_shares(size, (*shares, *reversed(shares)))
+    pairs = zip(halves, reversed(halves[len(shares) :]), strict=False)
     return tuple((Interval(a.start, b.stop),) if a.stop == b.start else (a, b) for a, b in pairs)
 
 

@@ -81,6 +81,11 @@ TILINGS = {
         "heads": whole((0, 1), c=2, exchanges_heads=True),
         "heads, selectively recomputed": whole((1, 0), c=2, exchanges_heads=True, recompute="selective", row_chunks=4),
         "heads, all recomputed": whole((0, 1), c=2, exchanges_heads=True, recompute="full"),
+        "unequal": whole((0, 1), c=2, position_shares=(3, 1)),
+        "unequal, selectively recomputed": whole(
+            (1, 0), c=2, position_shares=(1, 3), recompute="selective", row_chunks=2
+        ),
+        "unequal, heads": whole((0, 1), c=2, position_shares=(1, 7), exchanges_heads=True),
     },
     4: {
         "c of four": whole((0, 1, 2, 3), c=4),
@@ -111,6 +116,17 @@ TILINGS = {
             for items, ranks in (((0, 2), (0, 1)), ((2, 3), (2, 3)), ((3, 4), (0, 1)), ((4, LAST), (2, 3)))
         ),
         "zero-bubble": (tile((0, 3), (0, 4), (0, 1), c=2), tile((3, LAST), (0, 4), (2, 3), c=2)),
+        "unequal, y that cuts positions": whole((0, 1, 2, 3), y=2, c=2, position_shares=(3, 1), sequence_parallel=True),
+        "unequal z and c": whole((0, 1, 2, 3), z=2, c=2, position_shares=(1, 3), recompute="full"),
+        "unequal, all of four": whole((0, 1, 2, 3), c=4, position_shares=(1, 3, 2, 2)),
+        "unequal, from one cut to another": (
+            tile((0, 3), (0, 4), (0, 1), c=2, position_shares=(3, 1)),
+            tile((3, LAST), (0, 4), (3, 2), c=2, position_shares=(3, 5), exchanges_heads=True),
+        ),
+        "unequal replicas": (
+            tile((0, LAST), (0, 3), (0, 1), c=2, position_shares=(3, 1), zero=0),
+            tile((0, LAST), (3, 4), (2, 3), c=2, zero=0),
+        ),
         "heads of four": whole((0, 1, 2, 3), c=4, exchanges_heads=True),
         "heads, y that cuts positions": whole((3, 1, 2, 0), y=2, c=2, sequence_parallel=True, exchanges_heads=True),
         "heads and z": whole((0, 1, 2, 3), z=2, c=2, zero=0, exchanges_heads=True, recompute="selective"),
@@ -131,6 +147,10 @@ TILINGS = {
         "heads of two by two": whole(tuple(range(8)), y=2, z=2, c=2, exchanges_heads=True),
     },
 }
+
+
+UNEQUAL = {2: (3, 1), 4: (1, 3, 2, 2)}
+"""Shares of the positions of a row, by the number of ranks."""
 
 
 def plan_of(name: str, size: int) -> Plan:
@@ -181,7 +201,7 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, tiling):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", MODELS)
 def test_windows_and_caps_have_the_losses_of_one_rank(world, tokens, steps, model):
-    for name in ("c", "heads"):
+    for name in ("c", "heads", "unequal"):
         result = curve(world, job_of(tokens, model), plan_of(name, 2), steps)
         assert largest_relative_difference(result, one_rank(world, tokens, model, steps)) < TOLERANCE, name
 
@@ -201,7 +221,10 @@ def test_documents_and_prompts_have_the_losses_of_one_rank(world, folder, model)
     job = job_of(folder / "packed.h5", model)
     job = job.model_copy(update={"data": job.data.model_copy(update={"mask_documents": True})})
     expected = world.on_first_rank(lambda: losses(Alone(), job, 4, plan=Plan(whole((0,)), 2, ROWS)))
-    names = {2: ["c", "heads"], 4: ["c of four", "y that cuts positions, and c", "heads of four"]}
+    names = {
+        2: ["c", "heads", "unequal"],
+        4: ["c of four", "y that cuts positions, and c", "heads of four", "unequal, from one cut to another"],
+    }
     for name in names[world.size]:
         assert largest_relative_difference(curve(world, job, plan_of(name, world.size), 4), expected) < TOLERANCE, name
 
@@ -225,10 +248,13 @@ def test_heads_that_are_gathered_in_parts_change_no_bit(world, tokens, recompute
     """Attention of some heads overlaps the gather of the next ones, and the scatter of gradients of those before."""
     started: list[str] = []
     plan = Plan(whole(tuple(range(world.size)), c=world.size, recompute=recompute), MICROBATCHES, ROWS)
+    model = job_of(tokens, "llama").model
+    keys_and_values = 2 * ROWS * 16 * model.num_kv_heads * model.hidden_size // model.num_heads
+    moved = keys_and_values, keys_and_values // 2
 
     def noting(name: str, begin):
         def start(group, tensor, *of):
-            started.extend([name] * (tensor.dim() == 6))  # [c, keys and values, rows, positions, heads, head size]
+            started.extend([name] * (tensor.numel() in moved))
             return begin(group, tensor, *of)
 
         monkeypatch.setattr(Group, name, start)
@@ -250,7 +276,8 @@ def test_heads_that_are_gathered_in_parts_change_no_bit(world, tokens, recompute
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, dtype):
-    name = {2: "heads", 4: "replicas that share weights" if dtype == "fp32" else "from c to whole rows"}[world.size]
+    of_four = "replicas that share weights" if dtype == "fp32" else "unequal, from one cut to another"
+    name = {2: "heads" if dtype == "fp32" else "unequal", 4: of_four}[world.size]
     job, plan = job_of(tokens, "gpt2"), plan_of(name, world.size)
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     whole_if_resumed_exactly(world, job, plan, folder)
@@ -259,15 +286,18 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_c_moves_the_keys_and_values_of_each_block(world, tokens, recompute, monkeypatch):
+@pytest.mark.parametrize("shares", [{}, UNEQUAL], ids=["equal", "unequal"])
+def test_c_moves_the_keys_and_values_of_each_block(world, tokens, shares, recompute, monkeypatch):
     """fp32; n ranks send together n - 1 times what they gather, and as much of what they scatter: keys and values of
-    each block forward, once more where they are not kept, and their gradients."""
+    each block forward, once more where they are not kept, and their gradients. Whoever has which positions."""
     monkeypatch.setattr(world, "settings", by("messages", world.settings))
     n = world.size
     job = make_job(tokens, "llama", {"tensor": {"c": n}, "microbatch": 8, "recompute": recompute})
     numbers, key_size = 16 * 16, job.model.num_kv_heads * job.model.hidden_size // job.model.num_heads
-    passes = 2 if recompute == "none" else 3
-    sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c])
+    passes, options = 2 if recompute == "none" else 3, {"position_shares": shares.get(n, ()), "recompute": recompute}
+    everything = tile((0, job.model.num_items), (0, 8), tuple(range(n)), c=n, **options)
+    plan = Plan((everything,), job.train.global_batch // 8, 8)
+    sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c], plan)
     assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
 
 

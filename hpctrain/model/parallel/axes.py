@@ -144,17 +144,23 @@ class Axes:
     """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""
     exchanges_heads: bool = False
     """Whether ranks of c exchange heads for positions in attention, and gather no keys and values."""
+    position_shares: tuple[int, ...] = ()
+    """The share of each rank of c in the positions of a row; without any they are equal."""
 
     @property
     def storing(self) -> Axis:
         """The axis whose ranks use the same weights, of which each stores a part."""
         return self.z
 
+    def contexts(self, count: int) -> tuple[tuple[Interval, ...], ...]:
+        """Return the positions of each row of which each rank of c computes products, this one `count` of them."""
+        shares = self.position_shares or (1,) * self.c.size
+        return cut_zigzag(count * sum(shares) // shares[self.c.rank], shares)
+
     def context(self, count: int, first: int = 0) -> tuple[Interval, ...]:
         """Return the positions of each row of which this rank computes products, `count` of them; rows begin at
         `first`."""
-        own = cut_zigzag(count * self.c.size, self.c.size)[self.c.rank]
-        return tuple(each.shift(first) for each in own)
+        return tuple(each.shift(first) for each in self.contexts(count)[self.c.rank])
 
     def positions(self, count: int, first: int = 0) -> tuple[Interval, ...]:
         """Return those of `context` of which this rank has hidden states, which y may cut."""

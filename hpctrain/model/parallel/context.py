@@ -8,21 +8,21 @@ for positions.
 
 Ulysses is of Jacobs et al. 2023.
 
-Shapes: a rank's own [rows, heads, positions / c, head size]; with all positions [rows, heads, positions, head size].
+Shapes: a rank's own [rows, heads, its positions, head size]; with all positions [rows, heads, positions, head size].
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch.autograd import Function
 
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis, PendingWork
 from hpctrain.model.recompute import Dropping
-from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag, place_in
+from hpctrain.sharding.intervals import Interval, cut_evenly, place_in
 
 
 class Seen(NamedTuple):
@@ -37,12 +37,39 @@ class Seen(NamedTuple):
     held: object = None
 
 
+Contexts = Sequence[Sequence[Interval]]
+"""The positions of a row that each rank of c has."""
+
+
+class _ByRank:
+    """An empty flat tensor, and in it a tensor for each rank, one after the other."""
+
+    def __init__(self, like: torch.Tensor, shapes: Iterable[Sequence[int]]):
+        shapes = list(shapes)
+        bounds = itertools.accumulate(map(math.prod, shapes), initial=0)
+        self.cuts = list(itertools.starmap(Interval, itertools.pairwise(bounds)))
+        self.flat = like.new_empty(self.cuts[-1].stop)
+        self.tensors = [self.flat[slice(*cut)].view(shape) for cut, shape in zip(self.cuts, shapes, strict=True)]
+
+    @classmethod
+    def by_positions(cls, like: torch.Tensor, contexts: Contexts) -> Self:
+        """Make it for keys and values like these, [kinds, rows, positions, heads, head size]."""
+        kinds, rows, _, *heads = like.shape
+        return cls(like, [(kinds, rows, sum(each.size for each in of_rank), *heads) for of_rank in contexts])
+
+    def intervals(self, contexts: Contexts) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield each interval of positions that a rank has: what the rank has of it, and the interval."""
+        for of_rank, intervals in zip(self.tensors, contexts, strict=True):
+            for interval in intervals:
+                yield of_rank[:, :, slice(*place_in(intervals, interval))], slice(*interval)
+
+
 class _Gathering:
     """Keys and values of some heads, while they or their gradients are moved over c."""
 
-    def __init__(self, c: Axis):
-        self.c = c
-        self.by_rank: torch.Tensor | None = None
+    def __init__(self, c: Axis, contexts: Contexts):
+        self.c, self.contexts = c, contexts
+        self.by_rank: _ByRank | None = None
         self.work: PendingWork = ONE_RANK
 
 
@@ -59,18 +86,18 @@ def see_context(
 
     Where c is overlapped, heads are gathered in so many `parts`, of which all begin at once: attention of one overlaps
     the gather of the next, and in the backward pass the scatter of the one before. What is gathered is gathered again
-    in the backward pass, where `dropping` says so. All ranks of c must call, each with as many positions.
+    in the backward pass, where `dropping` says so. All ranks of c must call.
     """
     c, heads = axes.c, (queries, keys, values)
-    own_positions = axes.context(queries.shape[2], first)
+    own_positions, contexts = axes.context(queries.shape[2], first), axes.contexts(queries.shape[2])
     if c.size == 1:
         yield Seen(heads, own_positions)
         return
     if axes.exchanges_heads:
-        num_positions = c.size * queries.shape[2]
+        num_positions = sum(interval.size for of_rank in contexts for interval in of_rank)
         by_rank = heads_by_rank(queries.shape[1], keys.shape[1], c.size)
-        there = HeadExchange(c, num_positions, by_rank)
-        back = HeadExchange(c, num_positions, [of_rank[:1] for of_rank in by_rank])
+        there = HeadExchange(c, contexts, by_rank)
+        back = HeadExchange(c, contexts, [of_rank[:1] for of_rank in by_rank])
         (exchanged,) = _Moved.apply(there.to_heads, there.to_positions, *heads)
         of_kinds = exchanged.split_with_sizes([part.size for part in by_rank[c.rank]], dim=1)
         restore = lambda mixed: _Moved.apply(back.to_positions, back.to_heads, mixed)[0]  # noqa: E731
@@ -80,12 +107,12 @@ def see_context(
     started = []
     for of_queries, *of_kinds in zip(*(_split_heads(each, groups) for each in heads), strict=True):
         own = torch.stack([each.transpose(1, 2) for each in of_kinds])
-        gathering = _Gathering(c)
+        gathering = _Gathering(c, contexts)
         started.append((of_queries, own, _Start.apply(own, gathering), gathering))
     for of_queries, own, moving, gathering in started:
         gathered = _Finish.apply(moving, gathering).transpose(2, 3)
         if dropping:
-            dropping.drop(gathered, partial(_gathered, c=c), own)
+            dropping.drop(gathered, partial(_gathered, c=c, contexts=contexts), own)
         yield Seen((of_queries, *gathered), own_positions, held=gathered)
 
 
@@ -98,33 +125,24 @@ def _split_heads(heads: torch.Tensor, groups: Sequence[Interval]) -> Sequence[to
     return heads.split_with_sizes([of_each * group.size for group in groups], dim=1)
 
 
-def _gathered(own: torch.Tensor, c: Axis) -> torch.Tensor:
-    by_rank = _by_rank(own, c)
-    c.all_gather(by_rank)
-    return _in_order(by_rank, c)
+def _gathered(own: torch.Tensor, c: Axis, contexts: Contexts) -> torch.Tensor:
+    by_rank = _by_rank(own, c, contexts)
+    c.all_gather(by_rank.flat, by_rank.cuts)
+    return _in_order(by_rank, contexts)
 
 
-def _by_rank(own: torch.Tensor, c: Axis) -> torch.Tensor:
-    by_rank = own.new_empty(c.size, *own.shape)
-    by_rank[c.rank] = own
+def _by_rank(own: torch.Tensor, c: Axis, contexts: Contexts) -> _ByRank:
+    by_rank = _ByRank.by_positions(own, contexts)
+    by_rank.tensors[c.rank].copy_(own)
     return by_rank
 
 
-def _in_order(by_rank: torch.Tensor, c: Axis) -> torch.Tensor:
-    _, kinds, rows, positions, *heads = by_rank.shape
-    whole = by_rank.new_empty(kinds, rows, c.size * positions, *heads)
-    for of_rank, place, interval in _intervals(by_rank, c):
-        whole[:, :, interval] = of_rank[:, :, place]
+def _in_order(by_rank: _ByRank, contexts: Contexts) -> torch.Tensor:
+    kinds, rows, _, *heads = by_rank.tensors[0].shape
+    whole = by_rank.flat.new_empty(kinds, rows, sum(each.shape[2] for each in by_rank.tensors), *heads)
+    for of_rank, interval in by_rank.intervals(contexts):
+        whole[:, :, interval] = of_rank
     return whole
-
-
-def _intervals(by_rank: torch.Tensor, c: Axis) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Yield each interval of positions that a rank has: what the rank has, the place of the interval in it, and the
-    interval."""
-    cuts = cut_zigzag(c.size * by_rank.shape[3], c.size)
-    for of_rank, intervals in zip(by_rank, cuts, strict=True):
-        for interval in intervals:
-            yield of_rank, slice(*place_in(intervals, interval)), slice(*interval)
 
 
 class _Start(Function):
@@ -133,8 +151,8 @@ class _Start(Function):
     @staticmethod
     def forward(ctx, own, gathering: _Gathering):
         ctx.gathering = gathering
-        gathering.by_rank = _by_rank(own, gathering.c)
-        gathering.work = gathering.c.start_all_gather(gathering.by_rank)
+        gathering.by_rank = by_rank = _by_rank(own, gathering.c, gathering.contexts)
+        gathering.work = gathering.c.start_all_gather(by_rank.flat, by_rank.cuts)
         return own.view_as(own)
 
     @staticmethod
@@ -152,17 +170,16 @@ class _Finish(Function):
         by_rank, gathering.by_rank = gathering.by_rank, None
         gathering.work.wait()
         assert by_rank is not None
-        return _in_order(by_rank, gathering.c)
+        return _in_order(by_rank, gathering.contexts)
 
     @staticmethod
     def backward(ctx, gradient):
-        c: Axis = ctx.gathering.c
-        kinds, rows, positions, *heads = gradient.shape
-        by_rank = gradient.new_empty(c.size, kinds, rows, positions // c.size, *heads)
-        for of_rank, place, interval in _intervals(by_rank, c):
-            of_rank[:, :, place] = gradient[:, :, interval]
-        own = torch.empty_like(by_rank[0])
-        ctx.gathering.work = c.start_reduce_scatter(by_rank, own)
+        gathering: _Gathering = ctx.gathering
+        by_rank = _ByRank.by_positions(gradient, gathering.contexts)
+        for of_rank, interval in by_rank.intervals(gathering.contexts):
+            of_rank.copy_(gradient[:, :, interval])
+        own = torch.empty_like(by_rank.tensors[gathering.c.rank])
+        gathering.work = gathering.c.start_reduce_scatter(by_rank.flat, own, by_rank.cuts)
         return own, None
 
 
@@ -181,12 +198,11 @@ def heads_by_rank(num_heads: int, num_kv_heads: int, parts: int) -> list[tuple[I
 class HeadExchange:
     """Moves heads between ranks that have some positions of all heads, and ranks that have all positions of some."""
 
-    def __init__(self, c: Axis, num_positions: int, heads: Sequence[Sequence[Interval]]):
+    def __init__(self, c: Axis, positions: Contexts, heads: Sequence[Sequence[Interval]]):
         """`heads` are those that each rank has all positions of: an interval of each kind, such as queries. Several
         ranks may have the same."""
-        self._c, self._heads = c, heads
+        self._c, self._positions, self._heads = c, positions, heads
         self._counts = [sum(part.size for part in of_rank) for of_rank in heads]
-        self._positions = cut_zigzag(num_positions, c.size)
 
     def to_heads(self, *own: torch.Tensor) -> tuple[torch.Tensor]:
         """Return all positions of this rank's heads of all kinds, from its positions of all heads of each kind."""
@@ -230,16 +246,13 @@ class HeadExchange:
 
         What was sent is gone on return, before the caller puts in order what has arrived.
         """
-        like = to_ranks[0][0]
-        sizes = [sum(each.numel() for each in of_rank) for of_rank in to_ranks], list(map(math.prod, shapes))
-        sent, received = (like.new_empty(sum(each)) for each in sizes)
-        bounds = (itertools.accumulate(each, initial=0) for each in sizes)
-        cuts, out_cuts = (list(itertools.starmap(Interval, itertools.pairwise(each))) for each in bounds)
-        for cut, of_rank in zip(cuts, to_ranks, strict=True):
-            joined = sent[slice(*cut)].view(*like.shape[:dim], -1, *like.shape[dim + 1 :])
+        like, sizes = to_ranks[0][0], (sum(each.shape[dim] for each in of_rank) for of_rank in to_ranks)
+        sent = _ByRank(like, [(*like.shape[:dim], size, *like.shape[dim + 1 :]) for size in sizes])
+        received = _ByRank(like, shapes)
+        for joined, of_rank in zip(sent.tensors, to_ranks, strict=True):
             torch.cat(of_rank, dim=dim, out=joined)
-        self._c.start_all_to_all(sent, received, cuts, out_cuts).wait()
-        return [received[slice(*cut)].view(shape) for cut, shape in zip(out_cuts, shapes, strict=True)]
+        self._c.start_all_to_all(sent.flat, received.flat, sent.cuts, received.cuts).wait()
+        return received.tensors
 
 
 class _Moved(Function):

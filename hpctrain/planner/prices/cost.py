@@ -425,7 +425,7 @@ def _intervals_and_keys(setup: Setup, window: int | None) -> list[list[tuple[Int
     """Return the intervals of positions of each rank of c, with how many keys their queries have: all up to the
     interval's end, from the first one that a window shows."""
     setup = setup.attending
-    parts = cut_zigzag(setup.positions * setup.context_parts, setup.context_parts)
+    parts = cut_zigzag(setup.positions * setup.context_parts, (1,) * setup.context_parts)
     return [[(own, min(own.stop, own.size + (window or own.stop) - 1)) for own in part] for part in parts]
 
 

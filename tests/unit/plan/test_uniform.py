@@ -7,6 +7,7 @@ import pytest
 from hpctrain.config.clusters.cluster_file import load_cluster, locate_cluster
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import load_job
+from hpctrain.plan.checks import check_positions
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import with_enough_rows
@@ -111,9 +112,27 @@ def test_what_cuts_positions_is_written_by_tile_and_read_again(tmp_path):
     first, second = plan.tiles
     mixed = replace(plan, tiles=(first, replace(second, tensor=TensorGrid(y=2))))
     assert dump_plan(mixed).count("sequence_parallel = true") == 1
-    exchanging = replace(mixed, tiles=(first, replace(second, tensor=TensorGrid(c=2, exchanges_heads=True))))
-    assert parse_plan(dump_plan(exchanging), "plan.toml") == exchanging
+    for grid in (TensorGrid(c=2, exchanges_heads=True), TensorGrid(c=2, position_shares=(3, 1))):
+        other = replace(mixed, tiles=(first, replace(second, tensor=grid)))
+        assert parse_plan(dump_plan(other), "plan.toml") == other
+    assert dump_plan(other).count("position_shares = [3, 1]") == 1 and "position_shares" not in dump_plan(mixed)
     assert parse_plan(dump_plan(mixed), "plan.toml") == mixed
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((1, 2), "cuts the 32 positions of data.sequence_length into 6 parts, twice the sum of position_shares [1, 2]"),
+        ((1, 2, 1), "position_shares = [1, 2, 1] are 3 for tensor c = 2; give one for each rank of c"),
+        ((2, 2), "or remove them where they are equal"),
+    ],
+)
+def test_shares_that_cut_no_positions_are_refused(shares, message):
+    with pytest.raises(PlanError) as caught:
+        check_positions(32, TensorGrid(c=2, position_shares=shares), "tile 0")
+    assert message in str(caught.value)
+    with pytest.raises(PlanError, match=r"into 16 parts \(tensor y x c\)"):
+        check_positions(24, TensorGrid(y=4, c=2, sequence_parallel=True, position_shares=(1, 3)), "tile 0")
 
 
 def test_a_plan_knows_the_families_of_the_ranks_and_refuses_others(tmp_path):

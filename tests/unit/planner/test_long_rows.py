@@ -176,7 +176,7 @@ def test_masks_and_scores_are_those_of_the_rank_with_the_most_pairs(monkeypatch,
     monkeypatch.setattr(attention_of_model, "attend", count)
     grid, attention = TensorGrid(c=c), replace(SETUP.branches(BLOCK)[0], window=window)
     row = torch.empty(1, 1, SETUP.positions, 1)
-    for intervals in cut_zigzag(SETUP.positions, c):
+    for intervals in cut_zigzag(SETUP.positions, (1,) * c):
         shapes.append(0)
         attention_of_model.attend_at(row[:, :, : SETUP.positions // c], row, row, attention, intervals)
     setup = replace(SETUP, masks_documents=True).on(grid)

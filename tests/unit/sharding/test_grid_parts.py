@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 from hpctrain.config.job import Model
 from hpctrain.sharding.grid import AXES, RANK_ORDER, Coordinate, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of, same_elements
-from hpctrain.sharding.intervals import Interval, place_in, section, tiles_exactly
+from hpctrain.sharding.intervals import Interval, cut_zigzag, place_in, section, tiles_exactly
 from hpctrain.sharding.parameters import all_parameters, box_size, units
 
 MODEL = Model(architecture="gpt2", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, vocab_size=13)
+SHARES = (1, ()), (2, ()), (4, ()), (2, (3, 1)), (2, (1, 3))
 GRIDS = st.builds(
-    TensorGrid, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3), st.sampled_from([1, 2, 4]), st.booleans()
+    lambda x, y, z, c, is_cut: TensorGrid(x, y, z, c[0], is_cut, position_shares=c[1]),
+    *[st.sampled_from([1, 2, 4])] * 2,
+    st.integers(1, 3),
+    st.sampled_from(SHARES),
+    st.booleans(),
 )
 WHOLE = Interval(0, 16)
 
@@ -62,12 +67,14 @@ def test_what_adds_is_what_counts_and_what_is_partial(grid):
 
 
 @given(GRIDS)
-def test_all_of_c_have_as_many_positions_and_as_much_causal_work(grid):
+def test_all_of_c_have_their_share_of_positions_and_of_causal_work(grid):
     """An interval and its mirror; those of the last rank meet in the middle of the row. y cuts what c has."""
-    contexts = {part.context(16) for part in parts_of(grid)}
+    contexts = {part.context(16): grid.context_shares[part.coordinate.c] for part in parts_of(grid)}
     assert tiles_exactly([each for context in contexts for each in context], WHOLE) and len(contexts) == grid.c
-    work = {sum(i + 1 for each in context for i in range(*each)) for context in contexts}
-    assert len(work) == 1
+    total = sum(grid.context_shares)
+    for context, share in contexts.items():
+        assert sum(each.size for each in context) * total == 16 * share
+        assert sum(2 * i + 1 for each in context for i in range(*each)) * total == 16 * 16 * share
     assert {len(context) for context in contexts} == ({1} if grid.c == 1 else {1, 2})
     for part in parts_of(grid):
         along = [part._replace(coordinate=part.coordinate._replace(y=y)) for y in range(grid.y)]
@@ -75,6 +82,17 @@ def test_all_of_c_have_as_many_positions_and_as_much_causal_work(grid):
         assert own == [i for interval in part.context(16) for i in range(*interval)] * (
             1 if grid.sequence_parallel else grid.y
         )
+
+
+@given(st.integers(0, 400), st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple))
+def test_a_cut_by_shares_covers_each_position_once_and_rounds_by_less_than_two(size, shares):
+    parts = cut_zigzag(size, shares)
+    assert sorted(i for part in parts for each in part for i in range(*each)) == list(range(size))
+    for part, share in zip(parts, shares, strict=True):
+        wanted = size * share / sum(shares)
+        assert abs(sum(each.size for each in part) - wanted) < 2
+        work = sum(i + 0.5 for each in part for i in range(*each))
+        assert abs(work - wanted * size / 2) <= 2 * size, "the work of two positions at the most"
 
 
 @given(GRIDS)
