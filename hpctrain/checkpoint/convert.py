@@ -88,6 +88,8 @@ class Imported:
     model: Model
     num_parameters: int
     has_tokenizer: bool
+    auxiliary_loss: float
+    """The coefficient of the config for an auxiliary loss of experts, which is not taken over; 0 without one."""
 
 
 def names_of(model: Model) -> HuggingFace:
@@ -175,7 +177,7 @@ def import_model(folder: Path, out: Path) -> Imported:
     with writing(out):
         job_file.write_text(_job_text(model, folder))
     count = sum(int(np.prod(p.shape)) for p in all_parameters(model).values())
-    return Imported(checkpoint, job_file, model, count, bool(text))
+    return Imported(checkpoint, job_file, model, count, bool(text), config.get("router_aux_loss_coef") or 0.0)
 
 
 def refuse_unless_empty(folder: Path, option: str) -> None:

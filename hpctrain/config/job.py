@@ -351,6 +351,11 @@ class Job(Table):
                 f"train.balance_rate = {self.train.balance_rate} has no effect on a {self.model.architecture}, which"
                 " balances no experts; remove it, or take a family that does: dots1"
             )
+        if self.train.balance_loss and not any(isinstance(mlp, Experts) for mlp in mlps):
+            raise ValueError(
+                f"train.balance_loss = {self.train.balance_loss} has no effect on a {self.model.architecture}, which"
+                " has no experts; remove it"
+            )
         return self
 
 

@@ -9,12 +9,15 @@ CONTEXT, ULYSSES = "set plan.tensor.c", "set plan.tensor.c and plan.exchange_hea
 EXPERTS_CUT = "set plan.tensor.y, which cuts layers of experts by whole experts"
 BATCH, MICROBATCH = "set train.global_batch, in sequences", "set plan.microbatch, in sequences"
 WINDOW, ROPE, EPSILON = "set model.window", "set model.rope_base", "set model.norm_epsilon"
+BALANCE_LOSS = "set train.balance_loss, a loss of each sequence: one over a micro-batch would depend on the plan"
 OTHER_NAMES = {
     **dict.fromkeys(["context_parallel", "context_parallel_size", "context_parallel_degree", "cp"], CONTEXT),
     **dict.fromkeys(["ulysses", "ulysses_degree", "sequence_parallel_size", "cp_comm_type"], ULYSSES),
     **dict.fromkeys(["expert_parallel", "expert_model_parallel_size", "expert_parallel_degree", "ep"], EXPERTS_CUT),
     **dict.fromkeys(["moe", "num_experts", "experts", "num_local_experts"], "set model.num_experts"),
     **dict.fromkeys(["moe_router_topk", "num_experts_per_tok"], "set model.experts_per_token"),
+    **dict.fromkeys(["router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha", "aux_loss"], BALANCE_LOSS),
+    **dict.fromkeys(["moe_router_load_balancing_type", "load_balancing_loss"], BALANCE_LOSS),
     **dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "lora", "peft", "ema"], UNSUPPORTED),
     **dict.fromkeys(["gradient_checkpointing", "activation_checkpoint"], "set plan.recompute"),
     **dict.fromkeys(["recompute_granularity", "activation_checkpointing", "checkpointing"], "set plan.recompute"),

@@ -167,8 +167,10 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
-        if totals.load:
-            metrics["expert_load"], metrics["expert_load_layer"] = totals.load
+        if load := totals.load:
+            metrics["expert_load"], metrics["expert_load_layer"] = load.ratio, load.layer
+            if self.job.train.balance_loss:
+                metrics["balance_loss"] = load.balance_loss
         if not num_targets:
             del metrics["loss"]
         if scale := self.optimizer.loss_scale:

@@ -33,4 +33,10 @@ def command(folder, out, as_json):
         f" {'with' if imported.has_tokenizer else 'without'} a tokenizer\n"
         f'{imported.job_file}: the job file to start from: extends = "{imported.job_file}"'
     )
+    if coefficient := imported.auxiliary_loss:
+        summary["router_aux_loss_coef"] = coefficient
+        text += (
+            f"\nrouter_aux_loss_coef = {coefficient} is not taken over: the library's loss is over a whole batch. Set"
+            " train.balance_loss for one over each sequence, which no plan changes"
+        )
     print_result(summary, text, as_json)

@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.architectures.description import Experts, Mlp
 from hpctrain.model.operators.activation import activate
-from hpctrain.model.operators.experts import ExpertMixture, choose, scores_of, weights_of
+from hpctrain.model.operators.experts import BalanceLoss, ExpertMixture, add_balance_loss, choose, scores_of, weights_of
 from hpctrain.model.operators.linear import Linear
 from hpctrain.model.operators.running import Kernels, run_eagerly
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis
@@ -80,12 +80,16 @@ class WithExperts:
             experts, weights, block.axes, lambda up: weakly.computed_in("activation", activation, up)
         )
         self._shared = Dense(block, experts, SHARED_PRODUCTS) if experts.shared_inner else None
+        self.balance_loss: BalanceLoss | None = None
+        """The auxiliary loss of training, where there is one."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         block, experts = self._block, self._experts
         scores = scores_of(block.linear(self._router, x), experts)
         balance = self.mixture.balance
         chosen = choose(scores, experts, balance.data if balance else None)
+        if self.balance_loss and torch.is_grad_enabled():
+            scores = add_balance_loss(scores, chosen, self.balance_loss)
         weights = weights_of(scores, chosen, experts)
         added = block.computed_in("linear", lambda x: self.mixture(x, weights, chosen), x)
         return added + self._shared(x) if self._shared else added

@@ -175,6 +175,8 @@ def progress_parts(
         parts.append(f"overrun {metrics['overrun']:.1%}")
     if "expert_load" in metrics:
         parts.append(f"expert load {metrics['expert_load']:.2f}")
+    if "balance_loss" in metrics:
+        parts.append(f"balance loss {metrics['balance_loss']:.4f}")
     if "fraction_of_sum" in metrics:
         parts.append(f"{metrics['fraction_of_sum']:.2f} of the families' sum")
     elif "mfu" in metrics:

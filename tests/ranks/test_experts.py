@@ -39,6 +39,7 @@ SHAPES = {
     | {"expert_size": 16},
 }
 SHAPES["gpt_oss"] = SHAPES["mixtral"] | {"experts_per_token": 2, "window": 3, "global_every": 2}
+SHAPES["evened"] = SHAPES["mixtral"] | {"experts_per_token": 2}
 SHAPES["deep"] = SHAPES["dots1"] | {"architecture": "dots1", "num_layers": 4}
 LAYOUTS = {
     2: [
@@ -50,6 +51,8 @@ LAYOUTS = {
         ("qwen3_moe", {"tensor": {"c": 2}}),
         ("gpt_oss", {"tensor": {"y": 2}, "sequence_parallel": True, "recompute": "selective"}),
         ("gpt_oss", {"tensor": {"c": 2}}),
+        ("evened", {"tensor": {"c": 2}, "recompute": "full"}),
+        ("evened", {"tensor": {"y": 2}, "sequence_parallel": True, "recompute": "selective"}),
     ],
     4: [
         ("mixtral", {"tensor": {"y": 4}}),
@@ -58,6 +61,8 @@ LAYOUTS = {
         ("dots1", {"data": 4, "zero": 1}),
         ("gpt_oss", {"tensor": {"y": 2}, "pipeline": 2, "schedule": "zb-h1"}),
         ("dots1", {"tensor": {"y": 2}, "data": 2, "zero": 3}),
+        ("evened", {"tensor": {"y": 2, "c": 2}}),
+        ("evened", {"tensor": {"z": 2}, "pipeline": 2, "schedule": "zb-h1"}),
     ],
 }
 DEEP = {
@@ -69,7 +74,9 @@ DEEP = {
 
 
 def job_of(tokens, family: str, plan: dict | None = None):
-    return make_job(tokens, "llama", plan, shape={"architecture": family, **SHAPES[family]})
+    train = {"balance_loss": 0.5, "clip_norm": 0.0} if family == "evened" else {}
+    shape = {"architecture": "mixtral" if train else family, **SHAPES[family]}
+    return make_job(tokens, "llama", plan, shape, **train)
 
 
 class Choices:
@@ -94,7 +101,7 @@ class Choices:
 
 
 def run(world, job, plan=None, steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Return the losses, the loads of experts, and the biases that balance the experts of this rank's layers."""
+    """Return losses, auxiliary ones behind them; loads of experts; the biases that balance this rank's experts."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(world, job, plan)
     trainer.initialise()
@@ -106,7 +113,8 @@ def run(world, job, plan=None, steps: int = STEPS) -> tuple[list[float], list[fl
         for region in group.regions(group.stored)
         if region.parameter.balances and region.elements.size == region.parameter.shape[0]
     }
-    return [line["loss"] for line in metrics], [line["expert_load"] for line in metrics], biases
+    losses = [line[key] for key in ("loss", "balance_loss") for line in metrics if key in line]
+    return losses, [line["expert_load"] for line in metrics], biases
 
 
 @functools.cache
@@ -120,7 +128,8 @@ def reference(tokens, family: str, steps: int):
 
 def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | None = None, steps: int = STEPS):
     expected, loads, biases, choices = reference(tokens, family, steps)
-    assert expected[-1] < expected[0], "the reference learns"
+    assert expected[steps - 1] < expected[0] and expected[-1] < expected[-steps], "the reference learns"
+    assert len(expected) == (2 * steps if family == "evened" else steps)
     choices.flipped = 0
     with world.freeing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward, "choose", choices.replay)

@@ -45,6 +45,9 @@ class Train(Table):
     """adamw: added to the root of the second moment."""
     balance_rate: Annotated[float, Field(ge=0, le=MOST_RATE)] = 0.001
     """dots1: by how much a step moves the bias of an expert that had more, or fewer, tokens than its share."""
+    balance_loss: NonNegative = 0.0
+    """With experts: coefficient of an auxiliary loss of each sequence against uneven load, which each layer adds; 0
+    turns it off."""
     clip_norm: NonNegative = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: int = 1

@@ -117,9 +117,10 @@ def check_data(run: Prepared) -> Prepared:
     if run.resume_from is None:
         check_form(run.job.model)
     mixed = [block.mlp for block in job.model.description.blocks if isinstance(block.mlp, Experts)]
-    if mixed and not mixed[0].balances:
+    if mixed and not mixed[0].balances and not job.train.balance_loss:
         reason = (
-            f"{job.model.architecture} does nothing against uneven load; expert_load of the metrics says how uneven"
+            "nothing evens their load, which expert_load of the metrics shows; --set train.balance_loss=0.001 adds a"
+            " loss that does"
         )
         run = run.but({"experts": reason})
     return run

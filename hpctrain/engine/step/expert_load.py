@@ -1,4 +1,4 @@
-"""The load of experts: tokens of each expert in a step, counted on the devices and summed over all ranks."""
+"""The load of experts in a step: tokens of each, and the auxiliary loss; kept on the devices, summed over all ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -8,7 +8,9 @@ import torch
 from hpctrain.architectures.description import Experts
 from hpctrain.comm.groups.group import Group
 from hpctrain.config.job import Model
+from hpctrain.config.training.train import Train
 from hpctrain.model.feed_forward import WithExperts
+from hpctrain.model.operators.experts import BalanceLoss
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import Block
 from hpctrain.sharding.items import block_of
@@ -19,6 +21,8 @@ class LargestLoad(NamedTuple):
 
     ratio: float
     layer: int
+    balance_loss: float
+    """What the auxiliary loss adds to the loss; 0 without one."""
 
 
 class ExpertLoad:
@@ -28,16 +32,26 @@ class ExpertLoad:
     token of an expert once, whatever the plan.
     """
 
-    def __init__(self, model: Model, stages: Iterable[Stage], device: torch.device):
+    def __init__(self, model: Model, stages: Iterable[Stage], device: torch.device, train: Train):
         mixed = {number: of.mlp for number, of in enumerate(model.description.blocks) if isinstance(of.mlp, Experts)}
         self.layers = tuple(mixed)
         widest = max((each.count for each in mixed.values()), default=0)
         self.tokens = torch.zeros(len(mixed), widest, dtype=torch.int64, device=device)
         """Tokens of this rank, by layer with experts and by expert."""
+        self._row_coefficient = train.balance_loss / train.global_batch
+        gradient, self._loss = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+        self._gradient = gradient if train.balance_loss and mixed else None
         for layer in (layer for stage in stages for layer in stage.layers):
             if isinstance(layer, Block) and isinstance(layer.feed_forward, WithExperts):
                 mixture = layer.feed_forward.mixture
                 mixture.load = self.tokens[self.layers.index(block_of(layer.items.start)), slice(*mixture.own)]
+                if self._gradient is not None:
+                    layer.feed_forward.balance_loss = BalanceLoss(layer.axes, self._gradient, self._loss)
+
+    def begin(self, loss_scale: float) -> None:
+        """Begin the backward passes of a step whose losses are multiplied by a number."""
+        if self._gradient is not None:
+            self._gradient.fill_(self._row_coefficient * loss_scale)
 
     def start_sum(self, everyone: Group) -> Callable[[], LargestLoad | None]:
         """Start to sum the tokens over all ranks, and count from 0 again. The host waits for the device.
@@ -46,14 +60,16 @@ class ExpertLoad:
         """
         if not self.layers:
             return lambda: None
-        total = self.tokens.cpu().double()
+        sums = torch.cat([self.tokens.double().flatten(), self._loss.view(1)]).cpu()
         self.tokens.zero_()
-        pending = everyone.start_all_reduce(total)
+        self._loss.zero_()
+        pending = everyone.start_all_reduce(sums)
 
         def largest() -> LargestLoad:
             pending.wait()
+            total = sums[:-1].view(self.tokens.shape)
             ratios = total.amax(1) / total.mean(1)
             worst = int(ratios.argmax())
-            return LargestLoad(ratios[worst].item(), self.layers[worst])
+            return LargestLoad(ratios[worst].item(), self.layers[worst], sums[-1].item() * self._row_coefficient)
 
         return largest

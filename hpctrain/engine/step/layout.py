@@ -118,7 +118,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
         groups,
         store,
         stages,
-        ExpertLoad(job.model, stages, accelerator.device),
+        ExpertLoad(job.model, stages, accelerator.device, job.train),
         role.transfers,
         channels,
         dtype,

@@ -191,6 +191,8 @@ class Pipeline:
         """
         layout = self._layout
         schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
+        scale = self._optimizer.loss_scale
+        layout.expert_load.begin(scale.value if scale else 1.0)
         return self._run(schedule, batch, step, loss_tokens, training=True, flags=flags)
 
     def evaluate(self, batch: Batch) -> Totals:

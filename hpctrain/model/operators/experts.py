@@ -50,6 +50,53 @@ def choose(scores: torch.Tensor, experts: Experts, balance: torch.Tensor | None 
     return wanted.topk(experts.chosen, dim=-1).indices
 
 
+class BalanceLoss(NamedTuple):
+    """The auxiliary loss of a layer on a rank, see `add_balance_loss`."""
+
+    axes: Axes
+    gradient: torch.Tensor
+    """The gradient of the loss of a row, fp32 []: it has the coefficient, and the scale of losses."""
+    total: torch.Tensor
+    """The sum of losses of rows without coefficient, fp64 [], to which backward passes add."""
+
+
+def add_balance_loss(scores: torch.Tensor, chosen: torch.Tensor, loss: BalanceLoss) -> torch.Tensor:
+    """Return the scores [rows, positions, E]; their backward pass adds the gradient of the auxiliary loss of each row.
+
+    It is E sum(f p) over experts: f is an expert's share of all choices of the row, p the mean over its positions of
+    the expert's score, divided by the sum of all (DeepSeek V3, arXiv 2412.19437, 17 to 20). An even load has 1. Ranks
+    that have positions of the same rows sum their choices, and all of them must call.
+    """
+    ones = torch.ones_like(chosen, dtype=torch.float32).flatten(1)
+    load = scores.new_zeros(scores.shape[0], scores.shape[-1], dtype=torch.float32).scatter_add_(
+        1, chosen.flatten(1), ones
+    )
+    axes = loss.axes
+    for axis in (axes.c, axes.y) if axes.sequence_parallel else (axes.c,):
+        load = axis.all_reduce(load)
+    choices = load.sum(-1, keepdim=True)  # of each row: K times its positions
+    factor = scores.shape[-1] * chosen.shape[-1] / choices.square() * load
+    return _BalanceLoss.apply(scores, factor.unsqueeze(1), loss)
+
+
+class _BalanceLoss(Function):
+    @staticmethod
+    def forward(ctx, scores, factor, loss: BalanceLoss):
+        ctx.loss = loss
+        ctx.save_for_backward(scores, factor)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, d_scores):
+        scores, factor = ctx.saved_tensors
+        loss: BalanceLoss = ctx.loss
+        sums = scores.sum(-1, keepdim=True)
+        of_position = (scores * factor).sum(-1, keepdim=True) / sums
+        if loss.axes.sequence_parallel or loss.axes.y.rank == 0:  # else all ranks of y have the same positions
+            loss.total.add_(of_position.sum(dtype=torch.float64))
+        return d_scores + loss.gradient * (factor - of_position) / sums, None, None
+
+
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Return by what the result of each chosen expert is multiplied, [..., K]."""
     weights = scores.gather(-1, chosen)

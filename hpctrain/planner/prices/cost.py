@@ -310,6 +310,9 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     elif grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", summed))
         backward.exchanges.append(Exchange("y", "all_reduce", summed))
+    if setup.balances_rows:
+        load = 4 * rows * experts.count
+        forward.exchanges += [Exchange(axis, "all_reduce", load) for axis in (CONTEXT, *grid.position_axes)]
     branch.parts[1:1] = [router.forward, forward]
     return branch._replace(
         backward_input=PassWork.joined((branch.backward_input, router.backward_input, backward)),

@@ -174,6 +174,8 @@ class Setup:
     """Name of the optimizer whose rule updates weights."""
     expert_spread: float = EXPERT_SPREAD
     """Standard deviation of the tokens of a layer's experts over their mean."""
+    balances_rows: bool = False
+    """Whether each row has an auxiliary loss against uneven load of experts."""
 
     splits_backward: ClassVar[bool] = True
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
@@ -206,6 +208,7 @@ class Setup:
             logits_bytes=job.kernels.logits_bytes,
             optimizer=job.train.optimizer,
             expert_spread=job.search.expert_spread,
+            balances_rows=job.train.balance_loss > 0,
         )
 
     @cached_property

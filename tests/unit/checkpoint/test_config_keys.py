@@ -18,6 +18,7 @@ from hpctrain.checkpoint.convert import check_form, export_model, import_model, 
 from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.config.errors import CheckpointError, JobError
 from hpctrain.config.job import Job, Model
+from hpctrain.config.other_names import OTHER_NAMES
 from hpctrain.config.saved import saved_job
 from hpctrain.engine.decode import WholeModel
 from tests.examples import costly
@@ -295,6 +296,15 @@ def test_a_rate_of_balance_is_refused_where_nothing_is_balanced(family):
     with pytest.raises(ValidationError, match=rf"train.balance_rate = 0.5 has no effect on a {family}.*: dots1"):
         Job.model_validate(job)
     Job.model_validate(job | {"train": {"balance_rate": 0.001}})
+
+
+def test_an_auxiliary_loss_is_refused_without_experts_and_over_a_microbatch():
+    data = {"tokens": "tokens.bin", "sequence_length": 8}
+    job = {"name": "x", "model": sizes_of("llama"), "data": data, "train": {"balance_loss": 0.5}}
+    with pytest.raises(ValidationError, match=r"train.balance_loss = 0.5 has no effect on a llama, which has no exp"):
+        Job.model_validate(job)
+    Job.model_validate(job | {"model": sizes_of("mixtral")})
+    assert "one over a micro-batch would depend on the plan" in OTHER_NAMES["moe_aux_loss_coeff"]
 
 
 def test_a_key_without_effect_is_passed_over_in_a_saved_job():

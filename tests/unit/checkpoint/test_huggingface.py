@@ -308,6 +308,9 @@ def test_the_commands(good, tmp_path, monkeypatch):
     done = runner.invoke(root, ["export", "run", "--hf", "out", "--json"], catch_exceptions=False)
     assert json.loads(done.output)["files"] == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    make_theirs("mixtral").save_pretrained(tmp_path / "sparse")
+    done = runner.invoke(root, ["import", "sparse", "--out", "sparse-run"], catch_exceptions=False)
+    assert "router_aux_loss_coef = 0.001 is not taken over" in done.output and "train.balance_loss" in done.output
 
 
 def test_the_bias_that_balances_experts_is_never_rounded(tmp_path):

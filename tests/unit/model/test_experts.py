@@ -17,17 +17,20 @@ from hpctrain.engine.step.expert_load import ExpertLoad
 from hpctrain.engine.step.updates import Updated, UpdateStep, update_balance
 from hpctrain.model.operators import activation, experts
 from hpctrain.model.operators.experts import (
+    BalanceLoss,
     Groups,
+    add_balance_loss,
     add_grouped_products,
     add_load,
     choose,
     grouped_product,
+    scores_of,
     sort_choices,
     weights_of,
 )
 from hpctrain.model.operators.experts import _sum_of_pairs as sum_of_pairs
 from hpctrain.model.operators.running import Kernels
-from hpctrain.model.parallel.axes import ONE_RANK
+from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import LayerContext
 from hpctrain.planner.prices.cost import CLAMPED_PASSED
@@ -136,6 +139,23 @@ def test_activations_of_experts_are_not_compiled_as_their_shapes_change_with_eac
     assert shapes and all(len(shape) == 3 for shape in shapes), "those of the shared expert alone"
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_auxiliary_loss_of_each_row_and_its_gradient_are_those_of_the_formula(kind):
+    experts, logits = mixture(scores=kind), torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    chosen = choose(scores_of(logits, experts), experts)
+    shares = torch.nn.functional.one_hot(chosen, 6).double().sum((1, 2)) / (5 * 2)
+    plain = scores_of(logits, experts)
+    means = (plain / plain.sum(-1, keepdim=True)).mean(1)
+    expected = 6 * (shares * means).sum()
+    own = BalanceLoss(Axes(), torch.tensor(0.25), torch.zeros((), dtype=torch.float64))
+    scores = add_balance_loss(scores_of(logits, experts), chosen, own)
+    assert torch.equal(scores, plain)
+    (grad,) = torch.autograd.grad(scores.square().sum(), logits)
+    (wanted,) = torch.autograd.grad(plain.square().sum() + 0.25 * expected, logits)
+    torch.testing.assert_close(grad, wanted, rtol=1e-6, atol=1e-9)
+    assert own.total.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_the_bias_moves_against_the_load_by_the_rate_alone():
     grad = torch.full((4,), torch.nan)
     add_load(grad, torch.tensor([[[0, 1], [0, 2], [0, 1]]]), overwrite=True)
@@ -149,10 +169,11 @@ def test_the_bias_moves_against_the_load_by_the_rate_alone():
 
 def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
     tokens = torch.randint(0, 17, (3, 10), generator=torch.Generator().manual_seed(1))
-    model, counts = MODELS["dots1"], []
+    model, counts, losses = MODELS["dots1"], [], []
     for recompute in ("none", "selective", "full"):
         stage = make_stage(model, recompute)
-        counted = ExpertLoad(model, [stage], torch.device("cpu"))
+        counted = ExpertLoad(model, [stage], torch.device("cpu"), Train(balance_loss=0.5, global_batch=3))
+        counted.begin(4.0)
         stage.forward(tokens[:, :-1], tokens[:, 1:], training=False)
         _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], training=True)
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
@@ -162,8 +183,10 @@ def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
             name: load.tolist() for name, load in counts[-1].items()
         }
         most = {n: tokens.max().item() / 9 for n, tokens in zip(counted.layers, counted.tokens, strict=True)}
-        ratio, layer = counted.start_sum(ONE_RANK)()
+        ratio, layer, loss = counted.start_sum(ONE_RANK)()
         assert ratio == max(most.values()) == most[layer] and not counted.tokens.any()
+        losses.append(loss)
+    assert 0.5 * len(counted.layers) <= losses[0] < 5 and losses == [losses[0]] * 3
     for name, load in counts[0].items():
         assert load.sum() == 0 and load.abs().max() > 0
         assert all(torch.equal(load, other[name]) for other in counts)

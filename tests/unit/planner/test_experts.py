@@ -48,6 +48,14 @@ def test_products_are_of_equal_load_and_weights_of_whole_experts(y):
     assert unit_elements(SETUP, grid, DENSE.start) == 3 * hidden * 512 / y + hidden
 
 
+@pytest.mark.parametrize("grid", [TensorGrid(c=2), TensorGrid(y=2, c=2, sequence_parallel=True), TensorGrid(y=2)])
+def test_an_auxiliary_loss_sums_the_load_of_rows_whose_positions_are_cut(grid):
+    plain, more = (layer_cost(setup, grid, SPARSE, 3) for setup in (SETUP, replace(SETUP, balances_rows=True)))
+    added = [each for each in more.forward.exchanges if each not in plain.forward.exchanges]
+    sums = [(each.axis, each.operation, each.num_bytes) for each in added if getattr(grid, each.axis) > 1]
+    assert sums == [(axis, "all_reduce", 3 * 8 * 4) for axis in "cy"[: 0 if grid.c == 1 else grid.position_parts]]
+
+
 def wide(**more) -> Setup:
     """Experts of four times the hidden size."""
     return Setup(
