@@ -205,7 +205,7 @@ class ScheduleRun:
 
     def advance(self, runner: Runner) -> None:
         """Take a runner through its instructions until it must wait."""
-        schedule = runner.schedule
+        schedule, wires_of = runner.schedule, runner.wires
         while runner.place < len(schedule):
             step = schedule[runner.place]
             action = step.action
@@ -214,7 +214,7 @@ class ScheduleRun:
                     return
                 self.compute(runner, step)
             elif action in RECEIVING:
-                wires = runner.wires[action, step.virtual_stage]
+                wires = wires_of[action, step.virtual_stage]
                 for wire in wires:
                     if not self.has_arrived(wire):
                         runner.waits_for = wire
@@ -222,10 +222,11 @@ class ScheduleRun:
                 for wire in wires:
                     if (got := wire.microbatches.popleft()) != step.microbatch:
                         raise PlanError(f"{label(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
-                    self.wake(wire.source, wire)
+                    if wire.source.waits_for is wire:
+                        self.wake(wire.source, wire)
                 self.receive(runner, step, wires)
             elif action in SENDING:
-                wires = runner.wires[action, step.virtual_stage]
+                wires = wires_of[action, step.virtual_stage]
                 for wire in wires:
                     if len(wire.microbatches) >= wire.depth:
                         runner.waits_for = wire
@@ -233,7 +234,8 @@ class ScheduleRun:
                 self.send(runner, step, wires)
                 for wire in wires:
                     wire.microbatches.append(step.microbatch)
-                    self.wake(wire.target, wire)
+                    if wire.target.waits_for is wire:
+                        self.wake(wire.target, wire)
             elif not self.may_pass(runner, step) or action is Action.UPDATE or not self.sums_at_end:
                 return
             else:

@@ -93,6 +93,14 @@ class Plan:
     """Name of the schedule: "1f1b" or "zb-h1"; see `hpctrain.plan.schedule`."""
     unused: tuple[int, ...] = ()
 
+    def with_schedule(self, **changes) -> "Plan":
+        """Return the plan by another schedule, or with another number of microbatches.
+
+        It shares what follows from the tiles, which takes long where they are many."""
+        result = replace(self, **changes)
+        result.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(result)})
+        return result
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that the plan is for, the unused ones too."""

@@ -7,6 +7,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 
@@ -81,7 +82,8 @@ class TensorGrid(NamedTuple):
     def size(self) -> int:
         return math.prod(self[: len(AXES)])
 
-    def num_parts(self, axes: Iterable[str]) -> int:
+    @lru_cache(maxsize=4096)  # noqa: B019 - grids are small values, and there are few
+    def num_parts(self, axes: tuple[str, ...]) -> int:
         """Return how many ranks there are along some axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 

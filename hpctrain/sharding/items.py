@@ -5,6 +5,7 @@ A plan cuts between any two items. What a tile has of a block, both branches or 
 """
 
 import itertools
+from functools import lru_cache
 
 from hpctrain.sharding.intervals import Interval
 
@@ -22,11 +23,12 @@ def is_attention(item: int) -> bool:
     return item % 2 == 1
 
 
-def layers(items: Interval) -> list[Interval]:
+@lru_cache(maxsize=4096)
+def layers(items: Interval) -> tuple[Interval, ...]:
     """Cut consecutive items into layers."""
     first = items.start + 1 + items.start % 2  # a layer starts at an odd item, and with the embedding
     bounds = [items.start, *range(first, items.stop, 2), items.stop]
-    return [Interval(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+    return tuple(Interval(a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
 
 def name_layer(items: Interval, num_items: int) -> str:

@@ -9,7 +9,7 @@ from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.holdings import holding_of
-from hpctrain.plan.launch_order import check_launch_order
+from hpctrain.plan.launch_order import check_launch_order, shortened
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.cut_products import PAYS, predict_in_parts
 from hpctrain.planner.prediction.predictor import Predictor
@@ -146,7 +146,8 @@ def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap,
         return resolve_overlap(job.overlap, topology)
     decides = len(topology.families) > 1 or not topology.has_devices
     placement = placements(topology, job, plan) if decides else None
-    return resolve_overlap(job.overlap, topology, placement, launch_refusal(plan) if topology.has_devices else None)
+    refusal = launch_refusal(shortened(plan)) if topology.has_devices else None
+    return resolve_overlap(job.overlap, topology, placement, refusal)
 
 
 def resolve_for(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:

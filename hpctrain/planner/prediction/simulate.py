@@ -15,17 +15,20 @@ The loop of `plan.schedule_run` says what happens; this module says when:
 Each second of a tile's clock belongs to one part, so that the parts add up.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from hpctrain.plan.schedule import Action, Instruction, Schedule, in_flight
+from hpctrain.plan.schedule import SENDING, Action, Instruction, Schedule, in_flight
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices.prices import PASSES, Costs, GradientExchange, PassCost, TileCost, slowed_by
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+OPPOSITE: dict[Action, Action] = dict(zip(SENDING, reversed(SENDING), strict=True))
+"""For each kind of send, the one of the other direction."""
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
 
@@ -47,17 +50,25 @@ class _Clock(Runner):
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
-    sent_at: dict[Action, float] = field(default_factory=dict)
+    passes: dict[tuple[Action, int], Sequence[tuple[PassCost, float]]] = field(default_factory=dict)
+    """The costs of passes and their seconds, for each row chunk, by instruction and virtual stage."""
+    passed: list[PassCost] = field(default_factory=list)
+    """The costs of the passes that were computed; their parts are counted at the end."""
+    sent_at: dict[Action, float] = field(default_factory=lambda: dict.fromkeys(SENDING, 0.0))
     """Time at which the last message of each kind has left, of those that leave the node."""
     done: list[float] = field(default_factory=list)
     """Time at which each virtual stage finished its last instruction."""
-    spans: list[PredictedSpan] = field(default_factory=list)
+    spans: list[tuple[Instruction, float, float]] = field(default_factory=list)
+    """The fields of each `PredictedSpan`."""
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
     """Overlapped gathers of weights, by virtual stage, with three figures each: its seconds, the time of its end, and
     the seconds of the first forward pass after which its weights are needed."""
 
     def __post_init__(self) -> None:
         self.done = [0.0] * len(self.virtual_stages)
+        for number, cost in enumerate(self.costs):
+            for action, name in PASSES.items():
+                self.passes[action, number] = [(one, one.seconds) for one in getattr(cost, name)]
         self.opening = next((step for step in self.schedule if step.action in PASSES), None)
         self.closing = next((step for step in reversed(self.schedule) if step.action in PASSES), None)
 
@@ -65,6 +76,14 @@ class _Clock(Runner):
         self.now += seconds
         self.parts[part] += seconds
         self.exposed[part] += seconds
+
+    def count_passes(self) -> None:
+        """Add the passes that were computed to the parts."""
+        numbers = Counter(map(id, self.passed))
+        for key, one in {id(one): one for one in self.passed}.items():
+            for part in ("compute", "tensor", "data"):
+                self.parts[part] += numbers[key] * getattr(one, part)
+                self.exposed[part] += numbers[key] * getattr(one, part)
 
     def wait_until(self, until: float, exposed: str = "pipeline") -> float:
         """Return the seconds of waiting `until` a time; by the rank's own clock they count as part `exposed`."""
@@ -106,8 +125,12 @@ class Simulated:
     """Seconds of each part (`PARTS`), by the first tile of the ranks, as in the schedules."""
     exposed: dict[Tile, dict[str, float]]
     """Seconds of each part by the ranks' own clocks (`EXPOSED`); they add up to the step too."""
-    spans: dict[Tile, list[PredictedSpan]]
-    """Spans of passes, sums and updates."""
+    span_fields: Mapping[Tile, Sequence[tuple[Instruction, float, float]]]
+
+    @cached_property
+    def spans(self) -> dict[Tile, list[PredictedSpan]]:
+        """Return the spans of passes, sums and updates."""
+        return {tile: list(map(PredictedSpan._make, spans)) for tile, spans in self.span_fields.items()}
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
@@ -151,23 +174,24 @@ class Simulation(ScheduleRun):
         return tuple(self._cost_numbers[id(costs.tiles[tile])] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
-        cost, begin = clock.costs[step.virtual_stage], clock.now
-        one: PassCost = getattr(cost, PASSES[step.action])[step.row_chunk]
+        number, begin = step.virtual_stage, clock.now
+        one, seconds = clock.passes[step.action, number][step.row_chunk]
         if step is clock.opening:
+            cost = clock.costs[number]
             clock.spend(cost.exposed_part, max(0.0, cost.before_seconds - clock.now))
-        if step.virtual_stage in clock.gathers:
-            self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
-        clock.spend("compute", one.compute)
-        if one.tensor or one.data:
-            clock.spend("tensor", one.tensor)
-            clock.spend("data", one.data)
+        if number in clock.gathers:
+            self._await_weights(clock, clock.costs[number].overlap_slowdown, clock.gathers.pop(number))
+        clock.now += seconds
+        clock.passed.append(one)
         if step is clock.closing:
+            cost = clock.costs[number]
             clock.spend(cost.exposed_part, cost.after_seconds)
-        clock.done[step.virtual_stage] = clock.now
-        clock.spans.append(PredictedSpan(step, begin, clock.now))
+        clock.done[number] = clock.now
+        clock.spans.append((step, begin, clock.now))
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
-        others = max((at for action, at in clock.sent_at.items() if action is not step.action), default=0.0)
+        action = step.action
+        others = clock.sent_at[OPPOSITE[action]]
         for wire in wires:
             if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
@@ -179,8 +203,8 @@ class Simulation(ScheduleRun):
                     wire.free_at = max(wire.free_at, wire.last_first_at + later * wire.round_seconds)
                 else:
                     wire.last_first_at = wire.free_at
-            if wire.leaves:
-                clock.sent_at[step.action] = max(wire.free_at, clock.sent_at.get(step.action, 0.0))
+            if wire.leaves and wire.free_at > clock.sent_at[action]:
+                clock.sent_at[action] = wire.free_at
             wire.arrivals.append(wire.free_at + wire.under_way)
         if share := self._costs.blocking_share:
             end = max(wire.free_at - (wire.seconds - wire.under_way) * (1 - share) for wire in wires)
@@ -192,11 +216,11 @@ class Simulation(ScheduleRun):
         for wire in wires:
             longest = max(longest, wire.seconds)
             arrival = max(arrival, wire.arrivals.popleft())
-        waited = clock.wait_until(arrival)
-        seen = min(waited, longest)
-        clock.parts["pipeline"] += longest
-        clock.parts["hidden"] -= longest - seen
-        clock.parts["bubble"] += waited - seen
+        waited = clock.wait_until(arrival) if arrival > clock.now else 0.0
+        seen, parts = min(waited, longest), clock.parts
+        parts["pipeline"] += longest
+        parts["hidden"] -= longest - seen
+        parts["bubble"] += waited - seen
         for wire in wires:
             wire.free_slots.append(clock.now)
         clock.done[step.virtual_stage] = clock.now
@@ -204,6 +228,8 @@ class Simulation(ScheduleRun):
     def simulated(self) -> Simulated:
         """Run the step to its end. Raises PlanError where the schedules deadlock."""
         self.run()
+        for clock in self._clocks:
+            clock.count_passes()
         self._finish()
         end = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
@@ -236,8 +262,8 @@ class Simulation(ScheduleRun):
             if exchange.needed_seconds is None:
                 self._exchange([clock for clock, *_ in self._clocks_of(exchange)], exchange.gather_seconds)
         for clock in self._clocks:
-            clock.spans.append(PredictedSpan(Instruction(Action.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
-            clock.spans.append(PredictedSpan(Instruction(Action.UPDATE), reduced[clock], clock.now))
+            clock.spans.append((Instruction(Action.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
+            clock.spans.append((Instruction(Action.UPDATE), reduced[clock], clock.now))
 
     def _start_gathers(self) -> None:
         """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""

@@ -25,8 +25,7 @@ class PricedItems(NamedTuple):
 
     def first(self, stop: int, limit: float) -> int:
         """Return the first item from which it can go up to another one in a time."""
-        starts = range(max(0, stop - self.most), stop)
-        return starts.start + bisect_left(starts, True, key=lambda i: self.taken(i, stop) <= limit)
+        return bisect_left(self.seconds, self.seconds[stop] - limit, max(0, stop - self.most), stop)
 
     def taken(self, start: int, stop: int) -> float:
         return self.seconds[stop] - self.seconds[start]

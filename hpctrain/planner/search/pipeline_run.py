@@ -31,7 +31,7 @@ class StageMessages(NamedTuple):
 
     def unblocked_at(self, sent: float, seconds: float) -> float:
         """Return when the sender of a message may compute again, which takes so many seconds and was `sent` then."""
-        return sent - (1 - self.blocking) * (seconds - self.under_way) if self.blocking else 0.0
+        return sent - (1 - self.blocking) * (seconds - self.under_way)
 
 
 def done_after(
@@ -60,39 +60,51 @@ def done_after(
     gradients_at: list[list[float]] = [[] for _ in stages]
     activation_sent, gradient_sent = [0.0] * len(passes), [0.0] * len(passes)
     while num_backward[0] < num_run:
-        for i in stages:
+        for i in stages:  # each as far as it can go
             forward, backward, weight = passes[i]
             after, before = messages[i] if i < last else None, messages[i - 1] if i else None
             shares_nic = bool(after and before and after.leave_node and before.leave_node)
-            while num_backward[i] < num_run:
-                if num_forward[i] < num_run and num_forward[i] - num_backward[i] <= warm_ups[i]:
+            time, ahead, back, most_ahead = now[i], num_forward[i], num_backward[i], warm_ups[i]
+            arrived, returned, sent, sent_back = (
+                activations_at[i],
+                gradients_at[i],
+                activation_sent[i],
+                gradient_sent[i],
+            )
+            while back < num_run:
+                if ahead < num_run and ahead - back <= most_ahead:
                     if before:
-                        if len(activations_at[i]) == num_forward[i]:
+                        if len(arrived) == ahead:
                             break
-                        now[i] = max(now[i], activations_at[i][num_forward[i]])
-                    now[i] += forward
-                    num_forward[i] += 1
+                        time = max(time, arrived[ahead])
+                    time += forward
+                    ahead += 1
                     if after:
-                        nic_free_at = gradient_sent[i] if shares_nic else 0.0
-                        start = max(now[i], activation_sent[i], nic_free_at)
-                        activation_sent[i] = start + after.activation - after.under_way
+                        start = max(time, sent, sent_back) if shares_nic else max(time, sent)
+                        sent = start + after.activation - after.under_way
                         activations_at[i + 1].append(start + after.activation)
-                        now[i] = max(now[i], after.unblocked_at(activation_sent[i], after.activation))
+                        if after.blocking:
+                            time = max(time, after.unblocked_at(sent, after.activation))
                 else:
                     if after:
-                        if len(gradients_at[i]) == num_backward[i]:
+                        if len(returned) == back:
                             break
-                        now[i] = max(now[i], gradients_at[i][num_backward[i]])
+                        time = max(time, returned[back])
                     if before:
-                        start = max(
-                            now[i] + backward - weight, gradient_sent[i], activation_sent[i] if shares_nic else 0.0
-                        )
-                        gradient_sent[i] = start + before.gradient - before.under_way
+                        start = max(time + backward - weight, sent_back, sent if shares_nic else 0.0)
+                        sent_back = start + before.gradient - before.under_way
                         gradients_at[i - 1].append(start + before.gradient)
-                    now[i] += backward
-                    if before:
-                        now[i] = max(now[i], before.unblocked_at(gradient_sent[i], before.gradient))
-                    num_backward[i] += 1
+                    time += backward
+                    if before and before.blocking:
+                        time = max(time, before.unblocked_at(sent_back, before.gradient))
+                    back += 1
+            now[i], num_forward[i], num_backward[i], activation_sent[i], gradient_sent[i] = (
+                time,
+                ahead,
+                back,
+                sent,
+                sent_back,
+            )
     if num_run == microbatches:
         return now
     middle = num_run - 1 - warm_ups[0]  # the last microbatch before the pipeline drains

@@ -45,12 +45,18 @@ class Scorer:
         self._ignores_memory = ignores_memory
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
+        self.offloads = [
+            space.offload if num_bytes and pool.device.family.kind != "cpu" else ("none",)
+            for pool, num_bytes in zip(costs.pools, costs.host_bytes, strict=True)
+        ]
+        """What stages of each pool may keep in host memory."""
         self._families = [device.family for device in costs.cluster.devices]
         # Each caches the method of the same name with an underscore before it.
         self.variants = lru_cache(None)(self._variants)
         self.messages_between = lru_cache(None)(self._messages_between)
         self.cut_rows = lru_cache(None)(self._cut_rows)
         self.layer_seconds = lru_cache(None)(self._layer_seconds)
+        self.item_seconds = lru_cache(1024)(self._item_seconds)
         self._bucket_bytes = lru_cache(None)(partial(least_bucket_bytes, costs.setup))
 
     def optimistic_seconds(self, shape: Shape) -> float:
@@ -173,8 +179,7 @@ class Scorer:
                 if fitting >= num_blocks and row_chunks == 1:
                     break  # nor by recomputing more
 
-        may_offload = costs.host_bytes[stage.pool] and costs.pools[stage.pool].device.family.kind != "cpu"
-        first, *others = self.space.offload if may_offload else ("none",)
+        first, *others = self.offloads[stage.pool]
         return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
@@ -224,16 +229,20 @@ class Scorer:
     def _cut_items(self, stages: Sequence[CutStage]) -> list[float]:
         """Return about how many blocks each stage has, where cuts may be inside blocks, as `changes.py` makes them."""
         sums, last = self._block_sums, len(self._block_sums) - 1
-        priced = []
-        for stage in stages:
-            ends, each = stage.shape.ends, stage.variant.line
-            first, head = each.fixed * ends[0], each.fixed * (ends[1] and not ends[0])
-            seconds = [each.at(count) - each.fixed + first for count in sums]
-            seconds[0], seconds[last] = 0.0, seconds[last] + head
-            priced.append(PricedItems(seconds, 2 * stage.variant.most + sum(ends)))
+        priced = [
+            PricedItems(self.item_seconds(s.variant.line, s.shape.ends), 2 * s.variant.most + sum(s.shape.ends))
+            for s in stages
+        ]
         bounds = [2 * count for count in itertools.accumulate((stage.blocks for stage in stages), initial=0)]
         old = [0, *(bound + 1 for bound in bounds[1:-1]), last]
         return [sums[stop] - sums[start] for start, stop in itertools.pairwise(best_cuts(priced, old))]
+
+    def _item_seconds(self, line: BlockLine, ends: tuple[bool, bool]) -> list[float]:
+        """Return the seconds of a stage's items as prefix sums, where those of its blocks are a line."""
+        first, head = line.fixed * ends[0], line.fixed * (ends[1] and not ends[0])
+        seconds = [line.at(count) - line.fixed + first for count in self._block_sums]
+        seconds[0], seconds[-1] = 0.0, seconds[-1] + head
+        return seconds
 
     def speed(self, pool: int, layer: Interval = BLOCK) -> float:
         """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""

@@ -91,4 +91,6 @@ class Shortlists:
             slowest *= again / once
         exchanged = costs.setup.gradient_bytes * int(costs.elements(grid, False, False).per_block * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")
-        return is_short(last, max(space.zero), space.offload[-1]), (microbatches - 1 + stages) * slowest + ends
+        return is_short(last, max(space.zero), self._scorer.offloads[pool][-1]), (
+            microbatches - 1 + stages
+        ) * slowest + ends

@@ -12,7 +12,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.model.storage import shard
 from hpctrain.plan.holdings import check_zero
-from hpctrain.plan.launch_order import Bridge, LaunchOrderRun, check_launch_order, check_messages
+from hpctrain.plan.launch_order import Bridge, LaunchOrderRun, check_launch_order, check_messages, shortened
 from hpctrain.plan.schedule import Action, Instruction, schedule_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -104,6 +104,21 @@ def test_a_tied_embedding_is_not_summed_before_the_stages_between():
 @given(tilings(MODEL, 8, 6, 3), st.sampled_from(["1f1b", "zb-h1"]))
 def test_sums_of_any_tiling_may_start_early(plan, schedule):
     check_launch_order(replace(plan, schedule=schedule))
+
+
+@settings(max_examples=costly(60), deadline=None)
+@given(tilings(MODEL, 8, 6, 3), st.sampled_from(["1f1b", "zb-h1"]), st.integers(30, 90))
+def test_a_shortened_plan_begins_and_ends_as_the_whole_one(plan, schedule, microbatches):
+    plan = replace(plan, schedule=schedule, microbatches=microbatches)
+    fewer = shortened(plan)
+    assert vars(fewer)["_downstream"] is vars(plan)["_downstream"], "what follows from the tiles is shared"
+    gone = plan.microbatches - fewer.microbatches
+    assert gone > 0
+    for tile in plan.first_tiles:
+        whole, short = (schedule_of(each, tile, reduce_early=True) for each in (plan, fewer))
+        half = len(short) // 2
+        moved = (replace(each, microbatch=each.microbatch + gone * (each.microbatch >= 0)) for each in short[half:])
+        assert whole[:half] == short[:half] and whole[len(whole) - len(short) + half :] == tuple(moved)
 
 
 def test_interleaved_pipelines_beside_others_may_start_early():

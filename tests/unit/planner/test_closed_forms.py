@@ -15,10 +15,19 @@ from hpctrain.planner.search.cut import GIVEN_ONE_BY_ONE, cut_blocks, deal_out
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import Search, search
 from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
-from hpctrain.planner.search.space import arrangements
+from hpctrain.planner.search.space import Space, arrangements
 from hpctrain.planner.search.stages import BlockLine, StageVariant, StageVariants
 from tests.examples import costly
-from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
+from tests.unit.small_searches import (
+    ALL_IN_ONE,
+    BUCKETS,
+    EVERYTHING,
+    cases,
+    cluster_of,
+    every_arrangement,
+    setup_of,
+    step_seconds,
+)
 
 
 def lie_the_same(pool: Pool, size: int, replicas: int) -> bool:
@@ -85,6 +94,18 @@ def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
         order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
         assert result == [considered[i][1] for i in order[: len(result)]]
         assert len(result) >= min(2, len(considered))
+
+
+def test_unknown_host_memory_makes_no_choice_short_of_memory():
+    """A choice that is short ranks last, so where all were, all had to be looked at."""
+    for host_bytes in (None, 10**12):
+        cluster = cluster_of([("a", 2, 4), ("b", 2, 4)], 40_000_000)
+        nodes = (node.model_copy(update={"host_memory_bytes": host_bytes}) for node in cluster.nodes)
+        cluster = cluster.model_copy(update={"nodes": tuple(nodes)})
+        scorer = Search(setup_of(6), 16, cluster, None, Space(), EVERYTHING, lambda: 0.0).scorer
+        lists = Shortlists(scorer, 4)
+        every, best = lists._rates(0, 4)
+        assert not any(lists._score(0, choice, rate, best, 4, 4, False)[0] for rate, choice in every)
 
 
 @settings(max_examples=200, deadline=None)
