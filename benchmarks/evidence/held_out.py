@@ -93,6 +93,23 @@ def long_rows() -> PublishedSet:
     return summary("long rows in fp8, H100 and B200", "long_rows_fp8.csv")
 
 
+def grok() -> PublishedSet:
+    """Grok 1, and models of its form with fewer layers, by NeMo on 8 to 2,048 H100 and 128 to 512 GB200, bf16 and fp8
+    (NVIDIA/dgxc-benchmarking, grok1/README_314b.md at 143b90d, of 2024, and grok1/README.md at 1f6d9f4, of 2025).
+    Those of 2024 have FlashAttention 2 (`NVTE_FUSED_ATTN=0`) and cut each expert as all else by tensor parallelism.
+    Degrees for data follow from the number of devices. The load is even: experts have a capacity, and are padded."""
+    return summary("Grok 1 by NeMo, H100 and GB200", "grok_h100_gb200.csv")
+
+
+def megatron_bridge_experts() -> PublishedSet:
+    """Qwen 3 30B-A3B, 235B-A22B and gpt-oss 120B by Megatron-Bridge 25.11 to 26.08 on 8 to 256 devices (NVIDIA-NeMo/
+    Megatron-Bridge, docs/performance-summary.md and its archive at 067f987; two rows with 20 and 25 s are of
+    skills/nemo-mbridge-perf-moe-hardware-configs/SKILL.md). Load is balanced by force. Left out: NVFP4, and runs that
+    drop tokens. Recipes and their history tell which dispatcher sends tokens, what overlaps it, and that from 26.06 on
+    MXFP8 runs start whole iterations as graphs, with cuDNN's grouped kernels. Stages of 235B count ends as a block."""
+    return summary("Megatron-Bridge, models with experts", "megatron_bridge_experts.csv")
+
+
 def golden_memory() -> list[tuple[str, float, float]]:
     """Return of Megatron-LM's own functional tests what torch allocated on the last rank at the peak: (name, bytes as
     published, bytes as predicted). Small models on 4 or 8 A100, H100 and GB200 (NVIDIA/Megatron-LM at d98e8a6)."""
@@ -106,4 +123,4 @@ def golden_memory() -> list[tuple[str, float, float]]:
 
 def held_out_sets() -> list[PublishedSet]:
     sets = dgxc, mlperf, megatron_bridge, flagperf, gipfelsturm, internevo, nanotron, yafsdp, diloco, dtfm, long_rows
-    return [each() for each in sets]
+    return [each() for each in (*sets, grok, megatron_bridge_experts)]

@@ -14,6 +14,7 @@ issues 209 and 450), nearly all of 10 Gb/s.
 import math
 from typing import NamedTuple
 
+from hpctrain.comm.operations import row_of
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.links import PairLink
@@ -57,6 +58,11 @@ PLUGGED_FABRICS = "Slingshot", "EFA"
 # Copies through the hosts' memory end at about so many bytes a second of a NIC, however fast that is.
 SOCKETS_BYTES_PER_SECOND = 3.2e9
 SOCKETS = NcclWire(0.85, (Protocol(8e-6, 14e-6, 1.0),))
+
+
+def targets(num_parts: int, copies: int) -> float:
+    """Return to how many of some parts of the ranks a token goes that is needed in so many places, each of any part."""
+    return num_parts * (1 - (1 - 1 / num_parts) ** copies)
 
 
 def wire_of(link: PairLink) -> NcclWire:
@@ -108,13 +114,16 @@ def _has_summing_switches(link: PairLink) -> bool:
 class NcclNetwork(ClusterNetwork):
     """A cluster's links with the collectives of NCCL. A measured link gives all that was measured."""
 
-    def __init__(self, cluster: Cluster, link_share: float = 1.0, socket_share: float = 1.0, sums: bool = True):
+    def __init__(
+        self, cluster: Cluster, link_share: float = 1.0, socket_share: float = 1.0, sums: bool = True, copies: int = 0
+    ):
         """`socket_share` is what software reaches of what sockets give, and `link_share` what it reaches of others.
 
         `sums` says whether switches may sum what passes. They do not with sequence parallelism, whose all-reduces are a
-        gather and a scatter.
+        gather and a scatter. An all-to-all that sends each token of so many `copies` to a node once sends fewer.
         """
         super().__init__(cluster, link_share)
+        self._copies = copies
         self._socket_share, self._sums = socket_share, sums
         places = (place._replace(family="") for place in places_of(cluster))  # to NCCL all devices are equal
         self._topology = Topology(tuple(places), shares_memory=False)
@@ -145,6 +154,16 @@ class NcclNetwork(ClusterNetwork):
             return super()._by_domains(operation, num_bytes, shape)
         far = lines[0][1]
         inside = [(1, *self._slowest(d.links, part, d.flows)) for d in shape.domains if d.links]
-        bandwidth = min(size * each for size, _, each in lines + inside)
+        if row_of(operation).is_pairwise:  # each rank sends by its own NIC what is for other nodes
+            by_nic, in_node = (min(each for _, _, each in some) if some else math.inf for some in (lines, inside))
+            own = shape.size // shape.num_domains
+            away = (shape.size - own) / shape.size
+            if self._copies:
+                nodes = targets(shape.num_domains, self._copies) * (1 - 1 / shape.num_domains)
+                away = nodes / targets(shape.size, self._copies)
+            moved = (shape.size - 1) / shape.size
+            bandwidth = min(by_nic * moved / away, in_node * moved * shape.size / max(1, own - 1))
+        else:
+            bandwidth = min(size * each for size, _, each in lines + inside)
         near = inside[0][1] if inside else None
         return collective_seconds(operation, num_bytes, shape.size, far, bandwidth, False, near, shape.num_domains)

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.config.errors import PlanError
-from hpctrain.plan.holdings import Holding
+from hpctrain.plan.holdings import Holding, holding_of
 from hpctrain.plan.schedule import in_flight
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import layer_kept
 from hpctrain.planner.prediction.memory import StageMemory
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
 from hpctrain.planner.prices.prices import GradientExchange
+from hpctrain.software.experts import parts_by_experts
 from hpctrain.software.software import SoftwareSetup
 
 
@@ -23,13 +24,17 @@ class SoftwarePredictor(Predictor):
         return 0.0 if self.setup.engine.blocking_sends else super()._waiting_share(tile)
 
     def _holding_of(self, rank: int) -> Holding:
-        """Return what a rank holds, in the ZeRO stage of its tile, also where holders are of several families."""
-        holding = super()._holding_of(rank)
+        """Return what a rank holds, in the ZeRO stage of its tile, also where holders are of several families. Of those
+        that have the rest of a layer alike only every so-manieth has the same experts."""
+        setup, grid = self.setup, self.plan.tile_of(rank).tensor
+        holding = holding_of(setup.held_model(grid), self.plan, rank, self._bucket_bytes)
         groups = (
             replace(group, zero=min(group.zero, max(self.plan.tile_of(each).zero for each in group.ranks)))
             for group in holding.shard_groups
         )
-        return replace(holding, shard_groups=tuple(groups))
+        step = max(1, setup.expert_parts * setup.expert_cut // grid.size)
+        cut = (part for group in groups for part in (parts_by_experts(group, rank, step) if step > 1 else (group,)))
+        return replace(holding, shard_groups=tuple(cut))
 
 
 class TiedByPairs(SoftwarePredictor):

@@ -24,7 +24,7 @@ from hpctrain.sharding.items import layers
 from hpctrain.software.deepspeed import DEEPSPEED, EAGER
 from hpctrain.software.megatron import MEGATRON, MEGATRON_2020, MEGATRON_CORE, MEGATRON_CORE_2024
 from hpctrain.software.predictor import SoftwarePredictor, TiedByPairs, interleaved, interleaved_memory, uneven_seconds
-from hpctrain.software.software import SoftwareSetup, SoftwareVersion
+from hpctrain.software.software import EXPERT_RANKS, SoftwareSetup, SoftwareVersion
 from hpctrain.software.torch_fsdp import COMPOSER, COMPOSER_PURE, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, TORCH_FLASH
 
 _TORCH = EAGER, TORCH_FLASH, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
@@ -103,6 +103,25 @@ class DescribedRun:
     """The dtype of gradients that are `overlapped`; None: the run's."""
     head_size: int | None = None
     """Features of a head; None: hidden / heads."""
+    num_experts: int | None = None
+    """Experts of a layer; None: it has none."""
+    experts_per_token: int | None = None
+    expert_size: int | None = None
+    """Inner features of an expert; None: ffn."""
+    expert_parallel: int = 1
+    """How many ranks of a stage have different experts of a layer, and send each other their tokens."""
+    expert_tensor: int = 1
+    """How many ranks cut each of these experts."""
+    dispatches_once: bool = False
+    """Whether a token goes to a rank, and to a node, once, however many of its experts are there (DeepEP, HybridEP)."""
+    fuses_experts: bool = False
+    """Whether the products of experts are one operation with the activation and casts (cuDNN's grouped kernels)."""
+    overlaps_experts: bool = False
+    """Whether what experts exchange is overlapped with products of another microbatch."""
+    window: int | None = None
+    """Positions that a token attends to in layers with a window."""
+    global_every: int | None = None
+    """Every so-manieth layer has no window."""
     machine: Cluster | None = None
     """A cluster that is given whole, in place of the words for accelerator, node and network."""
 
@@ -119,6 +138,12 @@ class DescribedRun:
             )
         if self.zero == 3 and self.overlapped:
             raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
+        own, ranks = self.expert_parallel * self.expert_tensor, self.num_devices // self.pipeline
+        if own > 1 and (self.num_experts is None or ranks % own or own % self.tensor or self.zero == 3):
+            raise PlanError(
+                f"expert_parallel {self.expert_parallel} x expert_tensor {self.expert_tensor} need num_experts, are a"
+                f" multiple of tensor = {self.tensor} that divides the {ranks} devices of a stage, and zero is not 3"
+            )
         if self.global_batch % (self.data * self.microbatch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is not divisible by data {self.data} x microbatch"
@@ -147,6 +172,11 @@ class DescribedRun:
             vocab_size=self.vocabulary,
             max_positions=self.positions,
             tie_head=self.tie_head,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_size=self.expert_size,
+            window=self.window,
+            global_every=self.global_every,
         )
 
     def setup(self, stack: SoftwareVersion | None = None) -> SoftwareSetup:
@@ -165,9 +195,8 @@ class DescribedRun:
             size = ITEM_BYTES[self.gradient_dtype or self.dtype]
             stack = replace(stack, own_gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
-        overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
-            frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
-        )
+        switches = {"z": self.zero == 3, "tensor": self.overlaps_tensor, EXPERT_RANKS: self.overlaps_experts}
+        overlaps = frozenset(name for name, is_on in switches.items() if is_on)
         parts = self.tensor if self.overlaps_tensor else 1
         return SoftwareSetup(
             self.model,
@@ -180,6 +209,11 @@ class DescribedRun:
             linear_dtype=self.linear_dtype,
             context_parts=self.context,
             tensor_parts=parts,
+            expert_spread=0.0,  # published runs balance the load by force
+            expert_parts=self.expert_parallel,
+            expert_cut=self.expert_tensor,
+            dispatches_once=self.dispatches_once,
+            fuses_experts=self.fuses_experts,
         )
 
     @cached_property

@@ -5,11 +5,12 @@ The functions of the planner that price our engine are asked for others too: tho
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
-from hpctrain.architectures.description import Attention, Mlp
+from hpctrain.architectures.description import Attention, Experts, Mlp
 from hpctrain.config.clusters.cluster import ITEM_BYTES, Cluster
+from hpctrain.config.job import Model
 from hpctrain.config.training.optimizers import Shape
 from hpctrain.plan.holdings import Holding
 from hpctrain.plan.tiling import Plan, Tile
@@ -28,6 +29,8 @@ channels what a ring comes into, 4 MiB, and 5.2 MiB for the two protocols of sma
 DEFAULT_BUFFSIZE and its like)."""
 NCCL_BUFFER_BYTES = 2**21
 """Bytes of a message to another node that NCCL holds: 2 channels, 8 slots each, chunks of 128 KiB (graph/paths.cc)."""
+EXPERT_RANKS = "experts"
+"""The group of ranks that have different experts of a layer, each with tokens of its own."""
 FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
 """The fields of a `SoftwareVersion` that are fitted to published runs; the others are facts of its source."""
 
@@ -101,6 +104,16 @@ class SoftwareSetup(Setup):
     """A setup whose `engine` is another software."""
 
     engine: SoftwareVersion
+    _: KW_ONLY
+    expert_parts: int = 1
+    """Number of ranks among which whole experts of a layer are cut. They go through all ranks of a stage."""
+    expert_cut: int = 1
+    """Number of ranks among which each expert is cut."""
+    fuses_experts: bool = False
+    """Whether the products of experts are one operation with the activation and casts (cuDNN's grouped kernels), and
+    their tokens are put in order on their way."""
+    dispatches_once: bool = False
+    """Whether a token goes to a rank, and to a node, once, however many of its experts are there."""
 
     splits_backward: ClassVar[bool] = False
     sums_itself: ClassVar[bool] = False
@@ -117,6 +130,21 @@ class SoftwareSetup(Setup):
     def state_bytes(self, parts: Iterable[tuple[Shape, float]] | None = None) -> float:
         own = self.engine.optimizer_bytes
         return super().state_bytes(parts) if own is None else own
+
+    def held_model(self, grid: TensorGrid) -> Model:
+        """Return a model of whose weights a rank of a grid, which cuts experts by y, holds as much as it does of this
+        one's: of more experts smaller parts."""
+        model, parts = self.model, self.expert_parts * self.expert_cut
+        key = "expert_size" if model.expert_size else "ffn_size"
+        size = getattr(model, key)
+        return model.model_copy(update={key: size * grid.y // parts}) if parts > 1 else model
+
+    def group_ranks(self, tile: Tile, name: str) -> tuple[int, ...]:
+        if name != EXPERT_RANKS:
+            return super().group_ranks(tile, name)
+        size = self.expert_parts * self.expert_cut
+        first = tile.ranks[0] // size * size
+        return tuple(range(first, first + size, self.expert_cut))
 
     @property
     def context_sizes(self) -> list[int]:
@@ -135,7 +163,10 @@ class SoftwareSetup(Setup):
 
     def network(self, cluster: Cluster) -> NcclNetwork:
         engine = self.engine
-        return NcclNetwork(cluster, engine.link_share, engine.socket_share, sums=not engine.sequence_parallel)
+        experts = next((block.mlp for block in self.blocks if isinstance(block.mlp, Experts)), None)
+        copies = experts.chosen if experts and self.dispatches_once else 0
+        sums = not engine.sequence_parallel
+        return NcclNetwork(cluster, engine.link_share, engine.socket_share, sums=sums, copies=copies)
 
     def tensor_slowdown(self, measured: float) -> float:
         return 1.0  # Transformer Engine's user buffers move bytes by copy engines
@@ -228,6 +259,8 @@ def _(_setup: SoftwareSetup, _grid: TensorGrid, _attention: Attention, _recomput
 
 @branch_kept.register
 def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, rows: int) -> float:
+    if isinstance(branch, Experts):
+        return _experts_kept(setup, grid, branch, recompute, rows)
     software, b, positions = setup.engine, setup.item_bytes, setup.positions
     hidden = positions * setup.model.hidden_size / grid.x / setup.position_parts(grid)
     if not software.flash:
@@ -247,6 +280,15 @@ def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute
         gate = positions * branch.inner / grid.y if branch.gated and "gate" in software.dropped else 0.0
         return own - b * gate
     return own - b * positions * heads_on(branch, grid)[1] * ("keys" in software.dropped)
+
+
+def _experts_kept(setup: SoftwareSetup, grid: TensorGrid, experts: Experts, recompute: str, rows: int) -> float:
+    """Return what ours keeps of a mixture of experts, and the inputs of their products, which ours gathers anew."""
+    own = branch_kept.dispatch(Setup)(setup, grid, experts, recompute, rows)
+    pairs = setup.positions / setup.position_parts(grid) * experts.chosen
+    features = setup.model.hidden_size * setup.expert_cut + experts.inner * (recompute == "none")
+    kept = setup.linear_dtype if setup.linear_dtype and setup.engine.keeps_fp8 else setup.dtype
+    return own + pairs * features * ITEM_BYTES[kept]
 
 
 def _fp8_kept(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp) -> float:

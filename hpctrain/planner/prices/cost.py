@@ -158,7 +158,7 @@ def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers
     return _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight)), again
 
 
-class _Branch(NamedTuple):
+class Branch(NamedTuple):
     """A residual branch: a norm, two linear layers with something between, and the sum."""
 
     parts: list[PassWork]
@@ -169,7 +169,7 @@ class _Branch(NamedTuple):
     """Work that selective recomputing runs again: see `computed_again`."""
 
 
-def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
+def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> Branch:
     passes, tokens = setup.passes, rows * setup.positions
     query, key = heads_on(attention, grid)
     rotary = tokens * (query + key) if attention.rotary else 0
@@ -181,7 +181,7 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
         moved = [_exchange(setup, grid, attention, tokens, times) for times in EXCHANGE_PASSES]
     else:
         moved = _context(setup, grid, tokens * 2 * key, core, core_backward, parts)
-    work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
+    work = branch_cost(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     # With sinks, queries, keys and values are copied behind a first position, and their gradients back.
     padded = 2 * setup.item_bytes * tokens * (query + 2 * key) if attention.sinks else 0
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] + padded for i in (0, 1))
@@ -234,9 +234,9 @@ def exchanged_features(attention: Attention, grid: TensorGrid) -> tuple[float, f
     return (query + 2 * key) * attention.head_size, query * attention.head_size
 
 
-def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
+def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> Branch:
     inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
-    work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
+    work = branch_cost(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
     again = computed_again(setup, grid, rows * setup.positions, mlp, forward.passed_bytes)
@@ -264,7 +264,8 @@ def load_guesses(setup: Setup, grids: Iterable[TensorGrid]) -> tuple[str, ...]:
     return (f"{key}: the busiest rank of a layer computes {max(times):.2f} times the mean of experts",) if times else ()
 
 
-def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, regathers: bool) -> _Branch:
+@singledispatch
+def experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, regathers: bool) -> Branch:
     """Return what a mixture of experts costs the busiest rank, see model/operators/experts.py. Its experts have equal
     loads.
 
@@ -272,7 +273,7 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     """
     tokens, hidden, passes = rows * setup.positions, setup.model.hidden_size, setup.passes
     of_shared = experts.shared_inner // grid.y
-    branch = _branch(setup, grid, experts, rows, (2 * of_shared, of_shared), regathers)
+    branch = branch_cost(setup, grid, experts, rows, (2 * of_shared, of_shared), regathers)
     router = linear(setup, -(-tokens // grid.position_parts), hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
     own = experts.count // grid.y
     pairs = tokens * experts.chosen * busiest_share(experts, grid.y, setup.expert_spread)
@@ -321,7 +322,7 @@ def _experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int,
     )
 
 
-FEED_FORWARD: dict[type[Mlp], Callable[..., _Branch]] = {Mlp: _mlp_branch, Experts: _experts_branch}
+FEED_FORWARD: dict[type[Mlp], Callable[..., Branch]] = {Mlp: _mlp_branch, Experts: experts_branch}
 """What a feed-forward branch costs, by what describes it."""
 
 
@@ -339,9 +340,9 @@ def computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attentio
     return PassWork(passed_bytes=normed + passed, operations=operations[isinstance(branch, Mlp)])
 
 
-def _branch(
+def branch_cost(
     setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int], regathers: bool
-) -> _Branch:
+) -> Branch:
     """Return what a branch costs without what is between its two linear layers.
 
     The first of these has `features[0]` out, the second `features[1]` in.
@@ -366,7 +367,7 @@ def _branch(
         ends[0] = PassWork.joined((costs[-1].forward, ends[0]))
     for end, operations in zip(ends, engine.block_operations, strict=True):
         end.operations += cut_evenly(operations, 2)[isinstance(branch, Mlp)].size
-    return _Branch(
+    return Branch(
         [PassWork.joined((norm.forward, first.forward)), second.forward, ends[0]],
         PassWork.joined((*(cost.backward_input for cost in costs), ends[1])),
         PassWork.joined((first.backward_weight, second.backward_weight)),

@@ -99,8 +99,8 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
     def overlapped_seconds(exchange: Exchange) -> float:
         """Return the seconds of the products that overlap a collective over the tensor grid; 0 where none do."""
         # Compared by identity: a recomputed product may have the same shape as the dW product, without being it.
-        behind = exchange.behind
-        if "tensor" not in setup.overlaps or any(id(each) not in products for each in behind):
+        behind, switch = exchange.behind, "tensor" if exchange.axis in GROUPS else exchange.axis
+        if switch not in setup.overlaps or any(id(each) not in products for each in behind):
             return 0.0
         if behind not in alone:
             meanwhile = PassWork([*behind], passes=work.passes)
@@ -108,7 +108,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
         return alone[behind]
 
     products = {id(each) for each in work.products}
-    axes = {name: tile.axis_ranks(GROUPS[name], tile.ranks[0]) for name in {e.axis for e in work.exchanges} - {"data"}}
+    axes = {name: setup.group_ranks(tile, name) for name in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
         part, who = "tensor", (axes.get(exchange.axis, ()), network.concurrent(tile.ranks))
         if exchange.axis == "data":

@@ -13,9 +13,10 @@ from hpctrain.config.kernels import LOGITS_BYTES, tokens_at_once
 from hpctrain.config.parallelism import EXPERT_SPREAD
 from hpctrain.config.training.optimizers import RULES, Shape
 from hpctrain.plan.schedule import EXPECTED_AHEAD
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.prices.curves import describe_training
 from hpctrain.planner.prices.network import ClusterNetwork
-from hpctrain.sharding.grid import AXES, STORED, TensorGrid
+from hpctrain.sharding.grid import AXES, GROUPS, STORED, TensorGrid
 from hpctrain.sharding.intervals import Interval, divisors
 from hpctrain.sharding.items import block_of, is_attention
 from hpctrain.sharding.parameters import all_parameters, padded_vocabulary
@@ -282,6 +283,10 @@ class Setup:
             block.attention if is_attention(layer.start) else None,
             None if is_attention(layer.stop - 1) else block.mlp,
         )
+
+    def group_ranks(self, tile: Tile, name: str) -> tuple[int, ...]:
+        """Return the ranks that exchange with a tile's first rank in a group of the tensor grid."""
+        return tile.axis_ranks(GROUPS[name], tile.ranks[0])
 
     @cached_property
     def _by_parts(self) -> dict[tuple[int, bool], Self]:
