@@ -71,3 +71,12 @@ def test_no_round_begins_when_the_time_is_over():
     with patch("hpctrain.planner.search.search.SCORED", 30), pytest.raises(PlanError, match="nothing fits"):
         searching.run()
     assert len(simulated) == TRIED + 1
+
+
+def test_what_a_budget_does_not_suffice_for_is_left_for_the_next_round():
+    machine = cluster_of([("a", 2, 4), ("b", 1, 4)])
+    setup = setup_of(8, vocabulary=512)
+    with patch("hpctrain.planner.search.search.SCORED", 30):
+        one_round, two_rounds = (search(setup, 16, machine, limits=Limits(most, 2)) for most in (30, 120))
+    assert not one_round.is_complete
+    assert one_round.searched["scored"] < 2 * 30 < two_rounds.searched["scored"]
