@@ -112,6 +112,10 @@ class ScheduleRun:
         there; called again when it is woken."""
         return True
 
+    def wakes_later(self) -> bool:
+        """Let time pass until a runner may go on, where all of them wait; say whether one may."""
+        return False
+
     def compute(self, runner: Runner, step: Instruction) -> None: ...
 
     def send(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None: ...
@@ -124,7 +128,7 @@ class ScheduleRun:
         """Run all schedules until every runner is at the end. Raises PlanError where they deadlock."""
         self._runnable.extend(self.runners.values())
         self.connect(tuple(self._runnable))
-        while self._runnable:
+        while self._runnable or self.wakes_later():
             self.advance(self._runnable.popleft())
         self._check_ends()
         for wire in self.wires:

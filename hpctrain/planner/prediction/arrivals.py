@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, common_parts, everywhere, gathers, receives
-from hpctrain.planner.prices.network import ClusterNetwork, Port
+from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 
 
@@ -20,36 +21,13 @@ class MessageCost(NamedTuple):
     """Seconds until the target has it."""
     under_way: float = 0.0
     """Seconds of these after its last byte has left, when the next one may leave: latency, and what gathers it."""
+    ports: Mapping[int, float] = MappingProxyType({})
+    """Ports that other messages pass too, as in `Costs.ports`."""
 
 
 def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], MessageCost]:
     """Return by source and target what a microbatch's message takes."""
     return _Messages(setup, plan, network).all()
-
-
-def crossing(pairs: Iterable[tuple[Tile, Tile]], network: ClusterNetwork) -> frozenset[tuple[Tile, Tile]]:
-    """Return the pairs whose messages leave a node."""
-    devices = network.cluster.devices
-    nodes = lru_cache(None)(lambda ranks: frozenset(devices[rank].node for rank in ranks))
-    return frozenset(pair for pair in pairs if nodes(pair[0].ranks) != nodes(pair[1].ranks))
-
-
-def rounds(
-    plan: Plan, costs: Mapping[tuple[Tile, Tile], MessageCost], network: ClusterNetwork
-) -> dict[tuple[Tile, Tile], float]:
-    """Return for pairs of tiles whose port of a node also carries messages between other stages, how many seconds it
-    needs for one microbatch of all of them. Replicas of a stage send at once, and share the port in their seconds."""
-    needed: dict[Port, dict[tuple, float]] = {}
-    passed: dict[tuple[Tile, Tile], tuple[Port, ...]] = {}
-    for (source, target), cost in costs.items():
-        passed[source, target] = tuple(port for port, _ in network.ports(source.ranks[0], target.ranks[0]))
-        for port in passed[source, target]:
-            place = plan.virtual_stages(source if port.leaves else target)[0].items, source.items, target.items
-            of_port = needed.setdefault(port, {})
-            of_port[place] = max(of_port.get(place, 0.0), cost.seconds - cost.under_way)
-    busy = {port: sum(of.values()) for port, of in needed.items() if len({stage for stage, *_ in of}) > 1}
-    most = {pair: max((busy.get(port, 0.0) for port in ports), default=0.0) for pair, ports in passed.items()}
-    return {pair: seconds for pair, seconds in most.items() if seconds}
 
 
 class _Part(NamedTuple):
@@ -85,8 +63,9 @@ class _Kind:
 
     def __init__(self, parts: list[_Part], gather_seconds: float):
         self.parts, self.gather_seconds = parts, gather_seconds
-        self.by_traffic: dict[tuple[Traffic, ...], dict[int, MessageCost]] = {}
-        """What the message of each source takes, by what else passes the nodes of the arrival."""
+        self.by_traffic: dict[tuple[Traffic, ...], dict[int, tuple[MessageCost, dict[tuple[int, tuple], float]]]] = {}
+        """What the message of each source takes, by what else passes the nodes of the arrival, and the share of its
+        seconds for which each port is busy."""
 
 
 Traffic = frozenset[tuple[tuple[_Kind, int], int]]
@@ -127,43 +106,71 @@ class _Messages:
             equal = frozenset(arrivals_there.items())
             traffic[key] = interned.setdefault(equal, equal)
         result: dict[tuple[Tile, Tile], MessageCost] = {}
+        passed: dict[tuple[Tile, Tile], dict[tuple, float]] = {}
+        users: dict[tuple, set[tuple]] = {}
         for arrival in every:
             own, known = tuple(traffic[key] for key in arrival.crossings()), arrival.kind.by_traffic
             if own not in known:
                 known[own] = self._costs(arrival, own)
-            for source, cost in known[own].items():
-                result[arrival.sources[source], arrival.tile] = cost
+            for number, (cost, ports) in known[own].items():
+                pair = arrival.sources[number], arrival.tile
+                result[pair] = cost
+                passed[pair] = {(arrival.nodes[place], *port): share for (place, port), share in ports.items()}
+                for port in passed[pair]:
+                    users.setdefault(port, set()).add((pair[0].items, pair[1].items))
+        shared = {port: frozenset(by) for port, by in users.items() if len(by) > 1}
+        numbers = {by: number for number, by in enumerate(dict.fromkeys(shared.values()))}
+        for pair, ports in passed.items() if shared else ():
+            own = {}
+            for port in shared.keys() & ports:
+                number = numbers[shared[port]]
+                own[number] = max(own.get(number, 0.0), ports[port])
+            result[pair] = result[pair]._replace(ports=own)
         return result
 
-    def _costs(self, arrival: _Arrival, traffic: Sequence[Traffic]) -> dict[int, MessageCost]:
-        """Return what it takes until the last rank of a tile has what it is sent, by the source's place."""
+    def _costs(
+        self, arrival: _Arrival, traffic: Sequence[Traffic]
+    ) -> dict[int, tuple[MessageCost, dict[tuple[int, tuple], float]]]:
+        """Return what it takes until the last rank of a tile has what it is sent, by the source's place, and the share
+        of that for which each port is busy."""
         result: dict[int, MessageCost] = {}
         inside: dict[tuple[int, int], MessageCost] = {}
+        busy: dict[int, dict[tuple[int, tuple], float]] = {}
         for part in arrival.kind.parts:
             sender, receiver = arrival.sources[part.source].ranks[part.sender], arrival.tile.ranks[part.receiver]
             latency = self._network.latency_seconds(sender, receiver)
             if part.ports:
                 flows = self._flows(part, traffic)
-                cost = MessageCost(self._network.seconds(sender, receiver, part.num_bytes, flows), latency)
-                result[part.source] = max(result.get(part.source, cost), cost)
+                most = max(1.0, *flows)
+                cost = MessageCost(self._network.seconds(sender, receiver, part.num_bytes, most), latency)
+                result[part.source] = max(result.get(part.source, cost), cost, key=lambda each: each.seconds)
+                of_source = busy.setdefault(part.source, {})
+                for (place, port, _), share in zip(part.ports, flows, strict=True):
+                    seconds = (cost.seconds - latency) * share / most
+                    of_source[place, port] = max(of_source.get((place, port), 0.0), seconds)
             elif sender != receiver:  # one after the other, by the receiver's link
                 seconds, key = self._network.seconds(sender, receiver, part.num_bytes), (part.source, part.receiver)
                 inside[key] = MessageCost(inside.get(key, MessageCost(0.0)).seconds + seconds, latency)
             else:
                 result.setdefault(part.source, MessageCost(0.0))
         for (source, _), cost in inside.items():
-            result[source] = max(result.get(source, cost), cost)
+            result[source] = max(result.get(source, cost), cost, key=lambda each: each.seconds)
         gather = arrival.kind.gather_seconds  # as if it came so much later
-        return {source: MessageCost(seconds + gather, late + gather) for source, (seconds, late) in result.items()}
+        every = {}
+        for source, (seconds, late, _) in result.items():
+            moving = max(seconds - late, 1e-12)
+            shares = {port: min(1.0, taken / moving) for port, taken in busy.get(source, {}).items()}
+            every[source] = MessageCost(seconds + gather, late + gather), shares
+        return every
 
-    def _flows(self, part: _Part, traffic: Sequence[Traffic]) -> float:
-        """Return how many messages like a part share its NICs."""
-        most = 1.0
+    def _flows(self, part: _Part, traffic: Sequence[Traffic]) -> list[float]:
+        """Return how many messages like a part share each of its ports, as if that were no faster than the others."""
+        flows = []
         for place, port, times_as_fast in part.ports:
             sizes = self._passed(traffic[place])[port]
             shared = math.fsum(min(size, part.num_bytes) * n for size, n in sizes.items()) / part.num_bytes
-            most = max(most, shared / times_as_fast)
-        return most
+            flows.append(shared / times_as_fast)
+        return flows
 
     def _gather_seconds(self, tile: Tile, forward: bool) -> float:
         """Return what the ranks of a tile take to gather over y what each of them was sent a part of."""

@@ -105,7 +105,7 @@ def waterfall(predictor: Predictor) -> dict[str, float]:
     seconds = (
         saved(lambda tile, cost: _scaled(cost, even[tile], 0.0)),
         min(parts["bubble"] for parts in predictor.simulated.parts.values()),
-        saved(messages=dict.fromkeys(costs.messages, 0.0), blocking_share=0.0, rounds={}),
+        saved(messages=dict.fromkeys(costs.messages, 0.0), blocking_share=0.0, under_way={}, ports={}),
         saved(_without("data", BACKWARD), exchanges=tuple(replace(each, reduce_seconds=0.0) for each in exchanges)),
         saved(_without("data", ["forward"]), exchanges=tuple(replace(each, gather_seconds=0.0) for each in exchanges)),
         saved(_without("tensor", PASSES.values())),

@@ -12,7 +12,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
 from hpctrain.plan.schedule import Schedule, in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.arrivals import MessageCost, arrivals, crossing, rounds
+from hpctrain.planner.prediction.arrivals import MessageCost, arrivals
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import Simulated, simulate
@@ -195,19 +195,19 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, splits)
             tiles[tile] = known[key]
-        costs, agree, crossed = self._messages
-        seconds, under_way = ({pair: cost[i] for pair, cost in costs.items()} for i in (0, 1))
+        costs, agree = self._messages
+        seconds = {pair: cost.seconds for pair, cost in costs.items()}
+        under_way = {pair: cost.under_way for pair, cost in costs.items()}
+        ports = {pair: cost.ports for pair, cost in costs.items() if cost.ports}
         largest = max(self.plan.tiles, key=lambda tile: tile.rows.size)
         blocking = self.setup.blocking_share(largest.rank_rows, largest.tensor)
-        shared = rounds(self.plan, costs, self.network)
-        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, crossed, under_way, shared)
+        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, under_way, ports)
 
     @cached_property
-    def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float, frozenset[tuple[Tile, Tile]]]:
-        """The costs of messages between tiles, the seconds until all agree, and which messages leave a node."""
-        messages = arrivals(self.setup, self.plan, self.network)
+    def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float]:
+        """The costs of messages between tiles, and the seconds until all agree."""
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
-        return messages, agree, crossing(messages, self.network)
+        return arrivals(self.setup, self.plan, self.network), agree
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:

@@ -5,8 +5,7 @@ The loop of `plan.schedule_run` says what happens; this module says when:
 - Each tile has a clock. Ranks with several tiles use that of the first.
 - A message leaves when it is sent, after those before it on its channel, and arrives after its seconds. It occupies its
   wire for its bytes, not while it is under way.
-- Messages that leave a node forward and backward share a NIC, one after the other.
-- A port that several stages share carries one message of each for every microbatch.
+- Messages that pass the same port of a node share it evenly while they are in flight (`shared_ports.py`).
 - A receive waits for its message, and a send waits while the channel is full.
 - All tiles synchronise to sum gradients and to agree on the step.
 - Overlapped exchanges have a lane. Gradients are summed as soon as the last backward pass has computed them. Weights
@@ -15,20 +14,19 @@ The loop of `plan.schedule_run` says what happens; this module says when:
 Each second of a tile's clock belongs to one part, so that the parts add up.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from hpctrain.plan.schedule import SENDING, Action, Instruction, Schedule, in_flight
-from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
+from hpctrain.plan.schedule import Action, Instruction, Schedule
+from hpctrain.plan.schedule_run import Runner, ScheduleRun
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prediction.shared_ports import PricedWire, SharedPorts
 from hpctrain.planner.prices.prices import PASSES, Costs, GradientExchange, PassCost, TileCost, slowed_by
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
-OPPOSITE: dict[Action, Action] = dict(zip(SENDING, reversed(SENDING), strict=True))
-"""For each kind of send, the one of the other direction."""
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
 
@@ -54,8 +52,8 @@ class _Clock(Runner):
     """The costs of passes and their seconds, for each row chunk, by instruction and virtual stage."""
     passed: list[PassCost] = field(default_factory=list)
     """The costs of the passes that were computed; their parts are counted at the end."""
-    sent_at: dict[Action, float] = field(default_factory=lambda: dict.fromkeys(SENDING, 0.0))
-    """Time at which the last message of each kind has left, of those that leave the node."""
+    sending: list[PricedWire] = field(default_factory=list)
+    """Wires of messages for which it may still have to wait before it computes."""
     done: list[float] = field(default_factory=list)
     """Time at which each virtual stage finished its last instruction."""
     spans: list[tuple[Instruction, float, float]] = field(default_factory=list)
@@ -91,28 +89,6 @@ class _Clock(Runner):
         self.now += waited
         self.exposed[exposed] += waited
         return waited
-
-
-@dataclass(eq=False)
-class _Wire(Wire):
-    seconds: float = 0.0
-    under_way: float = 0.0
-    """Seconds of these after the message has left."""
-    leaves: bool = False
-    """Whether its messages leave a node."""
-    arrivals: deque[float] = field(default_factory=deque)
-    """Arrival time of each message that was sent and not received."""
-    free_at: float = 0.0
-    """Time at which the last message has left."""
-    free_slots: deque[float] = field(default_factory=deque)
-    """Times at which slots became free again."""
-    round_seconds: float = 0.0
-    """Seconds between two of its messages at the least, but for the first ones."""
-    num_first: int = 1
-    """The number of messages before the other direction has any."""
-    num_sent: int = 0
-    last_first_at: float = 0.0
-    """Time at which the last one of the first messages has left."""
 
 
 @dataclass(frozen=True)
@@ -152,25 +128,25 @@ class Simulation(ScheduleRun):
         """A number of each cost, by its identity: equal costs have one. So each is hashed once, however many tiles."""
         super().__init__(plan, schedules)
         self._clocks: list[_Clock] = list(self.runners.values())
+        self._shared = SharedPorts()
         self._members: dict[int, list[tuple[_Clock, Tile, int]]] = {}
         self._start_gathers()
 
     def runner(self, virtual_stages: tuple[Tile, ...], schedule: Schedule) -> _Clock:
         return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
 
-    def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
+    def wire(self, ends: tuple[Tile, Tile], *rest) -> PricedWire:
         costs = self._costs
-        wire = _Wire(ends, *rest, seconds=costs.messages[ends], under_way=costs.under_way.get(ends, 0.0))
-        wire.leaves, wire.round_seconds = ends in costs.leaving, costs.rounds.get(ends, 0.0)
-        if wire.round_seconds and wire.action is Action.SEND_ACTIVATION:
-            wire.num_first = in_flight(self._plan, ends[0])
-        return wire
+        figures = {"under_way": costs.under_way.get(ends, 0.0), "ports": costs.ports.get(ends, {})}
+        return PricedWire(ends, *rest, seconds=costs.messages[ends], **figures)
 
     def prices(self, tiles: Sequence[Tile]) -> object:
         pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
         costs = self._costs
-        figures = costs.messages, costs.under_way, costs.rounds
-        messages = tuple((*(each.get(pair) for each in figures), pair in costs.leaving) for pair in pairs)
+        messages = tuple(
+            (costs.messages[pair], costs.under_way.get(pair), tuple(costs.ports.get(pair, {}).items()))
+            for pair in pairs
+        )
         return tuple(self._cost_numbers[id(costs.tiles[tile])] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
@@ -189,29 +165,43 @@ class Simulation(ScheduleRun):
         clock.done[number] = clock.now
         clock.spans.append((step, begin, clock.now))
 
-    def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
-        action = step.action
-        others = clock.sent_at[OPPOSITE[action]]
+    def send(self, clock: _Clock, step: Instruction, wires: Sequence[PricedWire]) -> None:
         for wire in wires:
-            if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
+            if len(wire.microbatches) + len(wire.free_slots) >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
-            start = max(clock.now, wire.free_at, others if wire.leaves else 0.0)
-            wire.free_at = start + wire.seconds - wire.under_way
-            if wire.round_seconds:
-                wire.num_sent += 1
-                if (later := wire.num_sent - wire.num_first) > 0:
-                    wire.free_at = max(wire.free_at, wire.last_first_at + later * wire.round_seconds)
-                else:
-                    wire.last_first_at = wire.free_at
-            if wire.leaves and wire.free_at > clock.sent_at[action]:
-                clock.sent_at[action] = wire.free_at
+            if wire.ports:
+                self._shared.send(wire, clock.now)
+                continue
+            wire.free_at = max(clock.now, wire.free_at) + wire.seconds - wire.under_way
             wire.arrivals.append(wire.free_at + wire.under_way)
-        if share := self._costs.blocking_share:
-            end = max(wire.free_at - (wire.seconds - wire.under_way) * (1 - share) for wire in wires)
-            clock.parts["pipeline"] += clock.wait_until(end)
+        if self._costs.blocking_share:
+            clock.sending.extend(wires)
+            self._have_left(clock)
         clock.done[step.virtual_stage] = clock.now
 
-    def receive(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
+    def _have_left(self, clock: _Clock) -> bool:
+        """Let a sender wait that may not compute meanwhile; return False while nobody knows for how long."""
+        while clock.sending and not clock.sending[-1].sent:
+            wire = clock.sending.pop()
+            end = wire.free_at - (wire.seconds - wire.under_way) * (1 - self._costs.blocking_share)
+            clock.parts["pipeline"] += clock.wait_until(end)
+        return not clock.sending
+
+    def may_pass(self, runner: _Clock, step: Instruction) -> bool:
+        if runner.sending and not self._have_left(runner):
+            runner.waits_for = runner.sending[-1]
+        return not runner.sending
+
+    def has_arrived(self, wire: PricedWire) -> bool:
+        return bool(wire.arrivals)
+
+    def wakes_later(self) -> bool:
+        while not self._runnable and (wire := self._shared.next_left()):
+            for runner in (wire.source, wire.target):
+                self.wake(runner, wire)
+        return bool(self._runnable)
+
+    def receive(self, clock: _Clock, step: Instruction, wires: Sequence[PricedWire]) -> None:
         longest, arrival = 0.0, clock.now
         for wire in wires:
             longest = max(longest, wire.seconds)

@@ -285,9 +285,8 @@ class Costs:
     """Seconds until all ranks agree on the loss and the norm."""
     blocking_share: float = 0.0
     """Share of each message's time during which its sender computes nothing."""
-    leaving: frozenset[tuple[Tile, Tile]] = frozenset()
-    """Pairs of tiles whose messages leave a node. A rank's forward and backward messages share its NIC."""
     under_way: Mapping[tuple[Tile, Tile], float] = field(default_factory=dict)
     """Seconds of each message in which the next one may leave: a message occupies its wire for its bytes alone."""
-    rounds: Mapping[tuple[Tile, Tile], float] = field(default_factory=dict)
-    """Seconds between two messages of a pair of tiles at the least, where other stages share a port with them."""
+    ports: Mapping[tuple[Tile, Tile], Mapping[int, float]] = field(default_factory=dict)
+    """Ports of nodes that messages pass and share with those of other places in the pipeline, by number. Each has the
+    share of a message's seconds for which it is busy. Ports that the same messages pass have one number."""

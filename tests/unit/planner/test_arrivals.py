@@ -11,7 +11,7 @@ from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import RowShape, receives
-from hpctrain.planner.prediction.arrivals import arrivals, rounds
+from hpctrain.planner.prediction.arrivals import arrivals
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import HPCTRAIN, Setup
@@ -102,10 +102,24 @@ def test_stages_that_share_a_port_of_a_node_wait_for_it(order, num_messages):
     network, microbatches = network_of(2, 2), 32
     tiles = [Tile(Interval(*cut), Interval(0, 1), (rank,)) for cut, rank in zip(cut_evenly(10, 4), order, strict=True)]
     plan = Plan(tuple(tiles), microbatches, 1)
-    found = rounds(plan, arrivals(SETUP, plan, network), network)
-    assert list(found.values()) == pytest.approx([num_messages * ROW_SECONDS] * len(found))
-    assert len(found) == 2 * num_messages
     step = predict(SETUP, plan, network.cluster).step_seconds / ROW_SECONDS
     least = num_messages or 1  # of a port that one stage has, a message each way
     assert step > (microbatches - 4) * least
     assert step < (microbatches + 10) * least
+
+
+def test_ports_of_all_ranks_are_shared_not_those_of_the_first_alone():
+    """Each y of the first two stages has a NIC of its own; the third stage, of one rank, is behind the second NIC."""
+    fast = {"link_latency_seconds": 1e-12, "link_bytes_per_second": 1e15}
+    two_nics, one = clusters.nodes({"a": 4}, 1e5, num_nics=2, **fast), clusters.nodes({"a": 2}, 1e5, **fast)
+    text = clusters.family("a") + clusters.fabric(latency_seconds=1e-9) + two_nics + one
+    network = ClusterNetwork(parse_cluster(text, ""))
+    cuts, places = cut_evenly(10, 3), ((0, 1), (4, 5), (3,))
+    tiles = [
+        Tile(Interval(*cut), Interval(0, 1), ranks, TensorGrid(y=len(ranks)))
+        for cut, ranks in zip(cuts, places, strict=True)
+    ]
+    found = arrivals(SETUP, Plan(tuple(tiles), 4, 1), network)
+    there, on = (set(found[pair].ports) for pair in ((tiles[0], tiles[1]), (tiles[2], tiles[1])))
+    assert there & on, "the second rank of stage 0 leaves by the NIC by which the gradients of stage 2 leave"
+    assert max(found[tiles[0], tiles[1]].ports.values()) == pytest.approx(1.0)

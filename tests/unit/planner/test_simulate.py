@@ -47,8 +47,8 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
     messages = {pair: data.draw(SECONDS) for pair in pairs}
     messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
-    leaving = {pair for pair in pairs if data.draw(st.booleans())}
-    leaving |= {(copies[a], copies[b]) for a, b in leaving}
+    ports = {pair: data.draw(st.dictionaries(st.integers(0, 3), st.sampled_from([0.5, 1.0]))) for pair in pairs}
+    ports |= {(copies[a], copies[b]): of_pair for (a, b), of_pair in ports.items()}
     exchanges = []
     for items in sorted({tile.items for tile in plan.tiles}):
         holders = tuple(tile for tile in plan.tiles if tile.items == items)
@@ -61,7 +61,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
         tile = data.draw(st.sampled_from(list(copies)))
         tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
     under_way = {pair: data.draw(st.sampled_from([0.0, 0.5])) * seconds for pair, seconds in messages.items()}
-    costs = Costs(tiles, messages, tuple(exchanges), 0.1, leaving=frozenset(leaving), under_way=under_way)
+    costs = Costs(tiles, messages, tuple(exchanges), 0.1, under_way=under_way, ports=ports)
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,8 @@ def test_what_a_stage_sends_forward_and_backward_shares_its_nic():
     messages = dict.fromkeys(pairs, 1.0)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     inside = simulate(plan, schedules, Costs(cost, messages)).step_seconds
-    across = simulate(plan, schedules, Costs(cost, messages, leaving=frozenset(pairs))).step_seconds
+    ports = {(a, b): {2 * a.ranks[0]: 1.0, 2 * b.ranks[0] + 1: 1.0} for a, b in pairs}
+    across = simulate(plan, schedules, Costs(cost, messages, ports=ports)).step_seconds
     assert across >= 2 * plan.microbatches * 1.0, "forty messages leave one node"
     assert inside < across
 
@@ -107,7 +108,7 @@ def test_delays_of_messages_one_after_the_other_overlap():
 
     def step(delay: float, num_bytes: float, is_under_way: bool) -> float:
         under_way = dict.fromkeys(pairs, delay if is_under_way else 0.0)
-        costs = Costs(cost, dict.fromkeys(pairs, delay + num_bytes), leaving=frozenset(pairs), under_way=under_way)
+        costs = Costs(cost, dict.fromkeys(pairs, delay + num_bytes), under_way=under_way)
         return simulate(plan, schedules, costs).step_seconds
 
     assert step(0.5, 0.001, True) - step(0.0, 0.001, True) == pytest.approx(2 * 0.5, rel=0.1), "there and back"
