@@ -403,18 +403,17 @@ class ClusterNetwork:
     def _by_domains(self, operation: str, num_bytes: int, shape: GroupShape) -> float:
         if phases := row_of(operation).phases:
             return sum(self._seconds_by("domains", phase, num_bytes, shape) for phase in phases)
-        # Inside a domain one part after the other, one for each domain. Across domains one exchange of shards: each
-        # rank sends those parts of its domain's sums that others own. An all-to-all sends to each rank of the others.
+        # Inside a domain one region after the other: each domain owns one, as large as it has ranks. Across domains one
+        # exchange of shards: those of the larger domain's region, or all of the smaller one's ranks, are sent by few.
+        # An all-to-all sends a part to each rank of the others.
         count, is_pairwise = shape.num_domains, row_of(operation).is_pairwise
-        rounds, parts = (1, shape.size) if is_pairwise else (count, count)
-        part = num_bytes // parts + 1
-        inside = max(
-            self._inside_seconds(operation, part * (domain.size if is_pairwise else 1), domain)
-            for domain in shape.domains
-        )
         one = every = 0.0
         for size, links in shape.across:
-            sent_bytes, receivers = (part, (shape.size - size) / (count - 1)) if is_pairwise else (part / size, 1)
+            others = (shape.size - size) / (count - 1)  # ranks of each other domain
+            region = num_bytes * size // shape.size + 1
+            sent_bytes, receivers = region / size * max(1.0, others / size), 1.0
+            if is_pairwise:
+                sent_bytes, receivers = num_bytes // shape.size + 1, others
             of_fabric: dict[str | None, float] = {}  # each fabric has NICs of its own
             for link, to, flows in links:
                 messages = to * receivers
@@ -425,11 +424,21 @@ class ClusterNetwork:
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
         across = self._fabrics(shape._replace(links=(), domains=()))
-        if any(across & self._fabrics(domain) for domain in shape.domains):  # the same NICs do both
-            return rounds * inside + every
-        if operation == "reduce_scatter":  # each part is sent while the next one is summed; its own part comes last
-            return max(count * inside, inside + every, (count - 1) * inside + one)
-        return max(inside, every) + (rounds - 1) * inside  # its own part overlaps the exchange; the others follow it
+        is_shared = any(across & self._fabrics(domain) for domain in shape.domains)  # the same NICs do both
+        result = 0.0
+        for domain in shape.domains:
+            own = self._inside_seconds(operation, num_bytes * domain.size // shape.size + 1, domain)
+            region = num_bytes * (shape.size - domain.size) // (count - 1) // shape.size + 1
+            other = 0.0 if is_pairwise else self._inside_seconds(operation, region, domain)
+            others = (count - 1) * other
+            if is_shared:
+                seconds = own + others + every
+            elif operation == "reduce_scatter":  # each is sent while the next one is summed; its own comes last
+                seconds = max(others + own, other + every, others + one)
+            else:  # its own overlaps the exchange; the others follow it
+                seconds = max(own, every) + others
+            result = max(result, seconds)
+        return result
 
     def _fabrics(self, shape: GroupShape) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""

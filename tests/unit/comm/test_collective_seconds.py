@@ -68,14 +68,15 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     assert predicted == pytest.approx(result, rel=1e-3)
 
 
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [(3, 1), (6, 2), (5, 2, 1)], ids=str)
-def test_an_all_to_all_of_domains_of_unlike_sizes_sends_to_each_rank_of_the_others(sizes):
+def test_domains_of_unlike_sizes_own_unlike_regions_and_send_to_each_rank_of_the_others(sizes, operation):
     families = list(zip("abc", [1] * len(sizes), sizes, strict=False))
     cluster = cluster_of(families, speeds=dict.fromkeys("abc", 1e9), nic=2e7)
     ranks = iter(range(cluster.num_devices))
     domains = [tuple(itertools.islice(ranks, size)) for size in sizes]
-    predicted = ClusterNetwork(cluster).group_seconds("all_to_all", 4 * NUM_ELEMENTS, range(cluster.num_devices))
-    assert predicted == pytest.approx(taken(cluster, [domains], "all_to_all"), rel=0.02)
+    predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, range(cluster.num_devices))
+    assert predicted == pytest.approx(taken(cluster, [domains], operation), rel=0.02)
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
