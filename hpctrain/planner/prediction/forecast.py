@@ -2,8 +2,9 @@
 
 The first part of the waterfall is the seconds of a step if all devices of the cluster always computed. They compute as
 fast as in the plan, and what it computes again is not counted. Each cause has the seconds by which the step is shorter
-without that cause alone, by `simulate`. Two causes may hide each other, or both save the same seconds. The part
-`interaction` is that difference, so that the parts add up to the step.
+without that cause alone, by `simulate`. Waits for messages hide uneven work and bubbles, and would count twice with
+them: these two are of a step whose messages take no time. Two causes may still hide each other, or both save the same
+seconds. The part `interaction` is that difference, so that the parts add up to the step.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +17,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import Prediction, Predictor
-from hpctrain.planner.prediction.simulate import PredictedSpan
+from hpctrain.planner.prediction.simulate import PredictedSpan, Simulated
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.prices import PASSES, PassCost, TileCost
 from hpctrain.planner.prices.setup import Setup
@@ -92,20 +93,27 @@ def waterfall(predictor: Predictor) -> dict[str, float]:
     together = fsum(work.values()) / fsum(work[first] / own[first] for first in ranks)
     even = {tile: together / own[first] for first, tiles in ranks.items() for tile in tiles}
 
-    def saved(change: TileChange | None = None, **others) -> float:
-        """Return by how much a step is shorter at changed prices."""
+    def step_with(change: TileChange | None = None, **others) -> Simulated:
+        """Return the step at changed prices."""
         changed, known = costs.tiles, {}
         if change:
             kinds = {tile: (id(cost), even[tile], tile.tensor) for tile, cost in costs.tiles.items()}
             known = {kind: change(tile, costs.tiles[tile]) for kind, tile in {k: t for t, k in kinds.items()}.items()}
             changed = {tile: known[kind] for tile, kind in kinds.items()}
-        return step - predictor.simulated_at(replace(costs, tiles=changed, **others)).step_seconds
+        return predictor.simulated_at(replace(costs, tiles=changed, **others))
+
+    def saved(*changed, **others) -> float:
+        """Return by how much a step is shorter at changed prices."""
+        return step - step_with(*changed, **others).step_seconds
 
     exchanges = costs.exchanges
+    at_once = {"messages": dict.fromkeys(costs.messages, 0.0), "blocking_share": 0.0, "under_way": {}, "ports": {}}
+    without_messages = step_with(**at_once)
+    evened = step_with(lambda tile, cost: _scaled(cost, even[tile], 0.0), **at_once)
     seconds = (
-        saved(lambda tile, cost: _scaled(cost, even[tile], 0.0)),
-        min(parts["bubble"] for parts in predictor.simulated.parts.values()),
-        saved(messages=dict.fromkeys(costs.messages, 0.0), blocking_share=0.0, under_way={}, ports={}),
+        without_messages.step_seconds - evened.step_seconds,
+        min(parts["bubble"] for parts in without_messages.parts.values()),
+        step - without_messages.step_seconds,
         saved(_without("data", BACKWARD), exchanges=tuple(replace(each, reduce_seconds=0.0) for each in exchanges)),
         saved(_without("data", ["forward"]), exchanges=tuple(replace(each, gather_seconds=0.0) for each in exchanges)),
         saved(_without("tensor", PASSES.values())),
