@@ -27,7 +27,7 @@ SHORTEST_SPLIT = 512
 FILL = 96.0
 """Terms of a sum that take as long as a tile's pipeline needs to fill and drain."""
 # NVIDIA, Matrix Multiplication Background, 2.2: tensor cores want dims of 16 bytes, and work best with 128 on an A100.
-ALIGNED_BYTES, BEST_ALIGNED_BYTES, LESS_ALIGNED_TIMES = 16, 128, 1.05
+PART_ALIGNED_BYTES, ALIGNED_BYTES, BEST_ALIGNED_BYTES, LESS_ALIGNED_TIMES = 4, 16, 128, 1.05
 SLOWEST_WITH_TILES = 1e12
 """FLOP/s below which a device is not its model, but a slow one that stands in for it. Its products have no tiles, and
 overlapping slows nothing. Everything else is what its file says. No accelerator of the catalogue is that slow."""
@@ -180,7 +180,10 @@ class DeviceModel:
         """Return how many times as long a product takes for its dims; 1 where no tensor core computes it."""
         if dtype in ("fp32", "fp64") or common_bytes % BEST_ALIGNED_BYTES == 0:
             return 1.0
-        return LESS_ALIGNED_TIMES if common_bytes % ALIGNED_BYTES == 0 else self.efficiency.unaligned_times
+        if common_bytes % ALIGNED_BYTES == 0:
+            return LESS_ALIGNED_TIMES
+        is_odd = common_bytes % PART_ALIGNED_BYTES != 0
+        return self.efficiency.unaligned_times if is_odd else self.efficiency.part_aligned_times
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:

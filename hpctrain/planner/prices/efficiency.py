@@ -37,6 +37,8 @@ class Efficiency:
     unaligned_times: float = 1.33
     """Factor by which products in half precision or tf32 take longer, where a dim is no multiple of 16 bytes. On A100 a
     vocabulary of 50,257 in place of 50,304 makes a step of nanoGPT 25 % longer; its head is a third of its products."""
+    part_aligned_times: float = 1.33
+    """The same where each dim is a multiple of 4 bytes at least. Between these and 16 nobody published a difference."""
     overlap_slowdown: float = 1.0
     """Factor by which computing takes longer while the device communicates."""
     is_measured: bool = True
@@ -59,6 +61,9 @@ NCCL_SLOWDOWN = 1.19
 # On Hopper, products with an odd dim run kernels of older devices: 71 to 115 TFLOP/s in bf16 on an H100, the most with
 # 2047 x 3073 x 8192 (meta-pytorch/float8_experimental, pull request 145, June 2024), where aligned ones come to 663.
 UNALIGNED_ON_HOPPER = 5.8
+# Its own kernels load 16 bytes. With a dim of 588, a multiple of 4, one of Ampere's took 3.53 times as long as Hopper's
+# with 592: 131 and 37 us for 9477 x 588 x 1152 in bf16 (m87-labs/kestrel, pull request 143, 2026).
+PART_ALIGNED_ON_HOPPER = 3.5
 
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
 # of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
@@ -104,6 +109,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fused_share=0.75,
         native_gain=1.7,
         unaligned_times=UNALIGNED_ON_HOPPER,
+        part_aligned_times=PART_ALIGNED_ON_HOPPER,
         overlap_slowdown=NCCL_SLOWDOWN,
         best_published="62.4 % MFU in bf16, Llama 3.1 8B on 16 H100",
     ),
@@ -118,6 +124,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         fused_share=0.76,
         native_gain=1.75,
         unaligned_times=UNALIGNED_ON_HOPPER,
+        part_aligned_times=PART_ALIGNED_ON_HOPPER,
         overlap_slowdown=NCCL_SLOWDOWN,
         best_published="47.0 % MFU in bf16, Llama 3.1 405B on 128 GB200",
     ),

@@ -217,11 +217,14 @@ def test_larger_products_are_more_efficient_and_waves_show():
         device.speed("fp8")
 
 
-@pytest.mark.parametrize("accelerator, least, most", [("H100", 5.5, 6.0), ("A100-80", 1.3, 1.5)])
-def test_an_odd_vocabulary_slows_products_of_the_head(accelerator, least, most):
-    """An H100 was measured at 115 TFLOP/s with 2047 x 3073 x 8192 numbers."""
+@pytest.mark.parametrize(
+    "accelerator, ids, least, most",
+    [("H100", 50257, 5.5, 6.0), ("H100", 50258, 3.3, 3.7), ("H100", 50260, 3.3, 3.7), ("A100-80", 50257, 1.3, 1.5)],
+)
+def test_an_odd_vocabulary_slows_products_of_the_head(accelerator, ids, least, most):
+    """An H100 was measured at 115 TFLOP/s with 2047 x 3073 x 8192 numbers, and 3.5 times as slow with 588 as 592."""
     device = DeviceModel("a", DescribedRun(1024, 4, 16, 1024, 1, 1, 1, 1, 1, accelerator).cluster.families[accelerator])
-    odd, even = (device.product_seconds("bf16", 8192, 2048, size) for size in (50257, 50304))
+    odd, even = (device.product_seconds("bf16", 8192, 2048, size) for size in (ids, 50304))
     assert least < odd / even < most
     assert device.product_seconds("fp32", 8192, 2048, 50257) <= device.product_seconds("fp32", 8192, 2048, 50304)
 
