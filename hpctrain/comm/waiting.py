@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, RankLossError
 
 # Yielding hands the core to whoever computes on it, and sees at once when a partner arrives; a sleeper wakes 50 to
 # 100 us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not
@@ -56,6 +56,8 @@ class Patience:
         wait for different operations would wait for each other."""
         self.since = 0.0
         """Start of the current phase's block, in `time.monotonic`: no operation counts as older."""
+        self.interruption: RankLossError | None = None
+        """The loss of another rank, set by the watchdog's thread. Every wait raises it."""
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -78,10 +80,14 @@ def wait_until(
 
     `awaited()` names it and is only called for the message of the CommError after the timeout.
     `not_before()` is asked after each look for a time of `time.monotonic` before which another is of no use.
+
+    Raises RankLossError once the wait is interrupted, at the next look.
     """
     start = time.monotonic()
     yields, pause = 0, FIRST_SLEEP_SECONDS
     while not ready():
+        if patience.interruption is not None:
+            raise patience.interruption
         if patience.meanwhile is not None:
             patience.meanwhile()
         if not_before is not None and (early := not_before() - time.monotonic() - WAKE_SECONDS) > 0:

@@ -26,7 +26,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, Steps
 from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
-from hpctrain.config.errors import CommError, HpctrainError, LaunchError
+from hpctrain.config.errors import CommError, HpctrainError, LaunchError, RankLossError
 from hpctrain.sharding.grid import GROUPS, STORED
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ PAIRED = tuple(name for name in GROUPS if name != STORED)
 """Groups whose sums in half precision are exchanges, for which each pair of ranks is connected."""
 # Seconds that a failed rank waits for the others to report that they failed too, before it aborts all.
 AGREEMENT_SECONDS = 2.0
+# Where all ranks fail by the same error, nobody has to be told: they come within this time.
+EQUALLY_SECONDS = 0.2
 # The first rank to report ends the others, which wait for it: briefly, where they cannot know of such a rank.
 STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 
@@ -404,13 +406,19 @@ class World:
         """End all ranks after an error on this one; the message is printed once. Any rank may call.
 
         Where every rank failed by the same error (a mistake in a file), they detect it within `AGREEMENT_SECONDS`. Rank
-        0 prints it and all exit in order. Where others still run, this rank prints it and aborts them.
+        0 prints it and all exit in order. Others that still run are told, and leave their waits; this rank prints it
+        and aborts them. Where a rank was killed, its host's guardian prints that, and the ranks end without a word.
         """
+        loss = self.patience.interruption
+        error = loss or error  # what fails after a loss fails because of it
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)
         self.free(0, alone=True)  # no rank may wait in them any longer
         is_first = self.watchdog.note_failure(error)
-        if self._everybody_failed():
+        if loss and loss.is_dead:
+            self._abort(code)
+        have_failed = self._ranks_that_failed(error)
+        if len(have_failed) == self.size:
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             if self._engine is not None:
@@ -418,22 +426,40 @@ class World:
             self._mpi.Finalize()
             # MPICH signs off from its launcher at exit. A process that skips that looks killed, and all are killed.
             sys.exit(code)
-        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
-        print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
+        if have_failed:
+            is_first = self.rank == have_failed[0]
+            time.sleep(0 if is_first else SECOND_SECONDS)
+        else:
+            time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
+        if not loss:
+            print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
         self._abort(code)
+
+    def _abort(self, code: int) -> NoReturn:
+        self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
-    def _abort(self, code: int) -> None:
-        self._mpi.COMM_WORLD.Abort(code)
+    def _ranks_that_failed(self, error: BaseException) -> list[int]:
+        """Return the ranks with an error of their own, where all come; the others come because they are told of it.
 
-    def _everybody_failed(self) -> bool:
-        patience = Patience(Phase("failing", AGREEMENT_SECONDS, ""))
+        Empty where one does not come in time.
+        """
+        patience, begun = Patience(Phase("failing", AGREEMENT_SECONDS, "")), time.monotonic()
+        is_own = not isinstance(error, RankLossError)
+
+        def announce() -> None:
+            if is_own and time.monotonic() > begun + EQUALLY_SECONDS:
+                patience.meanwhile = None
+                text = f"rank {self.rank} (host {self.place.host}) failed: {type(error).__name__}: {error}"
+                self.watchdog.announce_loss(text, False, range(self.size))
+
+        patience.meanwhile = announce
+        everybody = self.space.members(range(self.size), FAREWELL)
         try:
-            self.space.members(range(self.size), FAREWELL).barrier("failing", patience)
+            return everybody.combine(is_own, lambda own: [r for r, has in enumerate(own) if has], "failing", patience)
         except (CommError, self._mpi.Exception):
-            return False
-        return True
+            return []
 
     def _banner(self, error: BaseException, everywhere: bool) -> str:
         trace = ""

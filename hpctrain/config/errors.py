@@ -55,6 +55,15 @@ class CommError(HpctrainError):
     exit_code = 84
 
 
+class RankLossError(CommError):
+    """Another rank was killed or has failed, and this one ends for it. It says nothing: the other one is reported."""
+
+    def __init__(self, text: str, is_dead: bool):
+        """`is_dead`: the rank was killed or crashed, and will not answer."""
+        super().__init__(text)
+        self.is_dead = is_dead
+
+
 class PlanError(HpctrainError):
     """A plan has gaps or overlaps, or does not fit the model, the ranks or the memory."""
 

@@ -2,6 +2,7 @@
 whatever ends a run, mpirun returns the code that says what it was."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.start.process import process_status
 from hpctrain.comm.watchdog.flight import RUNNING, read_first_death, read_flights, record_path
 from hpctrain.config.errors import CommError, DataError
 from tests.started import BIN, Finished
@@ -154,6 +156,42 @@ def test_where_one_rank_fails_it_speaks_and_the_code_is_its(run, tmp_path):
     banner = "hpctrain: DataError: nothing to continue from here\n  on rank 2 of 4, host node1; all ranks are stopped\n"
     assert banner in done.err
     assert done.err.count("hpctrain: ") == 1, done.err
+
+
+@pytest.mark.timeout(120)
+def test_where_one_rank_fails_the_waits_of_all_others_end(run, tmp_path):
+    done = run(tmp_path, "leaves", 2)
+    assert done.code == DataError.exit_code, done.out + done.err
+    assert "on rank 2 of 4, host node1; all ranks are stopped\n" in done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
+    assert not any(flight.in_flight for flight in read_flights(tmp_path / "flight").values())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_ranks_that_no_launcher_kills_end_when_one_of_them_is_killed(tmp_path, culprit):
+    """The launcher's daemon is stopped, and kills nobody. Ranks wait for 40 s."""
+    process = start([sys.executable], tmp_path, "awaited", culprit)
+    daemon = 0
+    try:
+        wait_for(lambda: (tmp_path / f"resting-{culprit}").exists(), COLD_START_SECONDS)
+        flights = read_flights(tmp_path / "flight")
+        daemon = process_status(flights[0].pid).parent
+        os.kill(daemon, signal.SIGSTOP)
+        os.kill(flights[culprit].pid, signal.SIGKILL)
+        wait_for(lambda: all(flight.process_is_gone() for flight in flights.values()), WAIT_SECONDS / 2)
+        wait_for(lambda: not guardians())
+        assert not any(flight.in_flight for flight in read_flights(tmp_path / "flight").values())
+        os.kill(daemon, signal.SIGCONT)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
+    finally:
+        process.kill()
+        if daemon and process_status(daemon).parent:
+            os.kill(daemon, signal.SIGKILL)
+    host, pid = f"node{culprit // 2}", flights[culprit].pid
+    killed = f"hpctrain: rank {culprit} (host {host}, process {pid}) was killed or crashed"
+    assert killed in err and err.count("hpctrain: ") == 1, err
+    assert (death := read_first_death(tmp_path / "flight")) and death[0] == culprit
 
 
 @pytest.mark.timeout(120)

@@ -3,7 +3,8 @@
 `mpirun -n N python waiting_ranks.py FOLDER STORY R`; FOLDER "-" is none. Stories: "all" come; rank R "skips" an
 operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
 "slow"; R is "killed"; R is not there while all are "connecting" by a library, whose phase says what to set; R "fails";
-"everybody" but R skips; all "others" fail. All "rest" for long, and wait for nobody; all fail "equally".
+"everybody" but R skips; all "others" fail. R "leaves" by an error, or is "awaited", while the others agree on
+something. All "rest" for long, and wait for nobody; all fail "equally".
 """
 
 import ctypes
@@ -47,7 +48,8 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
     everyone, data = (recorder.add_group(name, range(size)) for name in ("everyone", "data"))
     if folder != "-":
         world.keep_records(Path(folder) / "flight")
-    patience = PATIENCE_SECONDS * (10 if story in ("fails", "others") else 1)  # who fails speaks after two seconds
+    # who fails speaks after two seconds, if others do not come
+    patience = PATIENCE_SECONDS * {"fails": 10, "others": 10, "leaves": 40, "awaited": 40}.get(story, 1)
     world.enter(Phase("a test", patience, "observe.step_timeout_seconds"))
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
@@ -64,12 +66,15 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
             lock_python(60)
         elif story == "slow":
             lost_in_thought(PATIENCE_SECONDS / 2)
-        elif story in ("fails", "others"):
+        elif story == "awaited":
+            (Path(folder) / f"resting-{rank}").touch()
+            lost_in_thought(60)
+        elif story in ("fails", "others", "leaves"):
             raise DataError("nothing to continue from here")
         elif story == "killed":
             time.sleep(PATIENCE_SECONDS / 4)
             os.kill(os.getpid(), signal.SIGKILL)
-    if story == "absent":
+    if story in ("absent", "leaves", "awaited"):
         world.agree(None)
     if story == "connecting":
         world.patience.phase = Phase("connecting by NCCL", patience, "", "NCCL_SOCKET_IFNAME names the network")

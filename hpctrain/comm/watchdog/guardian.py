@@ -13,6 +13,9 @@ hosts see their ranks die, and orders them to be silent.
 It believes the ranks of its own start alone. Anyone on the host may connect to an abstract name, so the kernel is asked
 which process of which user each connection is from (SO_PEERCRED): others are closed unread.
 
+It tells the other ranks of its host at once. Where no launcher kills them (Slurm, Open MPI with fault tolerance), they
+end within milliseconds, and not after a timeout. They wait for its report, which its own end tells them.
+
 Where the launcher itself was killed, no rank is to blame, and it says nothing. Where all were sent a signal that they
 do not handle, the first to go is reported all the same.
 
@@ -22,6 +25,7 @@ path, without site-packages: it needs nothing of them, and is there in 30 ms wit
 
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -31,14 +35,18 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+LOST = "lost"
+"""First word of the message about a rank that was lost."""
 LONGEST_MESSAGE = 8192
 """Most bytes of a message: a word and a path."""
 BACKLOG = 1024
 # Seconds that a host's ranks have to connect, and the guardian to answer. An unused guardian ends after this.
 START_SECONDS = 30.0
 # A launcher that was killed is gone this long after the ranks that die of it.
-LAUNCHER_SECONDS = 0.3
+LAUNCHER_SECONDS = 0.1
 GOODBYE_SECONDS = 1.0
+REPORT_SECONDS = 0.5
+"""Seconds for which a rank waits for the report on another one. The guardian of another host does not end then."""
 
 
 class Guarded:
@@ -75,26 +83,39 @@ class Guarded:
     def announce_folder(self, folder: Path) -> None:
         """Tell the guardian the folder of the flight records. All ranks must call, after old records are removed.
 
-        The call waits for the answer. On a busy machine a rank could die before the guardian has accepted all
-        connections. It could then find several of them closed, and not know which was the first.
+        It answers, and the caller waits for that. On a busy machine a rank could die before the guardian has accepted
+        all connections. It could then find several of them closed, and not know which was the first.
         """
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
-        if self._socket is not None:
-            self._socket.settimeout(START_SECONDS)
-            with suppress(OSError):
-                self._socket.recv(LONGEST_MESSAGE)
-            self._socket.settimeout(GOODBYE_SECONDS)
 
-    def say_goodbye(self, reports_error: bool = False) -> bool:
+    @property
+    def descriptor(self) -> int | None:
+        """The file descriptor at which the guardian can be heard; None without one."""
+        return None if self._socket is None else self._socket.fileno()
+
+    def hear(self, seconds: float = GOODBYE_SECONDS) -> str:
+        """Return the guardian's next message; "" where it has ended, or says nothing for so long."""
+        if self._socket is None:
+            return ""
+        self._socket.settimeout(seconds)
+        with suppress(OSError):
+            return os.fsdecode(self._socket.recv(LONGEST_MESSAGE))
+        return ""
+
+    def say_goodbye(self, reports_error: bool = False, hears_report: bool = False) -> bool:
         """Announce, before MPI is ended or aborted, that this rank ends in order, or that it prints an error.
 
-        Return False where another rank or a guardian has already announced that it prints what happened.
+        With `hears_report` it returns when the guardian has reported the death of another rank, or after
+        `REPORT_SECONDS`. Return False where another rank or a guardian has already announced that it prints what
+        happened.
         """
         from hpctrain.comm.watchdog.flight import claim_last_word
 
         has_last_word = not reports_error or self._folder is None or claim_last_word(self._folder, {})
         self._say("goodbye")
+        if hears_report:
+            self.hear(REPORT_SECONDS)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -114,7 +135,9 @@ def launcher_names_the_dead(environment: Mapping[str, str] = os.environ) -> bool
     """Say whether the launcher itself prints the rank and the host of a killed process."""
     if "HYDI_CONTROL_FD" in environment:  # MPICH's, maybe started by Slurm
         return False
-    return "OMPI_COMM_WORLD_RANK" in environment or "SLURM_PROCID" in environment
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return environment.get("OMPI_MCA_mpi_ft_enable") != "1"  # mpirun --with-ft ulfm says nothing of it
+    return "SLURM_PROCID" in environment
 
 
 def _address(name: str) -> bytes:
@@ -155,10 +178,11 @@ def start_guardian(ranks: Mapping[int, tuple[int, str]], speaks: bool | None = N
         return process, name
 
 
-def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | None, Path | None]:
+def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | None, Path | None, list[socket.socket]]:
     """Listen to the ranks with these processes until one dies without a goodbye, or all have gone.
 
     Return the process that died first, and the folder of the flight records; None for either where there is none.
+    Return the connections of the other ranks too.
     """
     poll = select.epoll()  # reports events in the order in which they happened
     poll.register(listener, select.EPOLLIN)
@@ -190,10 +214,10 @@ def watch(listener: socket.socket, processes: Collection[int]) -> tuple[int | No
                 poll.unregister(number)
                 connections.pop(number)[0].close()
                 if not has_goodbye:
-                    return process, folder
+                    return process, folder, [other for other, _ in connections.values()]
                 if not connections:
-                    return None, folder
-    return None, folder
+                    return None, folder, []
+    return None, folder, []
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -202,13 +226,24 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def describe_death(folder: Path | None, rank: int, process: int, host: str) -> str | None:
+def how_it_ended(process: int) -> str:
+    """Return by which signal or code a process is ending, such as " (SIGKILL)"; "" where its parent has removed it.
+
+    The kernel closes the files of a process before its parent is told of its end, and knows the code by then.
+    """
+    with suppress(OSError, ValueError):
+        code = int(Path(f"/proc/{process}/stat").read_text().split()[-1])
+        if number := code & 0x7F:
+            return f" ({signal.Signals(number).name})"
+        return f" (exit code {code >> 8})" if code else ""
+    return ""
+
+
+def describe_death(folder: Path | None, rank: int, process: int, host: str, fate: str) -> str | None:
     """Return the message about the rank that died first, and leave a note; None if another guardian has reported it."""
     from hpctrain.comm.watchdog.flight import claim_last_word, read_flight, record_path
 
-    text = (
-        f"hpctrain: rank {rank} (host {host}, process {process}) was killed or crashed: the first to end without a word"
-    )
+    text = f"hpctrain: {fate}: the first to end without a word"
     if folder is None:
         return text
     if not claim_last_word(folder, {"rank": rank, "process": process, "host": host, "time": time.time()}):
@@ -227,9 +262,14 @@ def describe_death(folder: Path | None, rank: int, process: int, host: str) -> s
 def main() -> None:
     number, launcher, launched_by, speaks = map(int, sys.argv[1:5])
     ranks = {int(process): (int(rank), host) for process, rank, host in (each.split(":", 2) for each in sys.argv[5:])}
-    died, folder = watch(socket.socket(fileno=number), ranks)
+    died, folder, others = watch(socket.socket(fileno=number), ranks)
     if died is None:
         return
+    rank, host = ranks[died]
+    fate = f"rank {rank} (host {host}, process {died}) was killed or crashed{how_it_ended(died)}"
+    for other in others:
+        with suppress(OSError):  # it dies too
+            other.send(os.fsencode(f"{LOST} {fate}"))
     from hpctrain.comm.start.process import process_status
 
     time.sleep(LAUNCHER_SECONDS)
@@ -237,8 +277,7 @@ def main() -> None:
         process_status(launcher).parent != launched_by
     ):  # the launcher has ended, or its parent has: mpirun, of which it is a part
         return
-    rank, host = ranks[died]
-    text = describe_death(folder, rank, died, host)
+    text = describe_death(folder, rank, died, host, fate)
     if text and speaks:
         from hpctrain.config.terminal import printable
 

@@ -6,17 +6,21 @@ they do, waits for their answers, prints one report and aborts. Where rank 0 doe
 tried, and at last the rank speaks for itself: all that are overdue try the same ranks in the same order, so that one
 speaks. A rank that was asked by another one does not speak.
 
+The same thread interrupts the rank's waits where another rank is lost. It hears that from the guardian of its host, and
+tells the ranks of other hosts. A rank that fails by an error tells all others itself.
+
 A rank whose launcher's daemon was killed is ended too: nobody else would do it, and mpirun waits for it for ever.
 """
 
 import itertools
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +33,9 @@ from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog import flight
 from hpctrain.comm.watchdog.diagnosis import Diagnosis, Evidence, diagnose
 from hpctrain.comm.watchdog.flight import Flight
-from hpctrain.comm.watchdog.guardian import Guarded
+from hpctrain.comm.watchdog.guardian import LOST, START_SECONDS, Guarded
 from hpctrain.comm.watchdog.recorder import Recorder
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, RankLossError
 
 TICK_SECONDS = 0.25
 REACTION_SECONDS = 3.0
@@ -44,7 +48,11 @@ SENT_OPERATIONS = 16
 SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
 # After its timeout a waiting operation lets the watchdog report first, which knows more, for this long.
 GRACE_SECONDS = 30.0
-APPEAL, QUESTION, ANSWER = range(3)
+# A rank that is told of a loss, and still computes or waits in a library after this long, is ended.
+INTERRUPTED_SECONDS = 5.0
+APPEAL, QUESTION, ANSWER, LOSS = range(4)
+TELLING_RANKS = 2
+"""Ranks of a host that tell other hosts of a loss; one of them may be the lost one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,13 @@ class Watchdog:
         self._overdue: int | None = None
         self._next_appeal = 0.0
         self._launcher = os.getppid()
-        self._stop = threading.Event()
+        self._ends = 0.0
+        """Time of `time.monotonic` at which an interrupted rank is ended; 0: none is."""
+        self._stop = -1
+        self._awaited = select.poll()
+        """Ends a sleep of the thread, when it is told to stop or the guardian says something."""
+        self._heard = threading.Event()
+        """Set when the guardian has answered."""
         self._guarded: Guarded | None = None
         self._thread: threading.Thread | None = None
 
@@ -96,19 +110,39 @@ class Watchdog:
         self._alarms.Set_errhandler(self._mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
         if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             self._patience.grace_seconds = GRACE_SECONDS
+            self._stop = os.eventfd(0)
+            self._awaited.register(self._stop, select.POLLIN)
+            if self._guarded.descriptor is not None:
+                self._awaited.register(self._guarded.descriptor, select.POLLIN)
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
     def announce_folder(self, folder: Path) -> None:
         """Tell where the records are kept, after all ranks have moved theirs there. All ranks must call."""
-        if self._guarded:
+        if self._guarded and self._guarded.descriptor is not None:
             self._guarded.announce_folder(folder)
+            if self._thread is not None:
+                self._heard.wait(START_SECONDS)
+            else:
+                self._guarded.hear(START_SECONDS)
 
     def note_failure(self, error: BaseException) -> bool:
-        """Stop watching: this rank ends with an error. Return False where another one reports it."""
+        """Stop watching: this rank ends with an error. Return False where another one reports it.
+
+        The record of a rank that ends for another one stays as it is.
+        """
         self._end_thread()
-        self.recorder.close(f"{type(error).__name__}: {error}")
-        return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
+        is_loss = isinstance(error, RankLossError)
+        if not is_loss:
+            self.recorder.close(f"{type(error).__name__}: {error}")
+        hears_report = is_loss and error.is_dead
+        return self._guarded.say_goodbye(not hears_report, hears_report) if self._guarded else True
+
+    def announce_loss(self, text: str, is_dead: bool, to: Iterable[int]) -> None:
+        """Interrupt the waits of other ranks, which are watched: a rank is lost."""
+        for rank in to:
+            if rank != self._rank:
+                self._send(rank, LOSS, (text, is_dead))
 
     def close(self, error: str = "") -> None:
         """Stop watching, before MPI is ended: in order or, with the text of an error, without the other ranks."""
@@ -118,10 +152,11 @@ class Watchdog:
             self._guarded.say_goodbye()
 
     def _end_thread(self) -> None:
-        self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
+            os.eventfd_write(self._stop, 1)
             self._thread.join()
             self._thread = None
+            os.close(self._stop)
 
     def _abort(self) -> None:
         if self._guarded:
@@ -129,14 +164,38 @@ class Watchdog:
         self._end_all(CommError.exit_code)
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK_SECONDS):
+        while not self._sleep(TICK_SECONDS):
             try:
                 self._tick()
             except self._mpi.Exception:  # other ranks are ending; report what is known
                 continue
 
+    def _sleep(self, seconds: float) -> bool:
+        """Wait for that time, unless the guardian says something; return whether the thread is to end."""
+        for number, _ in self._awaited.poll(seconds * 1000):
+            if number == self._stop:
+                return True
+            assert self._guarded is not None, "it is heard"
+            word, _, text = self._guarded.hear().partition(" ")
+            self._heard.set()
+            if word == LOST:
+                self._interrupt(text, is_dead=True)
+                near = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
+                if near.index(self._rank) < TELLING_RANKS:
+                    self.announce_loss(text, True, set(range(self._size)).difference(near))
+            elif not word:  # it has ended
+                self._awaited.unregister(number)
+        return False
+
+    def _interrupt(self, text: str, is_dead: bool) -> None:
+        if self._patience.interruption is None:
+            self._ends = time.monotonic() + INTERRUPTED_SECONDS
+            self._patience.interruption = RankLossError(text, is_dead)
+
     def _tick(self) -> None:
         self.recorder.beat()
+        if self._ends and time.monotonic() > self._ends:
+            self._abort()
         if os.getppid() != self._launcher:
             self._end_without_launcher()
         appeals = self._read_appeals()
@@ -185,9 +244,11 @@ class Watchdog:
     def _read_appeals(self) -> list[int]:
         """Return the ranks that appeal to this one; answer those that ask."""
         appeals = []
-        for source, kind, _ in self._messages():
+        for source, kind, content in self._messages():
             if kind == APPEAL:
                 appeals.append(source)
+            elif kind == LOSS:
+                self._interrupt(*content)
             elif kind == QUESTION:
                 self._answer(source)
         return appeals
@@ -230,7 +291,9 @@ class Watchdog:
                     answers[source] = content
                 elif kind == QUESTION and source < self._rank:  # two ranks were asked to report
                     return self._answer(source)
-            if self._stop.wait(TICK_SECONDS / 5):
+                elif kind == LOSS:
+                    return self._interrupt(*content)
+            if self._sleep(TICK_SECONDS / 5):
                 return None
         phases = [phase for rank in sorted(answers) if (phase := answers[rank].overdue_in)]
         if not phases:

@@ -116,6 +116,21 @@ def test_a_folder_is_answered_so_that_no_rank_computes_before_it_is_listened_to(
     assert process.wait(20) == 0
 
 
+def test_the_other_ranks_hear_at_once_who_died_of_which_signal():
+    with client(os.geteuid()) as victim:
+        process, name = guardian.start_guardian({os.getpid(): (0, "node0"), victim.pid: (1, "node0")}, speaks=False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.settimeout(20)
+            link.connect(b"\0hpctrain-" + name.encode())
+            say(victim, name, "here")
+            wait_until(lambda: sockets_of(process.pid) == 3)
+            os.kill(victim.pid, signal.SIGSEGV)
+            heard = link.recv(1000).decode()
+            assert heard == f"lost rank 1 (host node0, process {victim.pid}) was killed or crashed (SIGSEGV)"
+            assert link.recv(1000) == b"", "its end says that it has reported"
+    assert process.wait(20) == 0
+
+
 def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
     process, name = guardian.start_guardian({os.getpid(): (1, "node0")}, speaks=False)
     try:
