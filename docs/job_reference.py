@@ -76,6 +76,8 @@ global_batch = 64
 ```
 
 - `extends = "base.toml"` starts from another file, relative to this one; `extends = "tiny"` from a ready-made job.
+- The name of a preset is a job, too: `hpctrain train qwen3-30b-a3b`. Its tokens are `tokens/stdlib.h5`,
+  and its rows have 4,096 positions, or as many as the model has.
 - `name = "run-a"` names the run folder. The default is the file's name.
 - `--set SECTION.KEY=VALUE` on the command line has the last word.
 - `auto` is replaced by a value at the start. Value and reason are in `resolved.toml` of the run folder.

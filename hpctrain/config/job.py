@@ -61,6 +61,8 @@ MOST_SECTIONS = 8
 WRITTEN = "# What this run does, with every choice made."
 """How a job file begins that hpctrain wrote."""
 READY_MADE = Path(__file__).parents[1] / "jobs"
+PRESET_TOKENS, PRESET_LENGTH = "tokens/stdlib.h5", 4096
+"""Data of a job that is a preset by its name: the token file of the ready-made job `tiny`, and the most positions."""
 
 
 class RopeScaling(Table):
@@ -360,13 +362,18 @@ class Job(Table):
 
 
 def load_job(reference: str, overrides: Iterable[str] = (), say: Callable[[str], None] = say_on_stderr) -> Job:
-    """Read a job file, or a ready-made job by its name, with `section.key=value` overrides applied last.
+    """Read a job file, or a ready-made job or a preset by its name, with `section.key=value` overrides applied last.
 
     What is gone since hpctrain wrote a file is left out of it, and `say` hears of it. Raises JobError for anything
     that is wrong with it, naming file and key.
     """
-    path = locate_job(reference)
-    tree, origins = _read(path, (), say)
+    path = Path(reference)
+    if not is_file(path) and reference in presets() and reference not in ready_jobs():
+        data = {"tokens": PRESET_TOKENS, "sequence_length": min(PRESET_LENGTH, presets()[reference]["max_positions"])}
+        tree, origins = {"name": reference, "model": {"preset": reference}, "data": data}, {}
+    else:
+        path = locate_job(reference)
+        tree, origins = _read(path, (), say)
     tree.setdefault("name", path.stem)
     for override in overrides:
         _apply_override(tree, origins, override)
@@ -396,10 +403,8 @@ def locate_job(reference: str) -> Path:
         return path
     if ready := ready_jobs().get(reference):
         return ready
-    hint = did_you_mean(reference, ready_jobs())
-    if reference in presets():
-        hint = f'; it is a model: write a job file with `[model] preset = "{reference}"`, see docs/job.md'
-    raise JobError(f"{shorten(reference)}: no such job file, nor a ready-made job of that name{hint}")
+    hint = did_you_mean(reference, [*ready_jobs(), *presets()])
+    raise JobError(f"{shorten(reference)}: no such job file, nor a ready-made job or preset of that name{hint}")
 
 
 def ready_jobs() -> dict[str, Path]:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.errors import DataError, PlanError
+from hpctrain.config.job import load_job
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.start import resolve
 from hpctrain.engine.start.facts import Described
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.model import feed_forward
@@ -64,6 +67,7 @@ LAYOUTS = {
         ("evened", {"tensor": {"y": 2, "c": 2}}),
         ("evened", {"tensor": {"z": 2}, "pipeline": 2, "schedule": "zb-h1"}),
     ],
+    8: [("gpt_oss", {"tensor": {"y": 2, "c": 2}, "pipeline": 2, "sequence_parallel": True, "recompute": "selective"})],
 }
 DEEP = {
     "ZeRO 2": {"tensor": {"y": 2}, "data": 2, "zero": 2},
@@ -141,7 +145,7 @@ def check(world, tokens, family: str, plan: dict | None = None, tiling: Plan | N
         assert bias.abs().max() > 0, "it moves"
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(240)
 def test_each_layout_has_the_losses_and_biases_of_one_rank(world, tokens):
     for family, plan in LAYOUTS[world.size]:
@@ -168,6 +172,19 @@ def test_tiles_with_other_grids_share_whole_experts(world, tokens):
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, tokens, folder):
     job = job_of(tokens, "dots1", {"tensor": {"y": 2}})
     whole_if_resumed_exactly(world, job, resolve_plan(job, world.size).plan, folder)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_a_model_that_no_plan_could_hold_is_refused_before_anything_is_measured(world, monkeypatch):
+    monkeypatch.setattr(resolve, "host_memory_bytes", lambda: 25_000_000_000)
+    message = r"30.5 billion parameters need 489 GB.*2 ranks on 1 host is 25 GB.*--rehearse CLUSTER.*train tiny-moe"
+    with pytest.raises(PlanError, match=message):
+        prepare_run(world, load_job("qwen3-30b-a3b"))
+    with pytest.raises(DataError, match=r"tokens/stdlib.h5: no such token file"):
+        prepare_run(world, load_job("qwen3-30b-a3b", ["search.must_fit=false"]))
+    with pytest.raises(DataError, match=r"tokens/stdlib.h5: no such token file"):
+        prepare_run(world, load_job("tiny-moe"))
 
 
 @pytest.mark.ranks(2)

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.state import read_job
 from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.probe.load import LoadWatch
 from hpctrain.comm.probe.machine import add_profiles, describe_machine, describe_overflows, with_overflows
-from hpctrain.comm.start.launcher import MORE_CORES, few_cores
+from hpctrain.comm.start.launcher import MORE_CORES, few_cores, host_memory_bytes
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
@@ -46,7 +46,7 @@ from hpctrain.engine.start.resolve_overlap import (
     setups_by_plan,
 )
 from hpctrain.plan.schedule_run import check_schedules
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, counted
 from hpctrain.plan.uniform import Resolved, resolve_plan
 from hpctrain.planner.choose import PlanChoice, check_fits, choose_plan, with_dtypes, with_enough_rows
 from hpctrain.planner.prediction.forecast import forecast
@@ -54,7 +54,7 @@ from hpctrain.planner.prices.curves import has_times
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.intervals import cut_evenly
-from hpctrain.sharding.parameters import padded_vocabulary
+from hpctrain.sharding.parameters import count_parameters, padded_vocabulary
 
 BLOCKS_VERIFIED_AT_START = 256  # by each rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 1.5
@@ -82,12 +82,35 @@ def prepare_run(
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError, InterruptionError; PlanError
     also where the plan is predicted not to fit into memory.
     """
+    if job.search.must_fit and not (described and described.is_rehearsed):
+        refuse_too_large(world, job)
     run = Prepared(world, job, *open_datasets(job.data, job.train.seed), resume_from, fresh_probe, described)
     for resolver in RESOLVERS:
         if signals:
             refuse_if_interrupted(world, signals)
         run = resolver(run)
     return run
+
+
+def refuse_too_large(world: World, job: Job) -> None:
+    """Refuse a model whose training no plan could hold in the memory of all devices and hosts together, before anything
+    of it is measured. All ranks must call. Raises PlanError."""
+    device = bind_accelerator(world).memory().total if world.place.kind != "cpu" else 0
+    memory = world.all_objects((world.place.host_name, host_memory_bytes(), device))
+    hosts = {host: host_bytes for host, host_bytes, _ in memory}
+    there = sum(hosts.values()) + sum(device for *_, device in memory)
+    model = with_values(job, "model", vocab_size=job.model.vocab_size or 1).model
+    setup, count = replace(Setup.of_job(job, "fp32"), model=model), count_parameters(model)
+    of_each = setup.item_bytes + setup.gradient_bytes + setup.state_bytes()
+    if count * of_each <= there:
+        return
+    has_experts = any(isinstance(block.mlp, Experts) for block in model.description.blocks)
+    raise PlanError(
+        f"{job.name}: {count / 1e9:,.1f} billion parameters need {count * of_each / 1e9:,.0f} GB for weights, gradients"
+        f" and moments, and all memory of {counted(world.size, 'rank')} on {counted(len(hosts), 'host')} is"
+        f" {there / 1e9:,.0f} GB. Start it on more hosts, or rehearse it on a described cluster (hpctrain train JOB"
+        f" --rehearse CLUSTER), or try a small model: hpctrain train {'tiny-moe' if has_experts else 'tiny'}"
+    )
 
 
 def check_data(run: Prepared) -> Prepared:

@@ -187,11 +187,13 @@ def test_a_job_extends_a_ready_made_one_by_its_name_and_a_file_of_that_name_firs
     assert load_job(str(job)).data == load_job(str(tmp_path / "tiny")).data
 
 
-def test_a_model_in_the_place_of_a_job_is_told_apart_from_a_typo():
-    with pytest.raises(
-        JobError, match=r"llama-8b: no such job file.*write a job file with `\[model\] preset = \"llama-8b"
-    ):
-        load_job("llama-8b")
+def test_a_preset_is_a_job_and_told_apart_from_a_typo():
+    job = load_job("qwen3-30b-a3b", ["train.steps=7"])
+    assert (job.name, job.model.num_experts, job.train.steps) == ("qwen3-30b-a3b", 128, 7)
+    assert (job.data.tokens, job.data.sequence_length) == (load_job("tiny").data.tokens, 4096)
+    assert load_job("gpt2-124m").data.sequence_length == 1024, "the most positions"
+    with pytest.raises(JobError, match="qwen3-30b: no such job file.*did you mean 'qwen3-30b-a3b'"):
+        load_job("qwen3-30b")
     with pytest.raises(JobError, match="tinny: no such job file.*did you mean 'tiny'"):
         load_job("tinny")
 
