@@ -120,7 +120,7 @@ def count(work: Callable[[], object], kernels: KernelCount) -> dict:
 def pass_of_block(job: Job) -> Callable[[], None]:
     """Return what computes a block forward and backward, for one row: no embedding, head or optimizer is there."""
     model, dtype, device = job.model, DTYPES[job.train.dtype or "fp32"], torch.device("cpu")
-    axes, layer = Axes(), Interval(1, 3)
+    axes, layer = Axes(), Interval(model.num_items - 3, model.num_items - 1)
     store = Store([ONE_RANK], whole_model(model), axes, dtype, device)
     context = LayerContext(model, axes, store, make_kernels(job.kernels, "cpu"))
     (block,) = Stage(Tile(layer, Interval(0, 1), (0,)), context).layers
@@ -143,7 +143,7 @@ def print_counts(work: Callable[[], object], kernels: KernelCount, as_json: bool
 
 @click.command("benchmarks.counts")
 @click.argument("job")
-@click.option("--block", is_flag=True, help="Count its first block, forward and backward for one row.")
+@click.option("--block", is_flag=True, help="Count its last block, forward and backward for one row.")
 @override_option
 @json_option
 def command(job, block, overrides, as_json):
