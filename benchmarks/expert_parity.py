@@ -14,7 +14,6 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.model import feed_forward
 from tests.ranks.small_runs import largest_relative_difference, write_tokens
-from tests.ranks.test_experts import SHAPES, job_of, reference, run
 
 STEPS = 20
 LAYOUTS = {
@@ -43,6 +42,8 @@ LAYOUTS = {
 
 def compare(world, tokens: Path, family: str, plan: dict) -> tuple[float, int, float]:
     """Return how far losses are with choices replayed, the number of flips, and how far losses are free."""
+    from tests.ranks.test_experts import job_of, reference, run  # its marks are known under pytest alone
+
     expected, _, _, choices = reference(tokens, family, STEPS)
     job, choices.flipped = job_of(tokens, family, plan), 0
     with world.freeing(), pytest.MonkeyPatch.context() as patch:
@@ -55,6 +56,8 @@ def compare(world, tokens: Path, family: str, plan: dict) -> tuple[float, int, f
 
 
 def main() -> None:
+    from tests.ranks.test_experts import SHAPES
+
     world = World.start(120.0, watched=False)
     first = world.rank == 0
     tokens = world.on_first_rank(lambda: write_tokens(Path(tempfile.mkdtemp()) / "tokens.bin"))
