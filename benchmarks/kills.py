@@ -1,7 +1,7 @@
-"""Kills ranks of a run at random moments, under the script of `hpctrain mpirun`: how each start goes on, and how long
-it takes.
+"""Kills ranks of runs, and their launcher, at random moments, under the script of `hpctrain mpirun`: what each start
+continues from, and how long it takes.
 
-    python -m benchmarks.kills --runs 5 --kills 3 --seed 7
+    python -m benchmarks.kills --runs 5 --kills 3 --seed 7 --ranks 4
 
 A run is killed some times, and then left alone. It has to end with the losses of a run that was not.
 """
@@ -11,14 +11,20 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
-RANKS, STEPS = 4, 120
+from hpctrain.comm.start.process import SHARED_MEMORY
+from hpctrain.jobs.common import generate_tokens
+
+STEPS = 120
 JOB = """
 name = "killed"
 [model]
@@ -35,25 +41,44 @@ steps = {steps}
 global_batch = 16
 dtype = "fp32"
 [plan]
-data = 4
+data = {ranks}
 zero = 1
+[checkpoint]
+every = {saves}
 [recovery]
 copies = 20
 """
 HUNG_SECONDS = 240.0
+IN_STEP, IN_SAVE, IN_COPY, IN_START = MOMENTS = "step", "save", "copy", "start"
+WINDOWS = {IN_STEP: 1.5, IN_SAVE: 0.02, IN_COPY: 0.01, IN_START: 4.0}
+"""Seconds after the begin of a moment within which ranks are killed."""
+LAUNCHER = 0
+
+
+class Kill(NamedTuple):
+    """A kill: in which moment, and of how many ranks; LAUNCHER stands for mpirun alone."""
+
+    moment: str = IN_STEP
+    victims: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.victims or 'mpirun'} in a {self.moment}"
 
 
 class Killed(NamedTuple):
     """What became of a run with kills."""
 
     losses: list[float]
+    kills: list[Kill]
+    """The kills that came before its end."""
     origins: list[str]
-    """What each start but the first continued from: memory, checkpoint or the beginning."""
+    """What each start but the first continued from: memory, checkpoint or the beginning. A start that was killed before
+    it continued has none."""
     code: int
     end_seconds: list[float]
     """From each kill until the last rank has ended."""
     stall_seconds: list[float]
-    """From each kill until a step of the next start is done."""
+    """From each kill in a step until a step of the next start is done."""
 
 
 def lines_of(file: Path) -> list[dict]:
@@ -63,93 +88,121 @@ def lines_of(file: Path) -> list[dict]:
 
 def ranks_of(run: Path) -> list[int]:
     """Return the processes that train in a run folder."""
+    return _processes(run, lambda words: b"python" in words[0])
+
+
+def _processes(run: Path, is_wanted: Callable[[list[bytes]], bool]) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"--run" in words and str(run).encode() in words and b"python" in words[0]:
+        if b"--run" in words and str(run).encode() in words and is_wanted(words):
             found.append(int(path.name))
     return sorted(found)
 
 
-def run_with_kills(folder: Path, hpctrain: Path, kills: int, chance: random.Random, victims: int = 1) -> Killed:
-    """Train by the script of `hpctrain mpirun` in `folder`, which has tokens.bin, and kill ranks in some steps."""
+def run_with_kills(
+    folder: Path, hpctrain: Path, kills: Sequence[Kill], chance: random.Random, ranks: int = 4, saves: int = 50
+) -> Killed:
+    """Train by the script of `hpctrain mpirun` in `folder`, which has tokens.bin beside it, with kills one after the
+    other, and a checkpoint every `saves` steps."""
     folder.mkdir()
-    (folder / "job.toml").write_text(JOB.format(tokens=folder.parent / "tokens.bin", steps=STEPS))
+    tokens = folder.parent / "tokens.bin"
+    (folder / "job.toml").write_text(JOB.format(tokens=tokens, steps=STEPS, ranks=ranks, saves=saves))
     run, quiet = folder / "run", {"stdout": subprocess.DEVNULL}
-    asked = ["mpirun", "job.toml", "--nodes", "1", "--ranks-per-node", str(RANKS), "--run", str(run)]
+    asked = ["mpirun", "job.toml", "--nodes", "1", "--ranks-per-node", str(ranks), "--run", str(run)]
     subprocess.run([hpctrain, *asked], cwd=folder, check=True, **quiet)
-    environment = os.environ | {"HPCTRAIN_RESTARTS": str(kills)}
+    environment = os.environ | {"HPCTRAIN_RESTARTS": str(len(kills))}
+    done, ended, stalls, starts = [], [], [], 0
     with (folder / "output").open("w") as output:
         start = ["bash", str(run / "start.sh"), "--sample", "0"]
         script = subprocess.Popen(start, cwd=folder, stdout=output, stderr=output, env=environment)
-        ended, stalls = [], []
-        for _ in range(kills):
-            begun = len([event for event in lines_of(run / "events.jsonl") if event["event"] == "start"])
-            wait_for(lambda b=begun: count(run, "start") > b - 1 and len(lines_of(run / "metrics.jsonl")) > 30, script)
-            time.sleep(chance.uniform(0.0, 1.5))
-            ranks, since = ranks_of(run), time.monotonic()
-            if script.poll() is not None or not ranks:
-                break
-            begun = count(run, "start")
-            for rank in chance.sample(ranks, min(victims, len(ranks))):
-                os.kill(rank, signal.SIGKILL)
-            wait_for(lambda before=set(ranks): not before & set(ranks_of(run)), script)
-            ended.append(time.monotonic() - since)
-            wait_for(lambda b=begun: count(run, "start") > b, script)
-            steps = len(lines_of(run / "metrics.jsonl"))
-            wait_for(lambda s=steps: len(lines_of(run / "metrics.jsonl")) > s, script)
-            stalls.append(time.monotonic() - since)
         try:
+            for kill in kills:
+                _await_moment(run, kill.moment, starts, script)
+                time.sleep(chance.uniform(0.0, WINDOWS[kill.moment]))
+                victims = before = ranks_of(run)
+                if script.poll() is not None:
+                    break
+                if kill.victims == LAUNCHER:
+                    victims = _processes(run, lambda words: words[0].endswith(b"mpirun"))
+                starts, since = count(run, "start"), time.monotonic()
+                for victim in chance.sample(victims, min(kill.victims or 1, len(victims))):
+                    os.kill(victim, signal.SIGKILL)
+                done.append(kill)
+                wait_for(lambda before=set(before): not before & set(ranks_of(run)), script)
+                ended.append(time.monotonic() - since)
+                if kill.moment == IN_STEP:
+                    wait_for(lambda s=starts: count(run, "start") > s, script)
+                    steps = len(lines_of(run / "metrics.jsonl"))
+                    wait_for(lambda s=steps: len(lines_of(run / "metrics.jsonl")) > s, script)
+                    stalls.append(time.monotonic() - since)
             code = script.wait(HUNG_SECONDS)
         except subprocess.TimeoutExpired:
-            script.terminate()
             code = -1
+        finally:
+            script.terminate()
     starts = [event["text"] for event in lines_of(run / "events.jsonl") if event["event"] == "start"]
     kinds = ("memory", "step-")
     origins = [next((kind for kind in kinds if f"from {kind}" in text), "the beginning") for text in starts[1:]]
-    return Killed([line["loss"] for line in lines_of(run / "metrics.jsonl")], origins, code, ended, stalls)
+    return Killed([line["loss"] for line in lines_of(run / "metrics.jsonl")], done, origins, code, ended, stalls)
+
+
+def _await_moment(run: Path, moment: str, starts: int, script: subprocess.Popen) -> None:
+    """Wait until a start is in such a moment, if so many `starts` trained before the last kill."""
+    wait_for(lambda: ranks_of(run), script)
+    if moment == IN_START:
+        return
+    wait_for(lambda: count(run, "start") > starts and len(lines_of(run / "metrics.jsonl")) > 30, script)
+    copies = f"{(run / 'copies').read_text().strip()}/*/*.partial" if (run / "copies").exists() else "none"
+    if moment == IN_SAVE:
+        wait_for(lambda: any((run / "checkpoints").glob("*.partial")), script, 0.0)
+    elif moment == IN_COPY:
+        wait_for(lambda: any(SHARED_MEMORY.glob(copies)), script, 0.0)
 
 
 def count(run: Path, event: str) -> int:
     return sum(line["event"] == event for line in lines_of(run / "events.jsonl"))
 
 
-def wait_for(condition, script: subprocess.Popen) -> None:
-    """Wait for a condition, the script's end, or so long that something hangs."""
+def wait_for(condition, script: subprocess.Popen, poll_seconds: float = 0.02) -> None:
+    """Wait for a condition, or the script's end. Raises subprocess.TimeoutExpired where something hangs."""
     deadline = time.monotonic() + HUNG_SECONDS
-    while not condition() and script.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while not condition() and script.poll() is None:
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired("start.sh", HUNG_SECONDS)
+        time.sleep(poll_seconds)
 
 
 @click.command(help=__doc__)
 @click.option("--runs", default=5)
-@click.option("--kills", default=3)
-@click.option("--victims", default=1, help="Ranks that are killed at once.")
-@click.option("--seed", default=7)
-def main(runs, kills, victims, seed):
-    import sys
-
-    from hpctrain.jobs.common import generate_tokens
-
-    hpctrain, totals, stalls, ends = Path(sys.executable).with_name("hpctrain"), {}, [], []
+@click.option("--kills", default=3, help="Kills of each run.")
+@click.option("--ranks", default=4)
+@click.option("--seed", default=7, help="Of the first run; each later one has the next.")
+def main(runs, kills, ranks, seed):
+    hpctrain, origins, moments, stalls, ends = Path(sys.executable).with_name("hpctrain"), Counter(), Counter(), [], []
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         generate_tokens(base / "tokens.bin", 64)
-        whole = run_with_kills(base / "whole", hpctrain, 0, random.Random(seed))
-        for number in range(runs):
-            result = run_with_kills(base / f"{number}", hpctrain, kills, random.Random(seed + number), victims)
+        whole = run_with_kills(base / "whole", hpctrain, [], random.Random(seed), ranks)
+        for each in range(seed, seed + runs):
+            chance = random.Random(each)
+            asked = [Kill(chance.choice(MOMENTS), chance.choice((1, 2, 3, LAUNCHER))) for _ in range(kills)]
+            result = run_with_kills(base / f"{each}", hpctrain, asked, chance, ranks)
             right = result.code == 0 and result.losses == whole.losses
-            print(f"seed {seed + number}: code {result.code}, same bits: {right}, from {', '.join(result.origins)}")
-            if result.code:
-                print((base / f"{number}" / "output").read_text()[-3000:])
-            for origin in result.origins:
-                totals[origin] = totals.get(origin, 0) + 1
+            what = ", ".join(map(str, result.kills))
+            print(f"seed {each}: {'right' if right else f'WRONG, code {result.code}'}; killed {what};"
+                  f" from {', '.join(result.origins)}", flush=True)  # fmt: skip
+            if not right:
+                print((base / f"{each}" / "output").read_text()[-3000:], flush=True)
+            origins.update(result.origins)
+            moments.update(map(str, result.kills))
             stalls += result.stall_seconds
             ends += result.end_seconds
-    print(f"starts: {totals}; from a kill to the end of all ranks {[round(s, 2) for s in ends]} s; to the next step")
+    print(f"kills: {dict(moments)}; starts continued from: {dict(origins)}")
+    print(f"from a kill to the end of all ranks {[round(s, 2) for s in ends]} s; of a kill in a step to the next step")
     print([round(s, 2) for s in stalls])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kills import run_with_kills
+from benchmarks.kills import LAUNCHER, STEPS, Kill, run_with_kills
 from hpctrain.comm.start.process import PREFIXES, SHARED_MEMORY
 from hpctrain.jobs.common import generate_tokens
 from hpctrain.observe.folder.run_folder import read_metrics
@@ -79,11 +79,13 @@ def test_nothing_is_left_of_a_killed_run(hpctrain, folder, tmp_path, who):
 @pytest.mark.timeout(600)
 def test_the_script_of_mpirun_starts_killed_ranks_again_from_memory(tmp_path):
     generate_tokens(tmp_path / "tokens.bin", 64)
-    whole = run_with_kills(tmp_path / "whole", BIN / "hpctrain", 0, random.Random(0))
+    whole = run_with_kills(tmp_path / "whole", BIN / "hpctrain", [], random.Random(0))
     assert whole.code == 0 and not whole.origins
-    killed = run_with_kills(tmp_path / "killed", BIN / "hpctrain", 3, random.Random(0))
+    kills = [Kill(victims=1), Kill(victims=3), Kill(victims=LAUNCHER)]
+    killed = run_with_kills(tmp_path / "killed", BIN / "hpctrain", kills, random.Random(0), saves=STEPS)
     output = (tmp_path / "killed" / "output").read_text()
     assert killed.code == 0, output
+    assert killed.kills == kills
     assert killed.origins == ["memory"] * 3, output
     assert killed.losses == whole.losses
     assert not list(SHARED_MEMORY.glob((tmp_path / "killed" / "run" / "copies").read_text().strip()))
