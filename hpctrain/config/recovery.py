@@ -14,7 +14,7 @@ class Recovery(Table):
     measured gains three times what the change costs, the run goes on by that plan. `off`: it keeps its plan."""
     copies: Annotated[WholeNumber | None, AUTO] = None
     """Steps between copies of the state in the memory of hosts, from which the same command continues after a failure.
-    auto: by the time that a copy takes and the risk of a failure, where the script of `hpctrain mpirun` starts the
-    ranks again. 0: none."""
+    auto: by the time that a copy takes and the risk of a failure, where a script of `hpctrain mpirun` or `hpctrain
+    slurm` starts the ranks again. 0: none."""
     copies_folder: FilePath | None = None
     """A folder of each host for copies that do not fit into /dev/shm; None: such a run goes on without copies."""

@@ -60,7 +60,7 @@ def choose_copies(
         return None, "off, by the job"
     # Asked on one rank: some launchers bring variables to the first host alone.
     if recovery.copies is None and not world.on_first_rank(lambda: number_in((RESTARTS_VARIABLE,))[0]):
-        return None, "off: nothing starts the ranks again; the script of hpctrain mpirun does"
+        return None, "off: nothing starts the ranks again; scripts of hpctrain mpirun and slurm do"
     need = host_bytes(world.hosts, counts)
     name = world.on_first_rank(lambda: copies_name(run, make=True) or "")
     host = world.hosts[world.rank]

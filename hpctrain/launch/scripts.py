@@ -23,6 +23,10 @@ LONGEST_NAME = 60
 OUTPUT = "slurm-%j.out"
 MPIRUNS = ("mpich", "openmpi", "intel")
 HOST_FORMATS = {"mpich": "{host}:{count}", "openmpi": "{host} slots={count}", "intel": "{host}:{count}"}
+ANSWER_SECONDS = 20
+"""Within which a host answers, before ranks are started on it again."""
+END_SECONDS = 30
+"""Within which a launcher ends after a rank has written how the run ended."""
 HOST_FILE_OPTIONS = {"mpich": "-f", "openmpi": "--hostfile", "intel": "-machinefile"}
 
 
@@ -98,7 +102,9 @@ def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
         shell_options="uo",
         or_end=f" || exit {JobError.exit_code}",
         program=own if own.exists() else "mpirun",
-        hosts=f' {HOST_FILE_OPTIONS[implementation]} "$run/launch/hosts"' if has_hosts else "",
+        hosts=HOST_FILE_OPTIONS[implementation] if has_hosts else "",
+        answer_seconds=ANSWER_SECONDS,
+        end_seconds=END_SECONDS,
     )
 
 
@@ -145,6 +151,7 @@ def batch_script(start: Start, options: SlurmOptions) -> str:
         job_name=job_name(start.name),
         output=start.run / OUTPUT if can_name else OUTPUT,
         signal_seconds=SIGNAL_SECONDS,
+        answer_seconds=ANSWER_SECONDS,
         shell_options="uo",
         or_end=f" || exit {JobError.exit_code}",
     )

@@ -1,7 +1,10 @@
 """Batch jobs from their script to their end, as a real Slurm runs them."""
 
+import os
 import re
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,25 @@ def test_a_job_whose_node_goes_down_continues_on_what_is_left(work: Work):
     assert "a part of" in out and "2 fast on 1 node" in out, out
     assert "planned again" in out and "The global batch of 8 rows and the order of data stay" in out
     assert work.compare(work.alone(), "run", "--tolerance", "1e-4")["same"]
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_rank_is_started_again_in_the_same_allocation_from_memory(work: Work):
+    work.write_job(steps=MANY)
+    options = ["--set", "checkpoint.every=1000", "--set", "recovery.copies=5", "--time", "10"]
+    job = work.submit(work.slurm("--nodes", "2", "--ranks-per-node", "2", *options), "--partition=fast")
+    work.await_steps(20)
+    for pid in work.site.processes("n2"):
+        with suppress(OSError):
+            if b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                break
+    work.site.await_state(job, "COMPLETED", "FAILED")
+    out = work.output()
+    assert out.count("the ranks are started again") == 1 and ", from memory, " in out, out
+    assert work.site.state(job)["Restarts"] == "0"
+    assert len(work.metrics()) == MANY
+    assert work.compare(work.alone(), "run", "--tolerance", "1e-5")["same"]
 
 
 @pytest.mark.timeout(300)

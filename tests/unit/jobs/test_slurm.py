@@ -43,7 +43,7 @@ RECORDER = """#!{python}
 import json, os, subprocess, sys
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]) + "\\n")
-if "mpirun" in sys.argv[0] and "SILENT" not in os.environ:
+if os.path.basename(sys.argv[0]) in ("mpirun", "srun") and "SILENT" not in os.environ:
     with open(os.environ["HPCTRAIN_EXIT_FILE"], "w") as file:
         file.write(os.environ.get("CODE", "0"))
 sys.exit(int(os.environ.get("CODE", "0")))
@@ -113,7 +113,7 @@ def test_no_name_or_path_changes_what_a_batch_script_runs(recorder, tmp_path_fac
     rest = ["--run", str(run), "--cluster", f"{run}/launch/cluster.toml"]
     first = ["--het-group=0", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=4", f"{run}/launch/rank-0.sh"]
     second = ["--het-group=1", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=3", f"{run}/launch/rank-1.sh"]
-    common = ["--mpi=pmi2", "--kill-on-bad-exit=1"]
+    common = ["--mpi=pmi2", "--kill-on-bad-exit=1", "--no-kill=off"]
     expected = [*common, *first, "train", job, *rest, ":", *second, "train", job, *rest]
     assert (code, calls) == (0, [("srun", str(folder), expected)])
 
@@ -228,10 +228,32 @@ def test_words_for_slurm_that_it_would_split_are_refused(text):
 )
 def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
     write_files(tmp_path, {"job.sbatch": batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(retries=3))})
-    variables = IN_JOB | {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
+    variables = IN_JOB | {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts), "HPCTRAIN_RESTARTS": "0"}
     result, calls = recorder.run(tmp_path / "job.sbatch", **variables)
     assert result == code
     assert [call[2] for call in calls if call[0] == "scontrol"] == ([["requeue", "7"]] if requeued else [])
+
+
+SITE = """#!/bin/sh
+case "$1" in hostnames | show) [ "$3" = nodes ] && printf 'n1\\nn2\\n'; exit ;; esac
+echo "$*" >> "$RECORD"
+case "$*" in *true) case "$*" in *n2*) exit 1 ;; esac; exit 0 ;; esac
+exit 137
+"""
+
+
+def test_a_job_starts_its_ranks_again_on_the_nodes_that_answer(tmp_path):
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(SITE)
+        (tmp_path / name).chmod(0o755)
+    write_files(tmp_path, {"job.sbatch": batch_script(Start("n", tmp_path, tmp_path, ONE), SlurmOptions(retries=0))})
+    variables = IN_JOB | {"SLURM_JOB_NODELIST": "nodes", "HPCTRAIN_RESTARTS": "1", "RECORD": str(tmp_path / "record")}
+    environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", tmp_path / "job.sbatch"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 137 and "n2 does not answer: its ranks are left out" in done.stderr
+    first, *asked, last = (tmp_path / "record").read_text().splitlines()
+    assert len(asked) == 2 and all(line.endswith(" true") for line in asked)
+    assert "--nodes=2 --ntasks-per-node=4" in first and "--nodes=1 --nodelist=n1 --ntasks-per-node=4" in last
 
 
 def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
@@ -421,6 +443,42 @@ def test_ctrl_c_reaches_the_launcher_once_and_nothing_is_started_again(tmp_path)
         os.killpg(started.pid, signal.SIGINT)
         assert started.stdout.read() == "1\n"
     assert started.returncode == 130
+
+
+ANSWERING = """#!/bin/sh
+echo "$*" >> "$RECORD"
+if [ "$5" = true ]; then ! grep -q "$GONE" "$2"; exit; fi
+cat "$2" >> "$RECORD"
+exit 137
+"""
+
+
+@pytest.mark.parametrize(
+    ("gone", "left", "ranks"),
+    [
+        ("n2", "n1:4 n3:2", ["-n 4 RUN/launch/rank-0.sh", "-n 2 RUN/launch/rank-1.sh"]),
+        ("n3", "n1:4 n2:4", ["-n 8 RUN/launch/rank-0.sh"]),
+        ("n", "", []),
+    ],
+)
+def test_ranks_of_hosts_that_do_not_answer_are_left_out(tmp_path, gone, left, ranks):
+    launcher, record, start = tmp_path / "mpirun", tmp_path / "record", Start("n", tmp_path, tmp_path, TWO)
+    launcher.write_text(ANSWERING)
+    launcher.chmod(0o755)
+    own = shlex.quote(str(Path(sys.executable).with_name("mpirun")))
+    text = mpirun_script(start, "mpich", True).replace(f" {own} ", f" {launcher} ")
+    write_files(tmp_path, {"start.sh": text, "launch/hosts": host_lines(start, ["n1", "n2", "n3"], "mpich")})
+    environment = os.environ | {"RECORD": str(record), "GONE": gone, "HPCTRAIN_RESTARTS": "1"}
+    done = subprocess.run(["bash", tmp_path / "start.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 137 and "does not answer: its ranks are left out" in done.stderr
+    lines = record.read_text().splitlines()
+    assert sum(line.endswith("-n 1 true") for line in lines) == 3
+    starts = [line for line in lines if line.startswith(f"-f {tmp_path}/launch/hosts-left")]
+    assert len(starts) == bool(ranks)
+    for start_line in starts:
+        words = [part.partition(" train")[0] for part in start_line.partition("hosts-left ")[2].split(" : ")]
+        assert words == [rank.replace("RUN", str(tmp_path)) for rank in ranks]
+        assert lines[lines.index(start_line) + 1 :] == left.split()
 
 
 def write_start(folder: Path, launcher: str) -> Path:
