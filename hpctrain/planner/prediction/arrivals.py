@@ -107,7 +107,6 @@ class _Messages:
             traffic[key] = interned.setdefault(equal, equal)
         result: dict[tuple[Tile, Tile], MessageCost] = {}
         passed: dict[tuple[Tile, Tile], dict[tuple, float]] = {}
-        users: dict[tuple, set[tuple]] = {}
         for arrival in every:
             own, known = tuple(traffic[key] for key in arrival.crossings()), arrival.kind.by_traffic
             if own not in known:
@@ -116,17 +115,7 @@ class _Messages:
                 pair = arrival.sources[number], arrival.tile
                 result[pair] = cost
                 passed[pair] = {(arrival.nodes[place], *port): share for (place, port), share in ports.items()}
-                for port in passed[pair]:
-                    users.setdefault(port, set()).add((pair[0].items, pair[1].items))
-        shared = {port: frozenset(by) for port, by in users.items() if len(by) > 1}
-        numbers = {by: number for number, by in enumerate(dict.fromkeys(shared.values()))}
-        for pair, ports in passed.items() if shared else ():
-            own = {}
-            for port in shared.keys() & ports:
-                number = numbers[shared[port]]
-                own[number] = max(own.get(number, 0.0), ports[port])
-            result[pair] = result[pair]._replace(ports=own)
-        return result
+        return {pair: result[pair]._replace(ports=ports) for pair, ports in _shared(passed).items()}
 
     def _costs(
         self, arrival: _Arrival, traffic: Sequence[Traffic]
@@ -213,6 +202,24 @@ class _Messages:
     def _near(self, tile: Tile) -> Callable[[int, int], bool]:
         gathers_parts = self._setup.engine.gathers_parts and self._position_parts(tile) == 1
         return self._network.is_near if gathers_parts else everywhere
+
+
+def _shared(passed: Mapping[tuple[Tile, Tile], Mapping[tuple, float]]) -> dict[tuple[Tile, Tile], dict[int, float]]:
+    """Return of the ports that messages pass those that others pass too, by number: the same messages, one number."""
+    users: dict[tuple, set[tuple]] = {}
+    for (source, target), ports in passed.items():
+        for port in ports:
+            users.setdefault(port, set()).add((source.items, target.items))
+    places = {port: frozenset(by) for port, by in users.items() if len(by) > 1}
+    numbers = {by: number for number, by in enumerate(dict.fromkeys(places.values()))}
+    result = {}
+    for pair, ports in passed.items():
+        own: dict[int, float] = {}
+        for port, share in ports.items():
+            if by := places.get(port):
+                own[numbers[by]] = max(own.get(numbers[by], 0.0), share)
+        result[pair] = dict(sorted(own.items()))  # equal pipelines compare equal
+    return result
 
 
 def _passed(traffic: Traffic) -> dict[tuple, Counter[float]]:
