@@ -15,8 +15,6 @@ RANKS ?= 4
 # More arguments of the training command, such as --set plan.data=4
 ARGUMENTS ?=
 export OMP_NUM_THREADS := 1
-# Else each of many processes compiles all that it imports
-unexport PYTHONDONTWRITEBYTECODE
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 

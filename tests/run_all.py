@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of many processes compiles all that it imports
 
 from tests.busy import own_seconds, seconds_of  # noqa: E402
 from tests.results import append_result, read_results  # noqa: E402

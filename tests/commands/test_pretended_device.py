@@ -60,13 +60,13 @@ def losses_of(run: Path) -> list[float]:
 def test_train_detects_probes_searches_and_trains_on_devices_and_hosts(started, hpctrain, folder):
     """Without a cluster file: then on devices alone, from the checkpoint of both."""
     assert hpctrain("train", "job.toml", "--run", "host", cwd=folder).code == 0
-    train = "train", "job.toml", "--run", "both", "--fresh-probe", "--stop-after"
+    train, fresh = ("train", "job.toml", "--run", "both", "--stop-after"), "--fresh-probe"
     even = "--set", "plan.pipeline=2", "--set", "plan.data=2"
-    first = started(*train, "3", *even, devices=2, hosts=2, cwd=folder)
+    first = started(*train, "3", fresh, *even, devices=2, hosts=2, cwd=folder)
     assert "on 2 h200 (cuda) and 2 cpu ranks" in first.err and "a probe of" in first.out, first.out + first.err
     staged = "MPI through pinned host buffers (MPI is not given memory of h200: HPCTRAIN_DIRECT=0"
     assert f"{staged}; no native library: HPCTRAIN_NATIVE=0" in line_of("routes: data: ", first.out)
-    second = started(*train, "5", devices=2, hosts=0, cwd=folder)
+    second = started(*train, "5", fresh, devices=2, hosts=0, cwd=folder)
     assert "on 2 h200 (cuda) ranks" in second.err and "search: h200" in second.out, second.out + second.err
     third = started(*train, "6", "--set", "plan.data=2", devices=2, hosts=0, cwd=folder)  # a search may take a pipeline
     routes = line_of("routes: ", third.out)

@@ -36,7 +36,7 @@ def losses(folder, run):
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_job_searches_its_plan_on_this_machine_and_the_same_one_again(start, folder, tmp_path):
     cache = tmp_path / "cache"
     first = start(folder, "--run", "runs/road1", cache=cache, ranks=2)
@@ -56,15 +56,9 @@ def test_a_job_searches_its_plan_on_this_machine_and_the_same_one_again(start, f
     assert kept.read_text() == text
     plans = [(folder / run / "plan.toml").read_text() for run in ("runs/road1", "runs/road2")]
     assert plans[0] == plans[1]
-
-
-@pytest.mark.timeout(200)
-def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(start, folder, tmp_path):
-    cache = tmp_path / "cache"
+    # One that is damaged, or that cannot be kept, is measured again.
     short = ("--set", "train.steps=2", "--set", "train.validate_every=0")
-    assert start(folder, *short, "--run", "runs/kept", cache=cache, ranks=2).returncode == 0
-    (kept,) = (cache / "machines").iterdir()
-    kept.write_text(kept.read_text()[:100])
+    kept.write_text(text[:100])
     again = start(folder, *short, "--run", "runs/damaged", cache=cache, ranks=2)
     assert again.returncode == 0 and "a probe of" in again.stdout
     load_cluster(kept)
