@@ -28,7 +28,7 @@ from hpctrain.engine.copies import choose_copies, copy_roots
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.routes import describe_routes
 from hpctrain.engine.saves import CheckpointSchedule
-from hpctrain.engine.start.facts import WHY, Described, Prepared, with_values
+from hpctrain.engine.start.facts import WHY, MachineDescription, Prepared, with_values
 from hpctrain.engine.start.replan import Unbalanced, predict_compute, replan
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
@@ -77,7 +77,7 @@ class Run:
         world: World,
         job: Job,
         path: Path | None = None,
-        described: Described | None = None,
+        described: MachineDescription | None = None,
         *,
         signals: StopSignals | None = None,
         fresh_probe: bool = False,

@@ -22,7 +22,7 @@ from hpctrain.config.errors import JobError
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists, refused_as
 from hpctrain.config.saved import ignore, say_on_stderr
-from hpctrain.engine.start.facts import Described, with_values
+from hpctrain.engine.start.facts import MachineDescription, with_values
 from hpctrain.engine.step.phases import phases_of
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def started_world(rehearsed: Described | None = None) -> Iterator["World"]:
+def started_world(rehearsed: MachineDescription | None = None) -> Iterator["World"]:
     """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is printed once.
 
     Ranks that were started with another hpctrain or another MPI library are refused. The families of ranks that are to
@@ -74,14 +74,16 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     return job
 
 
-def load_described(reference: str) -> Described:
+def load_described(reference: str) -> MachineDescription:
     """Read a cluster, a file or a ready one's name, with the truth of a file for rehearsals. Raises TopologyError."""
     file = read_cluster_file(reference)
     filled = tuple(describe_sources(file.sources))
-    return Described(file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth, filled=filled)
+    return MachineDescription(
+        file.cluster, reference, is_rehearsed=file.truth is not None, truth=file.truth, filled=filled
+    )
 
 
-def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tuple[Job, Described]:
+def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tuple[Job, MachineDescription]:
     """Read a job, and the cluster that it is planned for; the job is scaled down where that is a finished miniature."""
     from hpctrain.rehearsal.miniature import scale_for_finished
 
@@ -90,8 +92,8 @@ def load_job_for(reference: str, overrides: tuple[str, ...], cluster: str) -> tu
 
 
 def start_rehearsal(
-    world: "World", rehearsed: Described, job: Job, time_scale: float | None = None
-) -> tuple[Job, Described]:
+    world: "World", rehearsed: MachineDescription, job: Job, time_scale: float | None = None
+) -> tuple[Job, MachineDescription]:
     """Let the ranks be the devices of a cluster, from now on. All ranks must call, in a world that was started so.
 
     Cluster and job are scaled down together where the file is of real size. Return the job to train, and the cluster
@@ -113,7 +115,7 @@ def start_rehearsal(
     if world.rank == 0 and cluster is not miniature.cluster:
         click.echo(f"after the losses of truth.events: {cluster.describe()} are left", err=True)
     rehearse(world, cluster, truth)
-    return job, Described(cluster, rehearsed.name, is_rehearsed=True, truth=truth, scale=scale)
+    return job, MachineDescription(cluster, rehearsed.name, is_rehearsed=True, truth=truth, scale=scale)
 
 
 def generated_tokens(job: Job) -> Path:
@@ -124,7 +126,9 @@ def generated_tokens(job: Job) -> Path:
     return folder / "generated.bin"
 
 
-def miniature_of(described: Described, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
+def miniature_of(
+    described: MachineDescription, job: Job, cores: int = 1, time_scale: float | None = None
+) -> "Miniature":
     """Return what is rehearsed of a cluster and a job. Raises TopologyError."""
     from hpctrain.rehearsal.miniature import is_finished, miniature
 

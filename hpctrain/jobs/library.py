@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job, load_job
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.jobs.common import load_described, with_some_vocabulary, write_out
 from hpctrain.jobs.plan import format_search, plan_file, search_and_summarise
 from hpctrain.jobs.predict import format_prediction
@@ -93,7 +93,9 @@ def find_plan(
         raise ValueError(f"space = {space!r}: is none of {', '.join(SPACES)}")
     if isinstance(job, Job) and overrides:
         raise ValueError(f"overrides {list(overrides)}: are of a job file or a name; load_job(…, overrides) takes them")
-    described = Described(cluster, "the cluster") if isinstance(cluster, Cluster) else load_described(str(cluster))
+    described = (
+        MachineDescription(cluster, "the cluster") if isinstance(cluster, Cluster) else load_described(str(cluster))
+    )
     loaded = with_some_vocabulary(job if isinstance(job, Job) else load_job(job, overrides))
     loaded = scale_for_finished(described.truth, loaded)
     limits = Limits(seconds=seconds) if scored is None else Limits(scored=scored, seconds=seconds)

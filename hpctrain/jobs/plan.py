@@ -9,7 +9,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.tables import toml_comment
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve_overlap import resolve_switches, setups_by_plan, topology_of
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
@@ -186,7 +186,7 @@ def export_command(plan, job, overrides, cluster, to):
     print(text)
 
 
-def _predictor_on(job: Job, described: Described, plan: Plan) -> Predictor:
+def _predictor_on(job: Job, described: MachineDescription, plan: Plan) -> Predictor:
     """Return the predictor of a run by a plan on a cluster."""
     used = list(dict.fromkeys(device.family for device in described.cluster.devices))
     job, _ = with_dtypes(job, described.cluster, used, str(locate_cluster(described.name)))
@@ -222,7 +222,7 @@ def check_command(plan, job, overrides):
 
 
 def search_and_summarise(
-    job: Job, described: Described, limits: Limits, space: Space | None = None, top: int = 0
+    job: Job, described: MachineDescription, limits: Limits, space: Space | None = None, top: int = 0
 ) -> tuple[SearchResult, dict]:
     """Search a space, or all plans; return the result, and everything about it and its `top` plans as plain data.
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.job import Job
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve_overlap import predictor_for, resolve_overlap, topology_of
 from hpctrain.jobs.arguments import PATH, cluster_option, complete_job, json_option, override_option, print_result
 from hpctrain.jobs.common import check_runs, load_job_for
@@ -76,7 +76,7 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     print_result(summary, format_prediction(summary, plan, machine), as_json)
 
 
-def with_kernels(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
+def with_kernels(job: Job, described: MachineDescription) -> tuple[Job, dict[str, str]]:
     """Return the job with the kernels that ranks would find on a cluster, and the reasons by key."""
     if described.is_rehearsed:
         return job, {}
@@ -86,7 +86,7 @@ def with_kernels(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
     return job.model_copy(update={"kernels": kernels}), reasons
 
 
-def with_overlap(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
+def with_overlap(job: Job, described: MachineDescription) -> tuple[Job, dict[str, str]]:
     """Return the job as plans are scored, with values for what of its overlaps and kernels is `auto`, and the reasons
     by key. What cuts rows stays as it is."""
     job, resolved = with_kernels(job, described)
@@ -94,7 +94,7 @@ def with_overlap(job: Job, described: Described) -> tuple[Job, dict[str, str]]:
     return job.model_copy(update={"overlap": overlap}), resolved | reasons
 
 
-def predictor_of_run(job: Job, described: Described, plan: Plan) -> tuple[Predictor, dict[str, str]]:
+def predictor_of_run(job: Job, described: MachineDescription, plan: Plan) -> tuple[Predictor, dict[str, str]]:
     """Return the predictor of a run by a plan on a cluster, and the reasons for what of the job was `auto`, by key."""
     job, resolved = with_kernels(job, described)
     topology = topology_of(described.cluster, described.is_rehearsed)

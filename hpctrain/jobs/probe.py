@@ -23,7 +23,7 @@ from hpctrain.config.errors import JobError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
 from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world, with_vocabulary
@@ -134,7 +134,7 @@ def probe_job(
             target = choose_target(source, out)
             text = text_to_extend(source, target, None if cluster else rehearsed, parsed)
             described = parse_cluster(text, str(source))
-            of_ranks = Described(described, str(source), is_rehearsed=rehearsed is not None)
+            of_ranks = MachineDescription(described, str(source), is_rehearsed=rehearsed is not None)
             check_ranks_are_devices(of_ranks, world.topology.places)
             return source, target, text, described
 
@@ -160,7 +160,7 @@ def probe_job(
                 print_result(dumped, f"{done}\n{_format_profiles(profiles, parsed)}", as_json)
 
 
-def text_to_extend(source: Path, target: Path, rehearsed: Described | None, job: Job) -> str:
+def text_to_extend(source: Path, target: Path, rehearsed: MachineDescription | None, job: Job) -> str:
     """Return the text of the cluster file to which profiles are added: that of the miniature, where one is rehearsed.
 
     Raises JobError where that would replace the file of real size.

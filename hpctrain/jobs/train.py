@@ -9,7 +9,7 @@ from hpctrain.comm.start.launcher import record_exit
 from hpctrain.comm.start.process import StopSignals
 from hpctrain.config.clusters.cluster_file import load_cluster
 from hpctrain.config.errors import InterruptionError
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
     NONE_OR_MORE,
@@ -85,7 +85,7 @@ def command(
             parsed, described = start_rehearsal(world, rehearsed, parsed, time_scale)
         elif cluster:
             with world.all_or_none():  # a run folder is for others to read: it does not get the variables of a start
-                described = Described(load_cluster(cluster).without_environment(), cluster)
+                described = MachineDescription(load_cluster(cluster).without_environment(), cluster)
         else:
             described = None
 

@@ -10,7 +10,7 @@ from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.cluster_file import locate_cluster
 from hpctrain.config.job import Job
 from hpctrain.config.prices import load_prices
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve_overlap import setups_by_plan, topology_of
 from hpctrain.jobs.arguments import (
     LARGE_COUNT,
@@ -103,7 +103,7 @@ def command(job, cluster, add, without, overrides, price, mtbf, budget, html, as
 
 
 def searches_for(
-    job: Job, described: Described, limits: Limits
+    job: Job, described: MachineDescription, limits: Limits
 ) -> tuple[Callable[[Cluster, float], Predictor], Callable[[Cluster, Plan], Predictor]]:
     """Return `search` and `predict` of `hpctrain.planner.what_if` for a job on machines such as the one described."""
 

@@ -91,7 +91,8 @@ def collective_seconds(
     of a link `inside` them.
     """
     wire, passes = wire_of(link), 2 if operation == "all_reduce" else 1
-    if sums and passes == 2 and _has_summing_switches(link) and num_ranks > 2:
+    is_fast = link.between == "node" and link.bytes_per_second >= SUMMING_BYTES_PER_SECOND
+    if sums and passes == 2 and is_fast and num_ranks > 2:
         bandwidth *= SUMMING_TIMES
     moving = passes * num_bytes * (num_ranks - 1) / num_ranks / bandwidth
     # A tree sums and spreads in twice its depth.
@@ -105,10 +106,6 @@ def collective_seconds(
         waited = far * (protocol.step_seconds + step) + (steps - far) * in_node
         result = min(result, protocol.start_seconds + passes * waited + moving / protocol.share)
     return result
-
-
-def _has_summing_switches(link: PairLink) -> bool:
-    return link.between == "node" and link.bytes_per_second >= SUMMING_BYTES_PER_SECOND
 
 
 class NcclNetwork(ClusterNetwork):

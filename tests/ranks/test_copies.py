@@ -20,7 +20,7 @@ from hpctrain.config.recovery import Recovery
 from hpctrain.engine.copies import RESTARTS_VARIABLE, choose_copies, interval_seconds
 from hpctrain.engine.requests import RESIZE_FILE
 from hpctrain.engine.run import Run
-from hpctrain.engine.start.facts import Described, with_values
+from hpctrain.engine.start.facts import MachineDescription, with_values
 from tests.ranks.small_runs import largest_relative_difference, make_job
 from tests.ranks.test_legs import DEVICES, legs_of, losses_of, train_with_requests
 
@@ -32,8 +32,8 @@ class KillError(Exception):
     pass
 
 
-def described(world) -> Described:
-    return Described(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
+def described(world) -> MachineDescription:
+    return MachineDescription(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
 
 
 def job_of(tokens, plan: dict | None, copies: int = EVERY, **train):

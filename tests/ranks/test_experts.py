@@ -14,7 +14,7 @@ from hpctrain.config.errors import DataError, PlanError
 from hpctrain.config.job import load_job
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.start import resolve
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.model import feed_forward
 from hpctrain.model.operators.experts import choose
@@ -192,7 +192,7 @@ def test_a_model_that_no_plan_could_hold_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize("family", ["mixtral", "dots1", "llama"])
 def test_a_start_says_that_nothing_balances_experts(world, tokens, family):
     job = job_of(tokens, family, {"data": 2}) if family in SHAPES else make_job(tokens, family, {"data": 2})
-    described = Described(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=world.size), "a test"), "a test")
     own = world_of(world)
     reasons = prepare_run(own, job, described=described).reasons
     own.close()

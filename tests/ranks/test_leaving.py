@@ -15,7 +15,7 @@ from hpctrain.comm.waiting import Phase
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.errors import CommError
 from hpctrain.engine.run import Run
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.engine.start.resolve import prepare_run
 from tests.ranks.small_runs import by, make_job, world_of
 from tests.ranks.test_legs import DEVICES, losses_of
@@ -78,7 +78,7 @@ def test_worlds_that_are_abandoned_leave_nothing_behind(world):
 @pytest.mark.timeout(120)
 def test_legs_that_are_abandoned_leave_nothing_behind_and_the_run_goes_on(world, tokens, folder):
     own = world_of(world)
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     plans = {"data": 2}, {"tensor": {"y": 2}}, {"pipeline": 2}, {"tensor": {"z": 2}}
     jobs = [make_job(tokens, "llama", plan, shape={"vocab_size": 64}, steps=len(plans)) for plan in plans]
     run, counts = Run(own, jobs[0], folder / "run", described), []

@@ -16,7 +16,7 @@ from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
 from hpctrain.engine.run import Run
-from hpctrain.engine.start.facts import WHY, Described
+from hpctrain.engine.start.facts import WHY, MachineDescription
 from hpctrain.engine.start.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.file import dump_plan, load_plan
@@ -58,7 +58,7 @@ def losses_of(run: Run) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", [{"data": 2}, {"tensor": {"y": 2}}], ids=str)
 def test_a_second_leg_continues_the_first_by_the_same_plan_or_another(own, tokens, folder, plan):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     whole = Run(own, job_of(tokens, {"data": 2}), folder / "whole", described)
     whole.train()
 
@@ -107,7 +107,7 @@ def legs_of(run: Run) -> list[dict]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", [None, {"tensor": {"y": 2}, "data": 2}], ids=["searched", "given"])
 def test_a_run_gives_ranks_back_and_takes_them_again(own, tokens, folder, plan):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     job = make_job(tokens, "llama", plan, shape={"vocab_size": 64}, steps=9, global_batch=12)
     whole = Run(own, job, folder / "whole", described)
     whole.train()
@@ -135,7 +135,7 @@ def test_a_run_gives_ranks_back_and_takes_them_again(own, tokens, folder, plan):
 @pytest.mark.ranks(8)
 @pytest.mark.timeout(300)
 def test_eight_ranks_become_five_and_eight_again(own, tokens, folder):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     job = make_job(tokens, "llama", None, shape={"vocab_size": 64}, steps=12, global_batch=40)
     whole = Run(own, job, folder / "whole", described)
     whole.train()
@@ -165,7 +165,7 @@ def resident_bytes(key: str) -> int:
 @pytest.mark.timeout(240)
 def test_a_move_needs_host_memory_for_one_shard_group_more_than_the_larger_leg(own, tokens, folder, monkeypatch):
     """A leg has a snapshot's memory too. On processors weights are host memory: those of the last leg would be seen."""
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     shape = {"vocab_size": 64, "hidden_size": 512, "ffn_size": 2048}
     sizes = dict(shape=shape, steps=4, global_batch=4)
     run = Run(own, make_job(tokens, "llama", {"data": 2}, **sizes), folder / "legs", described)
@@ -190,7 +190,7 @@ def test_a_move_needs_host_memory_for_one_shard_group_more_than_the_larger_leg(o
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_the_same_plan_keeps_every_bit_and_one_that_cannot_run_is_refused(own, tokens, folder):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     whole = Run(own, job_of(tokens, {"data": 2}, steps=10), folder / "whole", described)
     whole.train()
 
@@ -246,7 +246,7 @@ SLOW_FROM, SLOW_RANK, SLOWER = 8, 2, 1.4
 def rehearse_events(world, tokens, folder, events: str, last: int, cluster: str = REHEARSED):
     """Rehearse to step `last` of many; return metrics and events. All ranks must call."""
     file = parse_cluster_file(cluster + events, "a test")
-    described = Described(file.cluster, "a test", is_rehearsed=True, truth=file.truth)
+    described = MachineDescription(file.cluster, "a test", is_rehearsed=True, truth=file.truth)
     with rehearsed_world(world, file.cluster, file.truth) as own:
         job = make_job(tokens, "llama", shape={"vocab_size": 64}, steps=3000, global_batch=60)
         run = Run(own, job, folder, described)
@@ -276,7 +276,7 @@ def test_a_device_that_becomes_slow_is_named_and_gets_less_to_do(world, tokens, 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_a_signal_during_a_change_of_plans_saves_after_the_next_step(own, tokens, folder):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
     go_on = run._go_on
 
@@ -299,7 +299,7 @@ def test_a_signal_during_a_change_of_plans_saves_after_the_next_step(own, tokens
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_the_weights_of_a_leg_are_freed_before_the_next_ones_are_made(own, tokens, folder, monkeypatch):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
     store = weakref.ref(run.leg._trainer.layout.store)
     freed = []
@@ -317,7 +317,7 @@ def test_the_weights_of_a_leg_are_freed_before_the_next_ones_are_made(own, token
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_a_plan_that_a_file_asked_for_stays_after_a_new_start(own, tokens, folder):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     job = job_of(tokens, None)
     run = Run(own, job, folder / "legs", described)
     other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
@@ -333,7 +333,7 @@ def test_a_plan_that_a_file_asked_for_stays_after_a_new_start(own, tokens, folde
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_a_next_leg_that_cannot_be_made_leaves_no_groups(own, tokens, folder, monkeypatch):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
     num_before = run.leg._num_before
 
@@ -350,7 +350,7 @@ def test_a_next_leg_that_cannot_be_made_leaves_no_groups(own, tokens, folder, mo
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_only_the_request_that_was_read_is_removed_and_maxima_outlive_a_leg(own, tokens, folder, monkeypatch):
-    described = Described(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
+    described = MachineDescription(parse_cluster(DEVICES.format(count=own.size), "a test"), "a test")
     run = Run(own, job_of(tokens, {"data": 2}), folder / "legs", described)
     other = dump_plan(resolve_plan(job_of(tokens, {"pipeline": 2}), 2).plan)
     resized = start.resized_plan

@@ -11,7 +11,7 @@ from hpctrain.architectures.description import inner_of
 from hpctrain.config.clusters.truth import PretendDevice, Truth
 from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.start.facts import Described, Prepared
+from hpctrain.engine.start.facts import MachineDescription, Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
@@ -143,7 +143,7 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     job = make_job(tokens, "llama", {"tensor": {"y": 2}})
     plan = resolve_plan(job, 2).plan
     reasons = {"overlap.tensor": "off: a reason"}
-    described = Described(cluster_of([("a", 1, 2)]), "a test")
+    described = MachineDescription(cluster_of([("a", 1, 2)]), "a test")
     data = open_datasets(job.data, job.train.seed)
     prepared = Prepared(own, overlapped(job, data=True), *data, None, False, described, plan, reasons)
     started = []

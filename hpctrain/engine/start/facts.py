@@ -22,7 +22,7 @@ WHY = "another plan"
 
 
 @dataclass(frozen=True)
-class Described:
+class MachineDescription:
     """A description of the machine that the ranks run on: the real one, or the one that they impersonate."""
 
     cluster: Cluster
@@ -58,7 +58,7 @@ class Prepared:
     validation: "AnySequences | None"
     resume_from: Path | None = None
     fresh_probe: bool = False
-    described_or_none: Described | None = None
+    described_or_none: MachineDescription | None = None
     """The machine, as soon as it is known."""
     plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
@@ -85,7 +85,7 @@ class Prepared:
         return [place.family for place in self.world.topology.places]
 
     @property
-    def described(self) -> Described:
+    def described(self) -> MachineDescription:
         assert self.described_or_none is not None, "asked for after the machine is known"
         return self.described_or_none
 

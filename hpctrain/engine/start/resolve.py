@@ -36,7 +36,7 @@ from hpctrain.engine.start.continuing import (
     keep,
     without_profiles,
 )
-from hpctrain.engine.start.facts import Described, Prepared, with_values
+from hpctrain.engine.start.facts import MachineDescription, Prepared, with_values
 from hpctrain.engine.start.resolve_kernels import resolve_kernels
 from hpctrain.engine.start.resolve_overlap import (
     launch_refusal,
@@ -67,7 +67,7 @@ def prepare_run(
     world: World,
     job: Job,
     resume_from: Path | None = None,
-    described: Described | None = None,
+    described: MachineDescription | None = None,
     fresh_probe: bool = False,
     signals: StopSignals | None = None,
 ) -> Prepared:
@@ -173,7 +173,7 @@ def know_machine(run: Prepared) -> Prepared:
         accelerator = bind_accelerator(world, run.job.kernels.deterministic)
         machine = describe_machine(world, accelerator, run.fresh_probe)
         name = "a probe of this machine while it was busy" if machine.disturbance else str(machine.path)
-        described = Described(machine.cluster, name, path=machine.path, disturbance=machine.disturbance)
+        described = MachineDescription(machine.cluster, name, path=machine.path, disturbance=machine.disturbance)
         reason = f"{machine.cluster.describe()}: {machine.source}"
         run = run.but({"machine": reason}, described_or_none=described)
     described = run.described
@@ -384,7 +384,7 @@ RESOLVERS: tuple[Callable[[Prepared], Prepared], ...] = (
 """The resolvers, each after those that it depends on."""
 
 
-def check_ranks_are_devices(described: Described, places: Sequence[Place]) -> None:
+def check_ranks_are_devices(described: MachineDescription, places: Sequence[Place]) -> None:
     """Refuse ranks that are not the devices of a cluster, in its order. Raises LaunchError or TopologyError."""
     cluster, families = described.cluster, [place.family for place in places]
     devices = [device.family for device in cluster.devices]

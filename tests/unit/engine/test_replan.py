@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Job
-from hpctrain.engine.start.facts import Described, Prepared
+from hpctrain.engine.start.facts import MachineDescription, Prepared
 from hpctrain.engine.start.replan import resized_plan
 from hpctrain.engine.start.resolve_overlap import topology_of
 from hpctrain.plan.uniform import DEVICE_TOKENS, resolve_plan
@@ -41,7 +41,7 @@ def prepared(plan: dict) -> tuple[Prepared, Job]:
     )
     cluster = parse_cluster(DEVICES, "a test")
     world = SimpleNamespace(size=4, topology=topology_of(cluster, is_pretended=False))
-    described, job = Described(cluster, "a test"), requested.model_copy(update={"plan": None})
+    described, job = MachineDescription(cluster, "a test"), requested.model_copy(update={"plan": None})
     unused = dict.fromkeys(("source", "training", "validation"))
     return Prepared(world, job, **unused, described_or_none=described), requested  # pyright: ignore[reportArgumentType]
 

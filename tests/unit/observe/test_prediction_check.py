@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.engine.start.facts import Described
+from hpctrain.engine.start.facts import MachineDescription
 from hpctrain.observe.folder.run_folder import RunFolder
 from hpctrain.observe.folder.schema import DRIFT, read_saved
 from hpctrain.observe.folder.spans import StepRecorder
@@ -144,6 +144,6 @@ def test_where_the_cause_is_known_nobody_is_asked_to_measure_again(tmp_path):
     said = format_comparison(read_saved(tmp_path, DRIFT))
     assert "longer than predicted, most of it in 'compute'" in said and said.endswith(summary["cause"])
     assert "warning" not in said and "measure the machine again" not in said
-    quiet = Described(CLUSTER, "a name")
+    quiet = MachineDescription(CLUSTER, "a name")
     assert not quiet.doubt, "who can measure again is asked to"
     assert "the next start measures it again" in replace(quiet, disturbance="others").doubt
