@@ -63,6 +63,13 @@ class Tile:
         return tuple(self.ranks[grid.index_of(each)] for each in grid.along(coordinate, axes))
 
     @property
+    def by_place(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks at each place along c, where these have unequal shares of the positions; else nothing."""
+        places = [part.context_place for part in parts_of(self.tensor)] if self.tensor.position_shares else []
+        pairs = list(zip(self.ranks, places, strict=False))
+        return tuple(tuple(rank for rank, at in pairs if at == place) for place in sorted(set(places)))
+
+    @property
     def rank_rows(self) -> int:
         """Return the rows of a microbatch that a rank computes: of the ranks with the most."""
         return -(-self.rows.size // self.tensor.row_parts)

@@ -76,11 +76,11 @@ class TensorGrid(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis by its name."""
-        return dict(zip(AXES, self, strict=False))
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def size(self) -> int:
-        return math.prod(self[: len(AXES)])
+        return self.num_parts(AXES)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - grids are small values, and there are few
     def num_parts(self, axes: tuple[str, ...]) -> int:

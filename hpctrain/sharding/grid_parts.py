@@ -34,8 +34,12 @@ class GridPart(NamedTuple):
 
     def context(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it computes products, in their order in memory."""
-        index, _ = self.grid.combined(self.coordinate, CUTTING_CONTEXT)
-        return cut_zigzag(num_positions, self.grid.context_shares)[index]
+        return cut_zigzag(num_positions, self.grid.context_shares)[self.context_place]
+
+    @property
+    def context_place(self) -> int:
+        """Its place among the ranks that cut the positions of a row."""
+        return self.grid.combined(self.coordinate, CUTTING_CONTEXT)[0]
 
     def positions(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it has hidden states, in their order in memory."""

@@ -207,7 +207,7 @@ class DescribedRun:
             bucket_bytes=bucket_bytes,
             gathers_early=not self.exposes_gathers,
             linear_dtype=self.linear_dtype,
-            context_parts=self.context,
+            context_shares=(1,) * self.context,
             tensor_parts=parts,
             expert_spread=0.0,  # published runs balance the load by force
             expert_parts=self.expert_parallel,

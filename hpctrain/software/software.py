@@ -148,7 +148,7 @@ class SoftwareSetup(Setup):
 
     @property
     def context_sizes(self) -> list[int]:
-        return []  # context parallelism is part of a run, by `context_parts`
+        return []  # context parallelism is part of a run, by `context_shares`
 
     def position_parts(self, grid: TensorGrid) -> int:
         return grid.y if self.engine.sequence_parallel else grid.position_parts

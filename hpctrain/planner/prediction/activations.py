@@ -120,7 +120,7 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
         return 3 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
     copies = 2 if recompute == "selective" or attention.sinks else 1
-    return 2 * setup.positions * grid.context_parts * (query + copies * key) * setup.item_bytes
+    return 2 * setup.row_positions * (query + copies * key) * setup.item_bytes
 
 
 def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -198,7 +198,7 @@ def mask_bytes(setup: Setup, grid: TensorGrid, attention: Attention, recompute: 
     scores. One mask serves all rows, where it does not depend on documents. Without window, cap and documents there is
     none.
     """
-    is_windowed = attention.window is not None and attention.window < setup.positions * grid.context_parts
+    is_windowed = attention.window is not None and attention.window < setup.row_positions
     is_capped = attention.score_cap is not None
     is_masked = is_windowed or is_capped or setup.masks_documents
     if not is_masked or (is_capped and recompute == "selective"):
@@ -328,14 +328,14 @@ def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: b
     """
     if grid.context_parts == 1:
         return 0.0
-    query, key = heads_on(attention, grid)
+    (query, key), times = heads_on(attention, grid), setup.row_positions / setup.positions
     if grid.head_parts > 1:
-        features = grid.head_parts * sum(exchanged_features(attention, grid)) - query - 2 * key
+        features = times * sum(exchanged_features(attention, grid)) - query - 2 * key
         features += (query + 2 * key) * (attention.head_norm is not None)
         if not drops and attention.score_cap is None:
             features -= (query + key) * (attention.rotary is not None or attention.head_norm is not None)
         return setup.item_bytes * setup.positions * features
-    features = 2 * key * (1 if drops else grid.context_parts)
+    features = 2 * key * (1 if drops else times)
     if attention.score_cap is None:
         features += query  # kernels keep the result of each interval, and the next product keeps them as one tensor
     if not drops and attention.rotary is not None and attention.head_norm is None and attention.score_cap is None:

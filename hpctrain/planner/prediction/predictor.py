@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -434,14 +434,20 @@ class Predictor:
             rows = Interval(0, tile.rows.size)
             key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
             if key not in known:
-                available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
-                shards, rank = self._first_holding(tile)
-                memory = memory_of(self.setup, self.network, self.plan, tile, shards, rank, waiting, available)
-                if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
-                    available -= memory.on_host  # a CPU's memory is the host's
-                known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))
+                stages = [self._stage_memory(tile, *each, waiting) for each in enumerate(tile.by_place or [tile.ranks])]
+                known[key] = max(stages, key=lambda stage: stage.memory.total - stage.available_bytes)
             result[tile] = known[key]
         return result
+
+    def _stage_memory(self, tile: Tile, place: int, ranks: Sequence[int], waiting: int) -> StageMemory:
+        """Return the memory of some ranks of a tile, which are at one place along c."""
+        families = [self.cluster.devices[rank].family for rank in ranks]
+        available = min(self.cluster.families[family].usable_bytes for family in families)
+        shards, rank = self._first_holding(tile)
+        memory = memory_of(self.setup.at(place), self.network, self.plan, tile, shards, rank, waiting, available)
+        if any(self.cluster.families[family].kind == "cpu" for family in families):
+            available -= memory.on_host  # a CPU's memory is the host's
+        return StageMemory(tile, memory, available, tuple(each.items for each in self.plan.virtual_stages(tile)))
 
     def _waiting(self, tile: Tile) -> int:
         """Return how many activations wait to be sent when a tile has warmed up."""

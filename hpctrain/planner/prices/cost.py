@@ -178,9 +178,9 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     parts = min(setup.block_parts, key // attention.head_size) if is_gathered else 1
     core, core_backward = _attention(setup, attention, rows, grid, parts)
     if grid.head_parts > 1:
-        moved = [_exchange(setup, grid, attention, tokens, times) for times in EXCHANGE_PASSES]
+        moved = [_exchange(setup, grid, attention, rows, times) for times in EXCHANGE_PASSES]
     else:
-        moved = _context(setup, grid, tokens * 2 * key, core, core_backward, parts)
+        moved = _context(setup, grid, rows * 2 * key, core, core_backward, parts)
     work = branch_cost(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     # With sinks, queries, keys and values are copied behind a first position, and their gradients back.
     padded = 2 * setup.item_bytes * tokens * (query + 2 * key) if attention.sinks else 0
@@ -199,30 +199,35 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
 def _context(
     setup: Setup, grid: TensorGrid, numbers: int, core: PassWork, core_backward: PassWork, parts: int
 ) -> tuple[PassWork, PassWork]:
-    """Return what c exchanges: keys and values, so many `numbers` of a rank, are gathered, and gradients scattered.
+    """Return what c exchanges: keys and values, so many `numbers` of a position, are gathered, and gradients scattered.
 
     Of several parts each but one overlaps attention of another one, which has as many of the products. Both pass over
-    what all ranks have, to put positions in order, and over a rank's own, to put that among the others'.
+    what all ranks have, to put positions in order, and over a rank's own, to put that among the others'. An exchange
+    takes as long as if all ranks had as many positions as the one with the most.
     """
     c = grid.context_parts
     if c == 1:
         return PassWork(), PassWork()
-    whole = c * numbers * setup.item_bytes
+    own, whole, moved = (
+        numbers * setup.item_bytes * each for each in (setup.positions, setup.row_positions, c * setup.most_positions)
+    )
     works = []
     kinds = (core, "all_gather"), (core_backward, "reduce_scatter")
     for (computed, operation), count in zip(kinds, CONTEXT_OPERATIONS, strict=True):
         each = len(computed.products) // parts
         behind = [(), *(tuple(computed.products[i * each : (i + 1) * each]) for i in range(1, parts))]
-        exchanges = [Exchange(CONTEXT, operation, whole // parts, products) for products in behind]
-        works.append(PassWork([], 2.0 * whole + 4.0 * whole / c, parts * (count + 2 * c), exchanges))
+        exchanges = [Exchange(CONTEXT, operation, moved // parts, products) for products in behind]
+        works.append(PassWork([], 2.0 * whole + 4.0 * own, parts * (count + 2 * c), exchanges))
     return works[0], works[1]
 
 
-def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, tokens: int, times: int) -> PassWork:
+def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, times: int) -> PassWork:
     """Return what c exchanges of heads in one pass: queries, keys and values, which are passed over so many `times`,
     and attention's result; or their gradients."""
-    there, back = (grid.head_parts * size * tokens * setup.item_bytes for size in exchanged_features(attention, grid))
-    exchanges = [Exchange(CONTEXT, "all_to_all", int(num_bytes)) for num_bytes in (there, back)]
+    sizes = [rows * setup.item_bytes * size for size in exchanged_features(attention, grid)]
+    there, back = (setup.row_positions * size for size in sizes)
+    moved = (grid.context_parts * setup.most_positions * size for size in sizes)
+    exchanges = [Exchange(CONTEXT, "all_to_all", int(num_bytes)) for num_bytes in moved]
     return PassWork([], times * there + 4.0 * back, EXCHANGE_OPERATIONS * grid.head_parts, exchanges)
 
 
@@ -401,7 +406,7 @@ def _attention(
     pairs = computed_pairs(setup, attention.window)
     share = pairs / positions**2
     if flash and not setup.masks_documents:
-        share = seen_share(attention, positions * setup.context_parts) * setup.context_parts
+        share = seen_share(attention, setup.row_positions) * setup.row_positions / positions
     forward, backward = PassWork(), PassWork()
     for work, fused, passed in zip((forward, backward), flash or (None, None), passes, strict=True):
         work.passed_bytes = batch * pairs * passed
@@ -427,9 +432,10 @@ def seen_keys(setup: Setup, window: int | None) -> int:
 
 def _intervals_and_keys(setup: Setup, window: int | None) -> list[list[tuple[Interval, int]]]:
     """Return the intervals of positions of each rank of c, with how many keys their queries have: all up to the
-    interval's end, from the first one that a window shows."""
+    interval's end, from the first one that a window shows. Where shares are unequal they are those of one rank."""
     setup = setup.attending
-    parts = cut_zigzag(setup.positions * setup.context_parts, (1,) * setup.context_parts)
+    shares, parts = setup.context_shares, cut_zigzag(setup.row_positions, setup.context_shares)
+    parts = parts if len(set(shares)) == 1 else parts[setup.place : setup.place + 1]
     return [[(own, min(own.stop, own.size + (window or own.stop) - 1)) for own in part] for part in parts]
 
 
@@ -499,5 +505,5 @@ def model_flops(setup: Setup, tokens: int) -> float:
     for attention, mlp in ((block.attention, block.mlp) for block in setup.blocks):
         features = (mlp.up_size // mlp.inner + 1) * mlp.token_inner + mlp.router_size
         weights += hidden * (2 * attention.query_size + 2 * attention.key_size + features)
-        pairs += attention.query_size * min(attention.window or math.inf, setup.positions * setup.context_parts)
+        pairs += attention.query_size * min(attention.window or math.inf, setup.row_positions)
     return tokens * (6.0 * weights + 12.0 * pairs)

@@ -77,6 +77,8 @@ class Site:
     """Ranks that hold the same weights as the first rank, where these are exchanged in every pass."""
     sharers: ConcurrentRanks | None = None
     """All ranks that are in groups like `data_ranks`, and exchange at the same time."""
+    by_place: tuple[tuple[DeviceModel, ...], ...] = ()
+    """The same as `devices` of the ranks at each place along c, where these have unequal shares of the positions."""
 
 
 def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site) -> PassCost:
@@ -184,9 +186,13 @@ class Prices:
         where = tuple((d.family, d.table, nodes.index(d.node), d.index) for d in devices)
         key = where, tile.tensor, max(1, zero), data_ranks, sharers
         if key not in self._sites:
-            models = tuple(self.devices[family] for family in dict.fromkeys(device.family for device in devices))
-            self._sites[key] = Site(models, tile, max(1, zero), data_ranks, sharers)
+            models, *by_place = (self._models_of(ranks) for ranks in (tile.ranks, *tile.by_place))
+            self._sites[key] = Site(models, tile, max(1, zero), data_ranks, sharers, tuple(by_place))
         return self._sites[key]
+
+    def _models_of(self, ranks: Sequence[int]) -> tuple[DeviceModel, ...]:
+        families = dict.fromkeys(self._cluster.devices[rank].family for rank in ranks)
+        return tuple(self.devices[family] for family in families)
 
     def price(self, name: str, site: Site, layer: Interval, rows: int, recompute: str, parts: int | None) -> PassCost:
         """Return what a pass (`PASSES`) over a layer takes a rank, for so many rows of its own, with products cut in
@@ -196,11 +202,14 @@ class Prices:
             recompute, parts = "full" if recompute == "full" else "none", 1
         key = name, site, kind, rows, recompute, parts
         if key not in self._passes:
-            setup, of = self._in_parts(parts), (grid, kind, rows, recompute, site.zero, parts)
-            if of not in self._costs:
-                self._costs[of] = layer_cost(setup, grid, layer, rows, recompute, site.zero)
-            work = getattr(self._costs[of], name)
-            self._passes[key] = pass_cost(setup, self.network, work, site)
+            costs = []
+            for place, at in enumerate([replace(site, devices=devices) for devices in site.by_place] or [site]):
+                setup, of = self._in_parts(parts).at(place), (grid, kind, rows, recompute, site.zero, parts, place)
+                if of not in self._costs:
+                    self._costs[of] = layer_cost(setup, grid, layer, rows, recompute, site.zero)
+                work = getattr(self._costs[of], name)
+                costs.append(pass_cost(setup, self.network, work, at))
+            self._passes[key] = max(costs, key=lambda cost: cost.seconds)
         return self._passes[key]
 
 

@@ -161,9 +161,11 @@ class Setup:
     """Families that compute in another dtype, each with its dtype. Memory and messages are priced in `dtype`."""
     linear_dtype: str | None = None
     """Dtype of linear layers of blocks, where it is another one: fp8, to which software casts operands."""
-    context_parts: int = 1
-    """Number of parts into which c, or other software's context parallelism, cuts the positions of a row. `positions`
-    are those of one part, whose queries see the keys of all parts."""
+    context_shares: tuple[int, ...] = (1,)
+    """The share of each rank in the positions of a row, which c cuts, or other software's context parallelism.
+    `positions` are those of one rank, whose queries see the keys of all."""
+    place: int = 0
+    """The place along c of the rank that is priced, where shares are unequal."""
     exchanges_heads: bool = False
     """Whether attention is of all positions of a row, and of a part of the heads, which ranks of c have exchanged."""
     tensor_parts: int | None = 1
@@ -289,23 +291,43 @@ class Setup:
         return tile.axis_ranks(GROUPS[name], tile.ranks[0])
 
     @cached_property
-    def _by_parts(self) -> dict[tuple[int, bool], Self]:
-        return {(1, False): self}
+    def _by_parts(self) -> dict[tuple[tuple[int, ...], bool], Self]:
+        return {((1,), False): self}
 
     def on(self, grid: TensorGrid) -> Self:
         """Return the setup as a rank of a grid sees it: with its own positions of each row, where c cuts them."""
-        key = parts, exchanges = grid.context_parts, grid.exchanges_heads
+        key = shares, exchanges = grid.context_shares, grid.exchanges_heads
         if key not in self._by_parts:
-            own = replace(self, positions=-(-self.positions // parts), context_parts=self.context_parts * parts)
-            self._by_parts[key] = replace(own, exchanges_heads=exchanges)
+            own = -(-self.positions * shares[self.place] // sum(shares))
+            self._by_parts[key] = replace(self, positions=own, context_shares=shares, exchanges_heads=exchanges)
         return self._by_parts[key]
+
+    @cached_property
+    def _by_place(self) -> dict[int, Self]:
+        return {self.place: self}
+
+    def at(self, place: int) -> Self:
+        """Return the setup for the rank at a place along c."""
+        if place not in self._by_place:
+            self._by_place[place] = replace(self, place=place)
+        return self._by_place[place]
+
+    @property
+    def row_positions(self) -> int:
+        """Positions of a row, of all ranks that cut them."""
+        return self.positions * sum(self.context_shares) // self.context_shares[self.place]
+
+    @property
+    def most_positions(self) -> int:
+        """Positions of a row on the rank with the most."""
+        return self.positions * max(self.context_shares) // self.context_shares[self.place]
 
     @cached_property
     def attending(self) -> Self:
         """Return the setup as attention sees it: with the positions of its queries."""
         if not self.exchanges_heads:
             return self
-        return replace(self, positions=self.positions * self.context_parts, context_parts=1, exchanges_heads=False)
+        return replace(self, positions=self.row_positions, context_shares=(1,), place=0, exchanges_heads=False)
 
     @property
     def context_sizes(self) -> list[int]:

@@ -10,8 +10,9 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.model.operators import attention as attention_of_model
 from hpctrain.plan.checks import check_positions
-from hpctrain.plan.tiling import Tile
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
+from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
@@ -41,6 +42,47 @@ def test_ranks_of_c_have_the_products_of_one_rank_together(recompute):
             sum(p.m * p.k * p.n * p.batch * p.share for p in getattr(cost, name).products) for cost in (whole, own)
         )
         assert C * flops == pytest.approx(expected)
+
+
+UNEQUAL = TensorGrid(c=2, position_shares=(3, 1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_each_rank_of_c_has_its_share_of_products_and_activations(recompute):
+    whole, kept = layer_cost(SETUP, ONE_RANK, BLOCK, ROWS, recompute), []
+    for place, share in enumerate(UNEQUAL.position_shares):
+        setup = SETUP.at(place)
+        own = layer_cost(setup, UNEQUAL, BLOCK, ROWS, recompute)
+        for name in ("forward", "backward_input", "backward_weight"):
+            flops, expected = (
+                sum(p.m * p.k * p.n * p.batch * p.share for p in getattr(cost, name).products) for cost in (own, whole)
+            )
+            assert flops == pytest.approx(expected * share / 4)
+        moved = [e.num_bytes for e in own.forward.exchanges if e.axis == "c"]
+        numbers = ROWS * 2 * heads_on(SETUP.branches(BLOCK)[0], UNEQUAL)[1] * SETUP.item_bytes
+        assert moved == [2 * SETUP.positions * 3 // 4 * numbers], "as if all had as many as the first"
+        kept.append(row_bytes(setup, UNEQUAL, [BLOCK], recompute, splits=False, rows=ROWS).kept)
+    assert kept[0] > kept[1] and message_bytes(SETUP, UNEQUAL, 1) == 3 * message_bytes(SETUP.at(1), UNEQUAL, 1)
+    if recompute == "full":
+        assert kept[0] == 3 * kept[1]
+
+
+def test_a_tile_of_unlike_devices_is_as_slow_as_its_slowest_rank():
+    """The first device is twice as fast as the other, and has twice the memory. The other counts."""
+    cluster, items = cluster_with(5e7, devices=1), Interval(0, SETUP.model.num_items)
+
+    def predicted(shares: tuple[int, ...], ranks: tuple[int, ...] = (0, 1)):
+        grid = TensorGrid(c=2, position_shares=shares)
+        return predict(SETUP, Plan((Tile(items, Interval(0, ROWS), ranks, grid, "fast+slow"),), 1, ROWS), cluster)
+
+    by_worth, equal, against = predicted((5, 3)), predicted(()), predicted((3, 5))
+    assert predicted((3, 5), (1, 0)).step_seconds == by_worth.step_seconds
+    compute = [each.breakdown_seconds["compute"] for each in (by_worth, equal, against)]
+    assert compute[0] < 0.85 * compute[1] < 0.75 * compute[2]
+    (stage,), (of_equal,), (other,) = by_worth.memory, equal.memory, against.memory
+    assert stage.available_bytes == of_equal.available_bytes == cluster.families["slow"].usable_bytes
+    assert 0.7 < stage.memory.activations / of_equal.memory.activations < 0.85
+    assert 1.15 < other.memory.activations / of_equal.memory.activations < 1.3
 
 
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 1), ("selective", 2), ("full", 2)])
