@@ -80,7 +80,7 @@ class TensorGrid(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.num_parts(AXES)
+        return self.num_parts(tuple(AXES))
 
     @lru_cache(maxsize=4096)  # noqa: B019 - grids are small values, and there are few
     def num_parts(self, axes: tuple[str, ...]) -> int:

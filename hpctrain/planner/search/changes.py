@@ -20,6 +20,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
+from hpctrain.planner.search.mixed_tiles import positions_by_worth
 from hpctrain.planner.search.score import Scorer
 from hpctrain.planner.search.space import BEST
 from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
@@ -57,6 +58,8 @@ class SimulatedPlan:
         other schedules."""
         if change is more_in_flight:
             return min(self.seconds, self.layout.seconds)
+        if change is positions_by_worth:
+            return 0.0  # they have nothing in common with the layout
         return self.seconds - self.layout.saved_seconds
 
     @property
@@ -66,6 +69,8 @@ class SimulatedPlan:
 
     def describe(self, names: Sequence[str]) -> str:
         """Return what each pool does, as `CutShape.describe`, and how many virtual stages there are."""
+        if any(tile.tensor.position_shares for tile in self.plan.tiles):
+            return self.plan.describe()
         several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         return self.layout.describe(names) + several
 
@@ -221,6 +226,8 @@ class Simulator:
         simulated."""
         self._scorer, self._costs, self._setup_of, self._tries_all = scorer, scorer.costs, setup_of, tries_all
         self._changes = more_in_flight, zero_bubble, partial(virtual_stages, most=scorer.space.most_virtual_stages)
+        if len(scorer.costs.pools) > 1 and scorer.costs.setup.context_sizes and scorer.space.cut == BEST:
+            self._changes = positions_by_worth, *self._changes
         self.shortage = ""
         """Says what the first plan lacked that did not fit, or why it cannot run; empty so far."""
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
@@ -19,6 +21,7 @@ from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.prices import Site, pass_cost
 from hpctrain.planner.prices.setup import LEAST_CONTEXT, Setup
 from hpctrain.planner.prices.work import PassWork
+from hpctrain.planner.search.mixed_tiles import shares_of
 from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.stages import StageCosts
@@ -177,6 +180,34 @@ def test_a_search_takes_the_quicker_way_for_long_rows():
         grids = [grid for grid in costs.grids[0] if grid == TensorGrid(c=C, exchanges_heads=grid.exchanges_heads)]
         ways = {grid.exchanges_heads: sum(costs.passes(0, grid, BLOCK, 1)) for grid in grids}
         assert min(ways, key=ways.__getitem__) == exchanges and True in ways
+
+
+def test_a_search_cuts_positions_by_worth_where_devices_are_unlike():
+    """A row at a time on both devices is faster than a pipeline of them, and than equal parts."""
+    cluster = cluster_with(5e7, devices=1)
+    families = {name: family.model_copy(update={"memory_bytes": 10**10}) for name, family in cluster.families.items()}
+    cluster = cluster.model_copy(update={"families": families})
+    setup = replace(SETUP, model=SETUP.model.model_copy(update={"num_layers": 2}), positions=2 * LEAST_CONTEXT)
+    best = search(setup, 2, cluster).best
+    (tile,) = best.plan.tiles
+    fast, slow = tile.tensor.position_shares
+    assert tile.family == "fast+slow" and 1.9 < fast / slow < 2.2 and best.plan.microbatches == 2
+    equal = replace(best.plan, tiles=(replace(tile, tensor=TensorGrid(c=2)),))
+    assert predict(setup, equal, cluster).step_seconds > 1.3 * best.seconds
+    assert best.plain_seconds is not None and best.plain_seconds > 1.3 * best.seconds
+    assert search(replace(setup, positions=LEAST_CONTEXT), 2, cluster).best.plan.tiles[0].tensor.c == 1
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=8), st.integers(3, 12).map(lambda power: 3 << power))
+def test_shares_are_whole_and_near_the_speeds(speeds, units):
+    shares, total = shares_of(speeds, units), 48 if units >= 48 else units
+    if not shares:
+        assert max(speeds) - min(speeds) < 2 * sum(speeds) / total
+        return
+    assert units % sum(shares) == 0 and min(shares) >= 1
+    for share, speed in zip(shares, speeds, strict=True):
+        wanted = max(1, speed * sum(shares) / sum(speeds))
+        assert abs(share - wanted) < len(speeds)
 
 
 def test_a_rank_keeps_its_positions_and_sends_them():

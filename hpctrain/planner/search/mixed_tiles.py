@@ -1,0 +1,69 @@
+"""Tiles over unlike devices, whose ranks of c have positions by what their devices are worth. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.cost import layer_cost
+from hpctrain.planner.prices.prices import Prices
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, divisors
+from hpctrain.sharding.items import BLOCK
+
+MOST_SHARES = 64
+"""Most parts into which half of a row is cut to give each rank a number of them: 1.6 % of a row each."""
+
+
+def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
+    """Yield plans in which tiles over all families compute whole rows, one at a time, and each rank has positions by
+    what its device is worth: the largest tiles first.
+
+    It is for rows that are so long that ranks have enough positions of them, on clusters of several families.
+    """
+    plan, cluster, sizes = predictor.plan, predictor.cluster, predictor.setup.context_sizes
+    by_family: dict[str, list[int]] = {}
+    used = sorted(rank for tile in plan.first_tiles for rank in tile.ranks)
+    for rank in used:
+        by_family.setdefault(cluster.devices[rank].family, []).append(rank)
+    batch, first = plan.microbatches * plan.rows, plan.tiles[0]
+    for count in divisors(batch) if len(by_family) > 1 else ():
+        size = len(used) // count
+        if size not in sizes or any(len(ranks) % count for ranks in by_family.values()):
+            continue
+        tiles = []
+        for number in range(count):
+            parts = (Interval(0, len(own)).part(Interval(number, number + 1), count) for own in by_family.values())
+            ranks = [own[slice(*part)] for own, part in zip(by_family.values(), parts, strict=True)]
+            ranks = tuple(chain(*ranks))
+            families = [cluster.devices[rank].family for rank in ranks]
+            grid = TensorGrid(c=size, position_shares=shares_by_worth(predictor.prices, families, first.recompute))
+            items, rows = Interval(0, predictor.setup.model.num_items), Interval(number, number + 1)
+            tiles.append(Tile(items, rows, ranks, grid, "+".join(by_family), first.recompute))
+        for recompute in dict.fromkeys((first.recompute, "selective", "full")):
+            every = (replace(tile, recompute=recompute) for tile in tiles)
+            yield Plan(tuple(every), batch // count, count, unused=plan.unused)
+
+
+def shares_by_worth(prices: Prices, families: Sequence[str], recompute: str) -> tuple[int, ...]:
+    """Return the shares of devices of some families in the positions of a row: as fast as each computes a block."""
+    setup, devices = prices.setup, prices.devices
+    cost, seconds = layer_cost(setup, TensorGrid(c=len(families)), BLOCK, 1, recompute), {}
+    for family in dict.fromkeys(families):
+        works = cost.forward, cost.backward
+        seconds[family] = sum(devices[family].work_seconds(work, setup.dtype, setup.engine) for work in works)
+    return shares_of([1 / seconds[family] for family in families], setup.positions // 2)
+
+
+def shares_of(speeds: Sequence[float], units: int) -> tuple[int, ...]:
+    """Return a whole share of each of some speeds, in proportion to it and at least 1: their sum divides `units`.
+
+    Nothing where all are equal.
+    """
+    total = max(n for n in divisors(units) if n <= max(MOST_SHARES, len(speeds)))
+    wanted = [speed * total / sum(speeds) for speed in speeds]
+    shares = [1] * len(speeds)
+    for _ in range(total - len(speeds)):
+        shares[max(range(len(speeds)), key=lambda place: wanted[place] - shares[place])] += 1
+    return tuple(shares) if len(set(shares)) > 1 else ()
