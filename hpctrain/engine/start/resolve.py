@@ -82,7 +82,7 @@ def prepare_run(
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError, InterruptionError; PlanError
     also where the plan is predicted not to fit into memory.
     """
-    if job.search.must_fit and not (described and described.is_rehearsed):
+    if job.search.must_fit and described is None and not world.topology.has_devices:
         refuse_too_large(world, job)
     run = Prepared(world, job, *open_datasets(job.data, job.train.seed), resume_from, fresh_probe, described)
     for resolver in RESOLVERS:
@@ -93,12 +93,10 @@ def prepare_run(
 
 
 def refuse_too_large(world: World, job: Job) -> None:
-    """Refuse a model whose training no plan could hold in the memory of all devices and hosts together, before anything
-    of it is measured. All ranks must call. Raises PlanError."""
-    device = bind_accelerator(world).memory().total if world.place.kind != "cpu" else 0
-    memory = world.all_objects((world.place.host_name, host_memory_bytes(), device))
-    hosts = {host: host_bytes for host, host_bytes, _ in memory}
-    there = sum(hosts.values()) + sum(device for *_, device in memory)
+    """Refuse a model whose training no plan could hold in the memory of all hosts, before anything of it is measured:
+    on processors a single block may take minutes. All ranks must call. Raises PlanError."""
+    hosts = dict(world.all_objects((world.place.host_name, host_memory_bytes())))
+    there = sum(hosts.values())
     model = with_values(job, "model", vocab_size=job.model.vocab_size or 1).model
     setup, count = replace(Setup.of_job(job, "fp32"), model=model), count_parameters(model)
     of_each = setup.item_bytes + setup.gradient_bytes + setup.state_bytes()
