@@ -35,6 +35,7 @@ from hpctrain.comm.waiting import complete, until_all
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.paths import read_bytes, refused_as
+from hpctrain.plan.keepers import keepers
 
 NAME_FILE = "copies"
 """File of the run folder with the name of its copies, which no other run has."""
@@ -43,34 +44,6 @@ MESSAGE_BYTES = 64 << 20
 """The most bytes of a message between hosts."""
 LITTER_SECONDS = 6 * 3600.0
 """A copy that is older, and whose run has no process on the host, is litter."""
-
-
-def keepers(hosts: Sequence[str], counts: Sequence[int]) -> list[int | None]:
-    """Return the rank of another host that keeps a second part of each rank; None where there is none to keep. Pure.
-
-    Where hosts are equal, they are pairs: of the losses of two hosts few take both parts.
-    """
-    loads = [0] * len(hosts)
-    result: list[int | None] = []
-    for host, count in zip(hosts, counts, strict=True):
-        others = [rank for rank, theirs in enumerate(hosts) if theirs != host]
-        keeper = min(others, key=lambda rank: (loads[rank], rank)) if others and count else None
-        if keeper is not None:
-            loads[keeper] += count
-        result.append(keeper)
-    return result
-
-
-def host_bytes(hosts: Sequence[str], counts: Sequence[int]) -> dict[str, int]:
-    """Return the bytes that each host needs for copies: its own parts and those that it keeps, twice. Pure.
-
-    One copy is complete while the next one is written.
-    """
-    needs = dict.fromkeys(hosts, 0)
-    for rank, keeper in enumerate(keepers(hosts, counts)):
-        for holder in {rank, rank if keeper is None else keeper}:
-            needs[hosts[holder]] += 2 * 4 * counts[rank]
-    return needs
 
 
 def copies_name(run: Path, make: bool = False) -> str | None:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.checkpoint.copies import HostCopies, copies_name, host_bytes, keepers, remove_litter
+from hpctrain.checkpoint.copies import HostCopies, copies_name, remove_litter
 from hpctrain.comm.start.launcher import free_host_bytes, number_in
 from hpctrain.comm.start.process import SHARED_MEMORY
 from hpctrain.comm.world import World
 from hpctrain.config.errors import CheckpointError
 from hpctrain.config.recovery import Recovery
+from hpctrain.plan.keepers import host_bytes, keepers
 
 RESTARTS_VARIABLE = "HPCTRAIN_RESTARTS"
 """Variable by which a script says how many times it starts the ranks again."""

@@ -61,7 +61,7 @@ def format_losses(rows: Sequence[PricedLoss]) -> str:
         sizes = [f"{each / 1e9:,.3g}" for each in (priced.moved_bytes, priced.lost_bytes)]
         stalls = [f"{sum(parts.values()):,.3g}" for parts in priced.stall_seconds.values()]
         columns.add_row(priced.loss.name, *cells, *(sizes + stalls if stalls else ["-"] * (2 + len(ROADS))))
-    lines = [text_of(columns), *LOSS_COLUMNS]
+    lines = [text_of(columns), *LOSS_COLUMNS, rows[0].copies]
     if len(rows) == 1:
         lines.append("such a loss takes all devices")
     for priced in rows[1:]:

@@ -14,4 +14,5 @@ Read it in this order; a file imports only from its own line and those above it.
     schedule_run  a schedule, run without ranks
     launch_order  the order of operations on devices
     uniform       even plans, by keys
+    keepers       who keeps second copies of the state
 """

@@ -15,6 +15,7 @@ from hpctrain.config.clusters.cluster import Cluster, Device
 from hpctrain.config.clusters.measured_speeds import without_ranks
 from hpctrain.config.job import Job
 from hpctrain.config.training.optimizers import RULES
+from hpctrain.plan.keepers import host_bytes
 from hpctrain.plan.moves import ElementBytes, PlanState
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Predictor
@@ -88,6 +89,8 @@ class PricedLoss:
     assumed: tuple[str, ...] = ()
     repeated_steps: float = 0.0
     """Steps since the last checkpoint, on the mean, which are repeated."""
+    copies: str = ""
+    """What copies in memory take of hosts while all is there, and where that is too much."""
 
     def data(self) -> dict:
         """Return it as plain data, for JSON."""
@@ -163,7 +166,10 @@ def price_losses(
 
     now, *rows = what_if(machines, timed, predict)
     assumed = tuple(delays.assumed())
-    every, result = job.checkpoint.every, [PricedLoss(Loss("nothing", 1, ()), now)]
+    every, result = (
+        job.checkpoint.every,
+        [PricedLoss(Loss("nothing", 1, ()), now, copies=_copies_text(cluster, copies))],
+    )
     for loss, left, row in zip(losses, kept, rows, strict=True):
         if row.plan is None or row.prediction is None:
             result.append(PricedLoss(loss, row))
@@ -186,6 +192,17 @@ def price_losses(
         steps = every / 2 if every else job.train.steps / 2
         result.append(PricedLoss(loss, row, sum(moves.values()), lost_bytes, roads, assumed, steps))
     return result
+
+
+def _copies_text(cluster: Cluster, owned_bytes: Mapping[int, int]) -> str:
+    """Say how much host memory copies take, of the node that has the least left or else needs the most."""
+    counts = [owned_bytes.get(rank, 0) // MASTER_BYTES for rank in range(cluster.num_devices)]
+    needed = host_bytes([str(device.node) for device in cluster.devices], counts)
+    have = {str(device.node): cluster.nodes[device.table].host_memory_bytes for device in cluster.devices}
+    short = {node: there for node, there in have.items() if there is not None and needed[node] > there}
+    node = min(short, default=max(needed, key=lambda each: needed[each]))
+    text = f"copies in memory take {needed[node] / 1e9:,.3g} GB of node {node}"
+    return f"{text}, which has {short[node] / 1e9:,.3g}: set recovery.copies_folder" if short else text
 
 
 def _read_seconds(state: PlanState, cluster: Cluster, element_bytes: ElementBytes, delays: Delays) -> float:

@@ -15,12 +15,11 @@ from hpctrain.checkpoint.copies import (
     LOCK,
     complete_copies,
     copies_name,
-    host_bytes,
-    keepers,
     remove_litter,
 )
 from hpctrain.checkpoint.format import MANIFEST, RECTANGLE
 from hpctrain.engine.copies import DEVICE_SECONDS, interval_seconds
+from hpctrain.plan.keepers import host_bytes, keepers
 
 
 def test_equal_hosts_are_pairs_and_a_host_alone_keeps_its_own():

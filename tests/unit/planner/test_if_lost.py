@@ -137,6 +137,19 @@ def test_a_measured_delay_is_not_called_assumed():
     assert measured.stall_seconds[RESTARTED]["import"] == 1.5
 
 
+def test_copies_are_counted_in_the_memory_of_hosts():
+    cluster = cluster_of([("a", 2, 2)])
+    owned = PlanState(SETUP.model, best_of(cluster).plan, JOB.overlap.bucket_bytes).bytes_of(lambda shape: 12, True)
+    assert len(owned) == 4 and owned[0] + owned[1] == owned[2] + owned[3]
+    each = 2 * sum(owned.values())  # of its ranks and of those of the other node, twice
+    rows = priced(cluster, RANK)
+    assert rows[0].copies == f"copies in memory take {each / 1e9:,.3g} GB of node 0" and rows[1].copies == ""
+    assert rows[0].copies in format_losses(rows)
+    nodes = (cluster.nodes[0].model_copy(update={"host_memory_bytes": each - 1}),)
+    short = priced(cluster.model_copy(update={"nodes": nodes}), RANK)[0].copies
+    assert short.endswith(f"GB of node 0, which has {(each - 1) / 1e9:,.3g}: set recovery.copies_folder")
+
+
 def test_what_moves_shares_links():
     """Rounds come one after the other, ranks of a node share its NIC, and long moves are cut into messages."""
     cluster = cluster_of([("a", 2, 2)], nic=1e8, latency=0.0)
