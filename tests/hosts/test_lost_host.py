@@ -28,6 +28,8 @@ sequence_length = 32
 steps = 60
 global_batch = 8
 dtype = "fp32"
+[observe]
+step_timeout_seconds = 10.0
 [recovery]
 copies = 5
 """
@@ -51,23 +53,23 @@ def write_script(network, folder: Path) -> Path:
     return script
 
 
-def lose(network, copies: str) -> None:
-    """Take a host away with the copies in its memory. It has time to close its connections."""
+def lose(network, copies: str, is_silent: bool) -> None:
+    """Take a host away with the copies in its memory; a `silent` one has no time to close its connections."""
+    down = [["ip", "-netns", network.namespace(LOST), "link", "set", link, "down"] for link in ("manage", "fabric")]
+    for command in down if is_silent else []:
+        subprocess.run(command, check=True)
     pids = subprocess.run(["ip", "netns", "pids", network.namespace(LOST)], capture_output=True, text=True).stdout
     for pid in pids.split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    set_links(network, "down")
+    for command in [] if is_silent else down:
+        subprocess.run(command, check=True)
     shutil.rmtree(SHARED_MEMORY / copies / LOST)
 
 
-def set_links(network, state: str) -> None:
-    for link in ("manage", "fabric"):
-        subprocess.run(["ip", "-netns", network.namespace(LOST), "link", "set", link, state], check=True)
-
-
 @pytest.mark.timeout(400)
-def test_the_script_of_mpirun_leaves_out_a_host_that_is_lost(network, tmp_path):
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_script_of_mpirun_leaves_out_a_host_that_is_lost(network, tmp_path, is_silent):
     script, run = write_script(network, tmp_path), tmp_path / "run"
     environment = os.environ | MPI_ENVIRONMENT | {"NAMESPACE_PREFIX": network.namespace("")}
     command = ["ip", "netns", "exec", network.namespace(SWITCH), "bash", script, "--sample", "0"]
@@ -78,11 +80,12 @@ def test_the_script_of_mpirun_leaves_out_a_host_that_is_lost(network, tmp_path):
             while len(read_metrics(run)) < 20:
                 assert started.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.02)
-            lose(network, (run / "copies").read_text().strip())
+            lose(network, (run / "copies").read_text().strip(), is_silent)
             assert started.wait(240) == 0, output.read_text()
         finally:
             started.terminate()
-            set_links(network, "up")
+            for link in ("manage", "fabric"):
+                subprocess.run(["ip", "-netns", network.namespace(LOST), "link", "set", link, "up"], check=True)
     text = output.read_text()
     assert "alpha-1:2 does not answer: its ranks are left out" in text, text
     assert "2 alpha on 1 node" in text and ", from memory, " in text, text
