@@ -1,5 +1,6 @@
 """`hpctrain train`: train a job on all ranks that were started."""
 
+import gc
 import json
 import sys
 
@@ -90,6 +91,8 @@ def command(
             described = None
 
         from hpctrain.engine.run import Run  # and with it torch and h5py: when MPI is started, and the files are right
+
+        gc.freeze()  # what is imported: to look through it took a change of plans 0.11 s of a core on each rank
 
         options = {"fresh_probe": fresh_probe, "on_stderr": as_json, "bar": progress}
         run = Run(world, parsed, run_path, described, signals=signals, **options)
