@@ -47,7 +47,7 @@ PAIRED = tuple(name for name in GROUPS if name != STORED)
 # Seconds that a failed rank waits for the others to report that they failed too, before it aborts all.
 AGREEMENT_SECONDS = 2.0
 # Where all ranks fail by the same error, nobody has to be told: they come within this time.
-EQUALLY_SECONDS = 0.2
+EQUALLY_SECONDS = 0.5
 # The first rank to report ends the others, which wait for it: briefly, where they cannot know of such a rank.
 STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 
@@ -410,13 +410,15 @@ class World:
         and aborts them. Where a rank was killed, its host's guardian prints that, and the ranks end without a word.
         """
         loss = self.patience.interruption
-        error = loss or error  # what fails after a loss fails because of it
+        if loss and loss.is_dead:
+            error = loss  # what fails after a death fails because of it
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)
         self.free(0, alone=True)  # no rank may wait in them any longer
         is_first = self.watchdog.note_failure(error)
         if loss and loss.is_dead:
             self._abort(code)
+        is_own = not isinstance(error, RankLossError)
         have_failed = self._ranks_that_failed(error)
         if len(have_failed) == self.size:
             if self.rank == 0:
@@ -431,7 +433,7 @@ class World:
             time.sleep(0 if is_first else SECOND_SECONDS)
         else:
             time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
-        if not loss:
+        if is_own:
             print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
         self._abort(code)

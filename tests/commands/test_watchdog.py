@@ -141,9 +141,9 @@ def test_where_files_are_waited_for_a_missing_rank_is_named_too(run, tmp_path, h
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("folder_is_known", [False, True])
-def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(run, tmp_path, folder_is_known):
-    done = run(tmp_path if folder_is_known else "-", "equally")
+@pytest.mark.parametrize("story, folder_is_known", [("equally", False), ("equally", True), ("late", True)])
+def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(run, tmp_path, story, folder_is_known):
+    done = run(tmp_path if folder_is_known else "-", story)
     assert (done.code, done.out) == (DataError.exit_code, "")
     assert done.err == "hpctrain: DataError: nothing to continue from\n"
     assert not guardians()

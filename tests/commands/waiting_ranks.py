@@ -4,7 +4,7 @@
 operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
 "slow"; R is "killed"; R is not there while all are "connecting" by a library, whose phase says what to set; R "fails";
 "everybody" but R skips; all "others" fail. R "leaves" by an error, or is "awaited", while the others agree on
-something. All "rest" for long, and wait for nobody; all fail "equally".
+something. All "rest" for long, and wait for nobody; all fail "equally", or "late" after each other.
 """
 
 import ctypes
@@ -54,7 +54,8 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
         together(comm, recorder, data, "all_reduce")
-    if story == "equally":
+    if story in ("equally", "late"):
+        time.sleep(0.4 * rank * (story == "late"))
         raise DataError("nothing to continue from")
     if story == "rest":
         (Path(folder) / f"resting-{rank}").touch()

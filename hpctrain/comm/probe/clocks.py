@@ -35,14 +35,11 @@ def offset_to_first(members: Members, hosts: Sequence[str]) -> float:
                 members.receive(first, OPERATION)
                 members.send(time.monotonic(), first, OPERATION)
         elif members.rank == first:
-            own = min(_ask(members) for _ in range(EXCHANGES))[1]
+            exchanges = []
+            for _ in range(EXCHANGES):
+                asked = time.monotonic()
+                members.send(None, 0, OPERATION)
+                theirs, answered = members.receive(0, OPERATION), time.monotonic()
+                exchanges.append((answered - asked, theirs - (asked + answered) / 2))
+            own = min(exchanges)[1]  # of the fastest answer
     return members.allgather(own, OPERATION)[firsts[hosts[members.rank]]]
-
-
-def _ask(members: Members) -> tuple[float, float]:
-    """Return the seconds that an answer took, and the offset of the clock that follows from it."""
-    asked = time.monotonic()
-    members.send(None, 0, OPERATION)
-    theirs = members.receive(0, OPERATION)
-    answered = time.monotonic()
-    return answered - asked, theirs - (asked + answered) / 2
