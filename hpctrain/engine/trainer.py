@@ -169,6 +169,7 @@ class Trainer:
         }
         if load := totals.load:
             metrics["expert_load"], metrics["expert_load_layer"] = load.ratio, load.layer
+            metrics["expert_spread"] = load.spread
             if self.job.train.balance_loss:
                 metrics["balance_loss"] = load.balance_loss
         if not num_targets:

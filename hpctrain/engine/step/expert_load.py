@@ -21,6 +21,8 @@ class LargestLoad(NamedTuple):
 
     ratio: float
     layer: int
+    spread: float
+    """Standard deviation of the tokens of a layer's experts over their mean: of all layers the root mean square."""
     balance_loss: float
     """What the auxiliary loss adds to the loss; 0 without one."""
 
@@ -68,8 +70,9 @@ class ExpertLoad:
         def largest() -> LargestLoad:
             pending.wait()
             total = sums[:-1].view(self.tokens.shape)
-            ratios = total.amax(1) / total.mean(1)
-            worst = int(ratios.argmax())
-            return LargestLoad(ratios[worst].item(), self.layers[worst], sums[-1].item() * self._row_coefficient)
+            shares = total / total.mean(1, keepdim=True)
+            ratios, spread = shares.amax(1), (shares - 1).square().mean().sqrt().item()
+            worst, balance_loss = int(ratios.argmax()), sums[-1].item() * self._row_coefficient
+            return LargestLoad(ratios[worst].item(), self.layers[worst], spread, balance_loss)
 
         return largest

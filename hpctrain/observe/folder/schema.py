@@ -101,6 +101,8 @@ class SavedMetrics(SavedFigures, SavedLosses):
     expert_load: NotRequired[Positive]
     """The largest load of an expert over the mean of its layer, in the layer where that is largest."""
     expert_load_layer: NotRequired[int]
+    expert_spread: NotRequired[float]
+    """Standard deviation of the tokens of a layer's experts over their mean; of all layers the root mean square."""
     balance_loss: NotRequired[float]
     """What the auxiliary loss against uneven experts adds to `loss`, which is without it."""
     loss_scale: NotRequired[float]

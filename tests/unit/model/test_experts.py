@@ -183,8 +183,10 @@ def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
             name: load.tolist() for name, load in counts[-1].items()
         }
         most = {n: tokens.max().item() / 9 for n, tokens in zip(counted.layers, counted.tokens, strict=True)}
-        ratio, layer, loss = counted.start_sum(ONE_RANK)()
+        expected = (counted.tokens / 9 - 1).std(unbiased=False).item()
+        ratio, layer, spread, loss = counted.start_sum(ONE_RANK)()
         assert ratio == max(most.values()) == most[layer] and not counted.tokens.any()
+        assert spread == pytest.approx(expected) and spread > 0
         losses.append(loss)
     assert 0.5 * len(counted.layers) <= losses[0] < 5 and losses == [losses[0]] * 3
     for name, load in counts[0].items():
