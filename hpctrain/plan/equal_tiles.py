@@ -30,6 +30,6 @@ def tile_groups(plan: Plan) -> list[TileGroup]:
     """Return the groups of equal tiles, in the order of items and then of the tiles."""
     groups: dict[tuple[Tile, ...], list[Tile]] = {}
     for tile in plan.first_tiles:
-        groups.setdefault(tuple(each.work for each in plan.virtual_stages(tile)), []).append(tile)
+        groups.setdefault(tuple(plan.equal_work[each] for each in plan.virtual_stages(tile)), []).append(tile)
     equal = [TileGroup(tuple(tiles), tuple(sorted(r for t in tiles for r in t.ranks))) for tiles in groups.values()]
     return sorted(equal, key=lambda group: (group.tile.items, group.ranks))

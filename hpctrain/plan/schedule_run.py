@@ -101,7 +101,7 @@ class ScheduleRun:
     def prices(self, tiles: Sequence[Tile]) -> object:
         """Return what the step of tiles depends on, to compare with that of other tiles: where nothing has a price, all
         but their rows and ranks."""
-        return tuple(tile.work for tile in tiles)
+        return tuple(map(self._plan.equal_work.__getitem__, tiles))
 
     def has_arrived(self, wire: Wire) -> bool:
         """Say whether the next message of a wire can be received; its receiver is woken where that changes."""

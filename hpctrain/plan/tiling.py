@@ -148,6 +148,12 @@ class Plan:
         return {tile: first.setdefault((items, grid), tile) for items, grid, tile in kinds}
 
     @cached_property
+    def equal_work(self) -> dict[Tile, Tile]:
+        """Return for each tile the first one with equal work."""
+        first: dict[Tile, Tile] = {}
+        return {tile: first.setdefault(tile.work, tile) for tile in self.tiles}
+
+    @cached_property
     def first_tiles(self) -> tuple[Tile, ...]:
         """Return the first tile of each tensor grid of ranks, which represents the ranks."""
         return tuple(tile for tile in self.tiles if self.virtual_stages(tile)[0] is tile)

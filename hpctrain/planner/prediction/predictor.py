@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from hpctrain.config.clusters.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holdings import Holding, ShardGroup, holding_of
 from hpctrain.plan.schedule import Schedule, in_flight, one_f_one_b, schedules_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.prediction.arrivals import MessageCost, arrivals
+from hpctrain.planner.prediction.arrivals import arrivals
 from hpctrain.planner.prediction.memory import StageMemory, memory_of, splits_backward
 from hpctrain.planner.prediction.offload import host_shortage, offload_guesses, offloaded_update_seconds
 from hpctrain.planner.prediction.simulate import Simulated, simulate
@@ -107,11 +108,12 @@ class Predictor:
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
         self._holders: dict[tuple[tuple[int, ...], int], tuple[Tile, ...]] = {}
+        self._known_memory: dict[tuple, StageMemory] = {}
         if like is not None and like.plan.tiles == plan.tiles:
-            self._holdings, self._sharers = like._holdings, like._sharers
+            self._holdings, self._sharers, self._sites = like._holdings, like._sharers, like._sites
             self._exchanges, self._messages = like._exchanges, like._messages
             if like.plan is plan:
-                self._schedules = like._schedules
+                self._schedules, self._equal, self._known_memory = like._schedules, like._equal, like._known_memory
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -188,26 +190,35 @@ class Predictor:
 
     @cached_property
     def costs(self) -> Costs:
-        tiles, known = {}, {}
-        for tile in self.plan.tiles:
-            site, splits = self._site(tile), splits_backward(self.setup, self.plan, tile)
-            key = tile.items, tile.chunk_rows, site, tile.recompute, splits, tile.offload
-            if key not in known:
-                known[key] = self._tile_cost(tile, splits)
-            tiles[tile] = known[key]
-        costs, agree = self._messages
-        seconds = {pair: cost.seconds for pair, cost in costs.items()}
-        under_way = {pair: cost.under_way for pair, cost in costs.items()}
-        ports = {pair: cost.ports for pair, cost in costs.items() if cost.ports}
+        known = {first: self._tile_cost(first) for first in dict.fromkeys(self._equal.values())}
+        tiles = {tile: known[first] for tile, first in self._equal.items()}
         largest = max(self.plan.tiles, key=lambda tile: tile.rows.size)
         blocking = self.setup.blocking_share(largest.rank_rows, largest.tensor)
-        return Costs(tiles, seconds, self._gradient_exchanges(), agree, blocking, under_way, ports)
+        return Costs(tiles, exchanges=self._gradient_exchanges(), blocking_share=blocking, **self._messages)
 
     @cached_property
-    def _messages(self) -> tuple[dict[tuple[Tile, Tile], MessageCost], float]:
-        """The costs of messages between tiles, and the seconds until all agree."""
-        agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
-        return arrivals(self.setup, self.plan, self.network), agree
+    def _equal(self) -> dict[Tile, Tile]:
+        """Return for each tile the first one whose passes take as long."""
+        firsts: dict[tuple, Tile] = {}
+        result = {}
+        for tile in self.plan.tiles:
+            kind = tile.items, tile.chunk_rows, self._site(tile), tile.recompute, self._splits(tile), tile.offload
+            result[tile] = firsts.setdefault(kind, tile)
+        return result
+
+    def _splits(self, tile: Tile) -> bool:
+        return splits_backward(self.setup, self.plan, tile)
+
+    @cached_property
+    def _messages(self) -> dict[str, Any]:
+        """Return what messages between tiles take, and how long all take to agree, as fields of `Costs`."""
+        costs = arrivals(self.setup, self.plan, self.network)
+        return {
+            "messages": {pair: cost.seconds for pair, cost in costs.items()},
+            "under_way": {pair: cost.under_way for pair, cost in costs.items()},
+            "ports": {pair: cost.ports for pair, cost in costs.items() if cost.ports},
+            "agree_seconds": self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks),
+        }
 
     def _site(self, tile: Tile) -> Site:
         if tile not in self._sites:
@@ -217,9 +228,9 @@ class Predictor:
             self._sites[tile] = self.prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
         return self._sites[tile]
 
-    def _tile_cost(self, tile: Tile, splits: bool) -> TileCost:
+    def _tile_cost(self, tile: Tile) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
-        if splits:
+        if self._splits(tile):
             passes |= {"backward_input": [], "backward_weight": []}
         for chunk in range(len(tile.chunk_rows)):
             each = [self._passes_with_peers(tile, layer, chunk) for layer in layers(tile.items)]
@@ -384,18 +395,14 @@ class Predictor:
         The forward pass needs the layer's weights after its figure. The layer's gradients are final so long before the
         end of the backward pass, which computes layers from the last to the first.
         """
-        known, result = {}, {}
-        for tile in self.plan.tiles:
-            last = "backward_weight" if splits_backward(self.setup, self.plan, tile) else "backward"
-            rows = tile.rank_rows // tile.row_chunks
-            key = self._site(tile), tile.items, rows, tile.recompute, last
-            if key not in known:
-                passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
-                seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
-                forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
-                known[key] = forward, backward
-            result[tile] = known[key]
-        return result
+        known = {}
+        for tile in dict.fromkeys(self._equal.values()):
+            last, rows = "backward_weight" if self._splits(tile) else "backward", tile.rank_rows // tile.row_chunks
+            passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+            seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+            forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+            known[tile] = forward, backward
+        return {tile: known[first] for tile, first in self._equal.items()}
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -428,11 +435,10 @@ class Predictor:
 
     @cached_property
     def _memory(self) -> dict[Tile, StageMemory]:
-        known, result = {}, {}
+        known, result = self._known_memory, {}
         for tile in self.plan.first_tiles:
             tiles, waiting = self.plan.virtual_stages(tile), self._waiting(tile)
-            rows = Interval(0, tile.rows.size)
-            key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
+            key = waiting, *((self.plan.warm_up(each), self.plan.equal_work[each]) for each in tiles)
             if key not in known:
                 stages = [self._stage_memory(tile, *each, waiting) for each in enumerate(tile.by_place or [tile.ranks])]
                 known[key] = max(stages, key=lambda stage: stage.memory.total - stage.available_bytes)

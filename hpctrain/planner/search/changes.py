@@ -242,11 +242,15 @@ class Simulator:
             return
         # The best number of parts depends on the whole plan: the best numbers of its grids are tried.
         counts = {self._costs.part_count(stage.pool, stage.choice.grid) for stage in layout.all_stages}
-        setup, plans = self._setup_of(plan), [plan]
-        if self._scorer.space.cut == BEST:
-            plans = [*cuts_inside_blocks(self._predictor(plan, setup, None)), plan]
+        setup = self._setup_of(plan)
+        whole = self._predictor(plan, setup, None)
+        plans = [*cuts_inside_blocks(whole), plan] if self._scorer.space.cut == BEST else [plan]
         for tried in plans:
-            predictor, prediction = predict_in_parts(setup, tried, partial(self._predictor, tried), counts)
+
+            def make(setup: Setup, like: Predictor | None, tried: Plan = tried) -> Predictor:
+                return self._predictor(tried, setup, like or whole)
+
+            predictor, prediction = predict_in_parts(setup, tried, make, counts)
             if prediction.fits:
                 yield SimulatedPlan(layout, predictor, prediction, left=self._changes)
                 if not self._tries_all:

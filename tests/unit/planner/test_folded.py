@@ -89,3 +89,27 @@ def test_what_is_asked_once_is_as_if_each_were_asked(data, nodes, bucket_bytes, 
     assert sorted(stage.memory.total for stage in actual.memory) == sorted(
         stage.memory.total for stage in expected.memory
     )
+
+
+@settings(max_examples=costly(20), deadline=None, suppress_health_check=list(HealthCheck))
+@given(regular(), st.sampled_from(NODES), st.sampled_from([None, 1, 20_000]))
+def test_what_two_predictors_share_is_as_if_each_were_alone(plan, nodes, bucket_bytes):
+    """They share a plan, in other numbers of parts, or the tiles of one, by other schedules."""
+    overlaps = frozenset(("tensor", "z"))
+    setup = replace(setup_of(8), bucket_bytes=bucket_bytes, overlaps=overlaps, tensor_parts=1)
+    cluster = cluster_of(nodes, 50_000_000)
+    families = [device.family for device in cluster.devices]
+    plan = with_families(plan, families)
+    first = Predictor(setup, plan, cluster)
+    first.predict()
+    in_parts = replace(setup, tensor_parts=2)
+    changed = (
+        (in_parts, plan),
+        (setup, plan.with_schedule(schedule="zb-h1")),
+        (in_parts, plan.with_schedule(microbatches=9)),
+    )
+    for other, its_plan in changed:
+        shared = Predictor(other, its_plan, cluster, prices=first.prices, like=first).predict()
+        alone = Predictor(other, its_plan, cluster).predict()
+        assert shared.step_seconds == pytest.approx(alone.step_seconds, rel=1e-12)
+        assert [stage.memory for stage in shared.memory] == [stage.memory for stage in alone.memory]
