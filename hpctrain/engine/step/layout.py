@@ -84,8 +84,12 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
 
     along = {name: group(ranks, name, getattr(overlap, AXES[name].overlap)) for name, ranks in role.axes.items()}
     grid = role.tiles[0].tensor
-    ways = {"sequence_parallel": grid.sequence_parallel, "exchanges_heads": grid.exchanges_heads}
-    axes = Axes(**along, **ways, position_shares=grid.position_shares)
+    axes = Axes(
+        **along,
+        sequence_parallel=grid.sequence_parallel,
+        exchanges_heads=grid.exchanges_heads,
+        position_shares=grid.position_shares,
+    )
     shard_groups = role.holding.shard_groups
     sets = dict.fromkeys(shard_group.ranks for shard_group in shard_groups)
     made = {ranks: group(ranks, "data", overlap.data) for ranks in sets}
