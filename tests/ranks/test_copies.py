@@ -211,7 +211,7 @@ def test_auto_is_for_ranks_that_a_script_starts_again(world, folder, monkeypatch
     asked = own, Recovery(), folder, counts, 0, 0.5
     monkeypatch.delenv(RESTARTS_VARIABLE, raising=False)
     copying, why = choose_copies(*asked)
-    assert copying is None and "the script of hpctrain mpirun does" in why
+    assert copying is None and "scripts of hpctrain mpirun and slurm do" in why
     if own.rank == 0:
         monkeypatch.setenv(RESTARTS_VARIABLE, "3")
     copying, why = choose_copies(*asked)

@@ -179,12 +179,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, token
 def test_a_model_that_no_plan_could_hold_is_refused_before_anything_is_measured(world, monkeypatch):
     monkeypatch.setattr(resolve, "host_memory_bytes", lambda: 25_000_000_000)
     message = r"30.5 billion parameters need 489 GB.*2 ranks on 1 host is 25 GB.*--rehearse CLUSTER.*train tiny-moe"
-    with pytest.raises(PlanError, match=message):
-        prepare_run(world, load_job("qwen3-30b-a3b"))
-    with pytest.raises(DataError, match=r"tokens/stdlib.h5: no such token file"):
-        prepare_run(world, load_job("qwen3-30b-a3b", ["search.must_fit=false"]))
-    with pytest.raises(DataError, match=r"tokens/stdlib.h5: no such token file"):
-        prepare_run(world, load_job("tiny-moe"))
+    no_tokens = r"tokens/stdlib.h5: no such token file"
+    for name, changes, error, said in (
+        ("qwen3-30b-a3b", [], PlanError, message),
+        ("qwen3-30b-a3b", ["search.must_fit=false"], DataError, no_tokens),
+        ("tiny-moe", [], DataError, no_tokens),
+    ):
+        own = world_of(world)
+        with pytest.raises(error, match=said):
+            prepare_run(own, load_job(name, changes))
+        own.close()
 
 
 @pytest.mark.ranks(2)

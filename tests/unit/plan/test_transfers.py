@@ -27,7 +27,13 @@ from hpctrain.sharding.intervals import Interval, cut_evenly
 
 POSITIONS, HIDDEN = 12, 12
 ROW = RowShape(POSITIONS, HIDDEN)
-GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3, st.integers(1, 2), st.booleans())
+
+
+@st.composite
+def grids(draw) -> TensorGrid:
+    x, y, z = (draw(st.integers(1, 3)) for _ in "xyz")
+    shares = draw(st.sampled_from(((), (), (1, 3), (2, 1))))
+    return TensorGrid(x, y, z, 2 if shares else draw(st.integers(1, 2)), draw(st.booleans()), position_shares=shares)
 
 
 @st.composite
@@ -37,7 +43,7 @@ def two_stage_plans(draw) -> Plan:
     for items in (Interval(0, 2), Interval(2, 4)):
         cuts = sorted(draw(st.permutations(range(1, rows // 3)))[: draw(st.integers(0, 2))])
         for bounds in itertools.pairwise([0, *(3 * cut for cut in cuts), rows]):
-            grid = draw(GRIDS)
+            grid = draw(grids())
             tiles.append(Tile(items, Interval(*bounds), tuple(range(first, first + grid.size)), grid))
             first += grid.size
     return Plan(tuple(tiles), 6, rows)

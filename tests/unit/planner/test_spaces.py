@@ -112,7 +112,7 @@ def test_an_even_plan_is_even(case):
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
 def test_plans_of_a_ready_cluster_can_run_and_restricted_ones_are_not_faster(name):
     made = ready_miniature(name)
-    job, cluster, limits = made.job, made.cluster, Limits(scored=400, simulated=4)
+    job, cluster, limits = made.job, made.cluster, Limits(scored=400, simulated=8)
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     best, by_speed, even = (
         search(setup, job.train.global_batch, cluster, space=space, limits=limits)
