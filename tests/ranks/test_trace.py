@@ -117,7 +117,7 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
         for spans in lanes.values():
             assert all(a["end"] <= b["begin"] for a, b in itertools.pairwise(spans))
         of = {name.split()[1] for _, name in lanes}
-        expected = {axis for axis, size in plan.tiles[0].tensor._asdict().items() if size > 1} | {"data"}
+        expected = {axis for axis, size in plan.tiles[0].tensor.sizes.items() if size > 1} | {"data"}
         assert of - {"pipeline"} == (
             {key for key in expected if key != "data" or "data" in str(LAYOUTS[world.size])} if switches["z"] else set()
         )
