@@ -25,6 +25,8 @@ MPIRUNS = ("mpich", "openmpi", "intel")
 HOST_FORMATS = {"mpich": "{host}:{count}", "openmpi": "{host} slots={count}", "intel": "{host}:{count}"}
 ANSWER_SECONDS = 20
 """Within which a host answers, before ranks are started on it again."""
+ASKED_HOSTS = 32
+"""Hosts that are asked at once."""
 END_SECONDS = 30
 """Within which a launcher ends after a rank has written how the run ended."""
 HOST_FILE_OPTIONS = {"mpich": "-f", "openmpi": "--hostfile", "intel": "-machinefile"}
@@ -103,7 +105,9 @@ def mpirun_script(start: Start, implementation: str, has_hosts: bool) -> str:
         or_end=f" || exit {JobError.exit_code}",
         program=own if own.exists() else "mpirun",
         hosts=HOST_FILE_OPTIONS[implementation] if has_hosts else "",
+        after_host=HOST_FORMATS[implementation].format(host="", count="*") if has_hosts else "",
         answer_seconds=ANSWER_SECONDS,
+        asked_hosts=ASKED_HOSTS,
         end_seconds=END_SECONDS,
     )
 
@@ -151,7 +155,9 @@ def batch_script(start: Start, options: SlurmOptions) -> str:
         job_name=job_name(start.name),
         output=start.run / OUTPUT if can_name else OUTPUT,
         signal_seconds=SIGNAL_SECONDS,
+        after_host="",
         answer_seconds=ANSWER_SECONDS,
+        asked_hosts=ASKED_HOSTS,
         shell_options="uo",
         or_end=f" || exit {JobError.exit_code}",
     )

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.files import launch_files, write_files
 from hpctrain.launch.mpi import kind_of
 from hpctrain.launch.scripts import (
+    ASKED_HOSTS,
     SlurmOptions,
     Start,
     batch_script,
@@ -465,12 +467,11 @@ def test_ranks_of_hosts_that_do_not_answer_are_left_out(tmp_path, gone, left, ra
     launcher, record, start = tmp_path / "mpirun", tmp_path / "record", Start("n", tmp_path, tmp_path, TWO)
     launcher.write_text(ANSWERING)
     launcher.chmod(0o755)
-    own = shlex.quote(str(Path(sys.executable).with_name("mpirun")))
-    text = mpirun_script(start, "mpich", True).replace(f" {own} ", f" {launcher} ")
-    write_files(tmp_path, {"start.sh": text, "launch/hosts": host_lines(start, ["n1", "n2", "n3"], "mpich")})
+    write_start(tmp_path, str(launcher), start, ["n1", "n2", "n3"])
     environment = os.environ | {"RECORD": str(record), "GONE": gone, "HPCTRAIN_RESTARTS": "1"}
     done = subprocess.run(["bash", tmp_path / "start.sh"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 137 and "does not answer: its ranks are left out" in done.stderr
+    name = gone if gone != "n" else "n1"
+    assert done.returncode == 137 and f"hpctrain: {name} does not answer: its ranks are left out" in done.stderr
     lines = record.read_text().splitlines()
     assert sum(line.endswith("-n 1 true") for line in lines) == 3
     starts = [line for line in lines if line.startswith(f"-f {tmp_path}/launch/hosts-left")]
@@ -481,10 +482,54 @@ def test_ranks_of_hosts_that_do_not_answer_are_left_out(tmp_path, gone, left, ra
         assert lines[lines.index(start_line) + 1 :] == left.split()
 
 
-def write_start(folder: Path, launcher: str) -> Path:
-    text = mpirun_script(Start("n", folder, folder, ONE), "mpich", False)
-    text = text.replace(f"  {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", f"  {launcher} ")
-    write_files(folder, {"start.sh": text, "launch/hosts": ""})
+LATE = """#!/bin/sh
+set -C
+if mkdir "$0-first" 2> /dev/null; then (sleep 0.3; echo 84 > "$HPCTRAIN_EXIT_FILE") & exit 137; fi
+sleep 0.6
+echo 0 > "$HPCTRAIN_EXIT_FILE"
+"""
+
+
+def test_the_code_of_a_start_is_not_that_of_ranks_of_the_start_before(tmp_path):
+    (tmp_path / "launcher").write_text(LATE)
+    script = write_start(tmp_path, f"sh {tmp_path / 'launcher'}")
+    done = subprocess.run(["bash", script], env=os.environ | {"HPCTRAIN_RESTARTS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_watches_a_launcher_ends_with_a_script_that_is_killed(tmp_path):
+    script = write_start(tmp_path, "sh -c 'echo ready; sleep 0.5'")
+    with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout and started.stdout.readline() == "ready\n"
+        started.kill()
+        started.wait()
+        assert started.communicate(timeout=10) == ("", None)  # all that could write have ended
+
+
+ASKED = """#!/bin/sh
+case " $* " in *" true ") ls "${2%/*}" | grep -c host- >> "$0-asked"; sleep 0.5; exit ;; esac
+exit 137
+"""
+
+
+def test_of_many_hosts_a_few_are_asked_at_once(tmp_path):
+    start = Start("n", tmp_path, tmp_path, (Component(40, {"a": 1}, {"a": Launch()}),))
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(ASKED)
+    launcher.chmod(0o755)
+    script = write_start(tmp_path, str(launcher), start, [f"n{i}" for i in range(40)])
+    done = subprocess.run(["bash", script], env=os.environ | {"HPCTRAIN_RESTARTS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 137 and "does not answer" not in done.stderr, done.stderr
+    asked = [int(line) for line in (tmp_path / "mpirun-asked").read_text().split()]
+    assert len(asked) == 40 and max(asked) <= ASKED_HOSTS + 1  # and the file of those that are left
+    assert (tmp_path / "launch/hosts-left").read_text() == (tmp_path / "launch/hosts").read_text()
+
+
+def write_start(folder: Path, launcher: str, start: Start | None = None, hosts: Sequence[str] = ()) -> Path:
+    start = start or Start("n", folder, folder, ONE)
+    text = mpirun_script(start, "mpich", bool(hosts))
+    text = text.replace(f" {shlex.quote(str(Path(sys.executable).with_name('mpirun')))} ", f" {launcher} ")
+    write_files(folder, {"start.sh": text, "launch/hosts": host_lines(start, hosts, "mpich") if hosts else ""})
     return folder / "start.sh"
 
 
