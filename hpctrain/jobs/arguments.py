@@ -53,10 +53,11 @@ VOCABULARY = click.IntRange(max=MOST_WIDTH)
 
 
 def complete_job(context, param, incomplete: str) -> list[CompletionItem]:
-    """Return ready jobs, and job files, that begin with what was typed."""
+    """Return ready jobs, presets and job files that begin with what was typed."""
+    from hpctrain.architectures.registry import presets
     from hpctrain.config.job import ready_jobs
 
-    return _named(ready_jobs(), incomplete, "a ready-made job")
+    return _named([*ready_jobs(), *presets()], incomplete, "a ready-made job or a preset")
 
 
 def complete_cluster(context, param, incomplete: str) -> list[CompletionItem]:

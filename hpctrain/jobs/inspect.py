@@ -24,13 +24,15 @@ def command(path, verify, parameters, as_json):
     hpctrain inspect runs/tiny-20261123-150052
     hpctrain inspect v100-t4
 
-    The name of a ready-made job or cluster will do, too.
+    The name of a ready-made job, a preset or a ready cluster will do, too.
     """
     path = _locate(path)
     if is_checkpoint(path):
         summary = _checkpoint(path, verify, parameters)
     elif is_folder(path):
         summary = _run(path, verify, parameters)
+    elif not exists(path):
+        summary = _job(path.name)
     elif path.suffix == ".toml":
         summary = _described(path)
     else:
@@ -52,17 +54,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _locate(reference: str) -> Path:
-    """Return the path of a file or folder, or of the ready-made job or cluster of that name. Raises JobError."""
+    """Return the path of a file or folder, or of the ready-made job or cluster of that name; of a preset, which has no
+    file, its name. Raises JobError."""
+    from hpctrain.architectures.registry import presets
     from hpctrain.config.clusters.cluster_file import ready_clusters
     from hpctrain.config.job import ready_jobs
     from hpctrain.config.tables import did_you_mean, shorten
 
-    ready = ready_jobs() | ready_clusters()
+    ready = {name: Path(name) for name in presets()} | ready_jobs() | ready_clusters()
     path = Path(reference)
     if exists(path) or reference in ready:
         return path if exists(path) else ready[reference]
     raise JobError(
-        f"{shorten(reference)}: no such file or folder, nor a ready job or cluster{did_you_mean(reference, ready)}"
+        f"{shorten(reference)}: no such file or folder, nor a ready job, preset or cluster"
+        f"{did_you_mean(reference, ready)}"
     )
 
 
@@ -156,11 +161,9 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 
 
 def _described(path: Path) -> dict:
-    from hpctrain.config.job import load_job
-    from hpctrain.config.tables import flatten, parse_toml_once, read_text
+    from hpctrain.config.tables import parse_toml_once, read_text
     from hpctrain.plan.checks import check_tiling
     from hpctrain.plan.file import load_plan
-    from hpctrain.sharding.parameters import count_parameters
 
     tree, _ = parse_toml_once(read_text(path, JobError), str(path), JobError)
     if not tree:
@@ -171,7 +174,15 @@ def _described(path: Path) -> dict:
         plan = load_plan(path)
         check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
-    job = load_job(str(path))
+    return _job(str(path))
+
+
+def _job(reference: str) -> dict:
+    from hpctrain.config.job import load_job
+    from hpctrain.config.tables import flatten
+    from hpctrain.sharding.parameters import count_parameters
+
+    job = load_job(reference)
     sections = job.model_dump(mode="json", exclude_none=True, exclude={"name"})
     summary = {"job": job.name}
     for name, section in sections.items():

@@ -59,7 +59,7 @@ def command(
     sample,
     as_json,
 ):
-    """Train JOB, a job file or a ready-made job (`tiny`, `mixed`), on all ranks that were started.
+    """Train JOB, a job file, a ready-made job (`tiny`, `mixed`) or a preset, on all ranks that were started.
 
     \b
     mpirun -n 4 hpctrain train tiny

@@ -222,6 +222,7 @@ def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
     assert tokens["vocab_size"] == 256
     assert "PP2" in hpctrain("inspect", "runs/whole/plan.toml", cwd=folder).out
     assert "steps" in hpctrain("inspect", "job.toml", cwd=folder).out
+    assert "46,702,792,704" in hpctrain("inspect", "mixtral-8x7b", cwd=folder).out
     assert hpctrain("inspect", "nothing", cwd=folder).code == 81
 
 

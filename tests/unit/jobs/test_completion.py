@@ -14,7 +14,7 @@ CODE = 'import sys; sys.argv[0] = "hpctrain"; from hpctrain.cli import main; mai
     ("line", "offered"),
     [
         ("hpctrain tr", {"plain,train"}),
-        ("hpctrain train m", {"plain,mixed", "file,m"}),
+        ("hpctrain train mix", {"plain,mixed", "plain,mixtral-8x7b", "plain,mixtral-8x22b", "file,mix"}),
         ("hpctrain predict tiny --cluster v", {"plain,v100-t4", "file,v"}),
         ("hpctrain train tiny --set plan.tensor.", {f"plain,plan.tensor.{axis}=" for axis in TensorSizes.model_fields}),
         ("hpctrain train tiny --set search.se", {"plain,search.seconds="}),
