@@ -25,7 +25,7 @@ from hpctrain.comm.start.process import remove_dead_segments, require_shared_mem
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.transports.members import FAREWELL, NUMBERS, MessageSpace
 from hpctrain.comm.waiting import Patience, Phase, Steps
-from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Watchdog
+from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, TICK_SECONDS, Watchdog
 from hpctrain.config.errors import CommError, HpctrainError, LaunchError, RankLossError
 from hpctrain.sharding.grid import GROUPS, STORED
 
@@ -409,16 +409,18 @@ class World:
         0 prints it and all exit in order. Others that still run are told, and leave their waits; this rank prints it
         and aborts them. Where a rank was killed, its host's guardian prints that, and the ranks end without a word.
         """
+        if not isinstance(error, HpctrainError) and not self.patience.interruption:
+            time.sleep(2 * TICK_SECONDS)  # a library may notice a death before the guardian's message comes
         loss = self.patience.interruption
         if loss and loss.is_dead:
             error = loss  # what fails after a death fails because of it
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)
         self.free(0, alone=True)  # no rank may wait in them any longer
-        is_first = self.watchdog.note_failure(error)
+        is_own = not isinstance(error, RankLossError)
+        is_first = self.watchdog.note_failure(error) and is_own
         if loss and loss.is_dead:
             self._abort(code)
-        is_own = not isinstance(error, RankLossError)
         have_failed = self._ranks_that_failed(error)
         if len(have_failed) == self.size:
             if self.rank == 0:
@@ -439,6 +441,7 @@ class World:
         self._abort(code)
 
     def _abort(self, code: int) -> NoReturn:
+        record_exit(code)
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 

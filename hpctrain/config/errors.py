@@ -58,7 +58,7 @@ class CommError(HpctrainError):
 class RankLossError(CommError):
     """Another rank was killed or has failed, and this one ends for it. It says nothing: the other one is reported."""
 
-    def __init__(self, text: str, is_dead: bool):
+    def __init__(self, text: str, is_dead: bool = False):
         """`is_dead`: the rank was killed or crashed, and will not answer."""
         super().__init__(text)
         self.is_dead = is_dead

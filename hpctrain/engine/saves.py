@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.format import step_folder
 from hpctrain.checkpoint.saving import Saver
-from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.config.errors import CheckpointError, HpctrainError, RankLossError
 from hpctrain.config.job import Checkpoint
 from hpctrain.engine.copies import Copying
 
@@ -81,6 +81,8 @@ class CheckpointSchedule:
         """
         try:
             self.complete()
+        except RankLossError:
+            raise
         except HpctrainError as error:  # the run ends for a reason of its own
             self._say(f"no checkpoint: {error}")
         if step is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.start.launcher import EXIT_FILE_VARIABLE
 from hpctrain.comm.start.process import process_status
 from hpctrain.comm.watchdog.flight import RUNNING, read_first_death, read_flights, record_path
 from hpctrain.config.errors import CommError, DataError
@@ -96,9 +97,11 @@ def test_a_slow_rank_is_waited_for(run):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.timeout(120)
-def test_a_rank_that_does_not_come_is_named(run, tmp_path, hpctrain, culprit):
+def test_a_rank_that_does_not_come_is_named(run, tmp_path, hpctrain, monkeypatch, culprit):
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "code"))
     done = run(tmp_path, "skips", culprit)
     name = f"rank {culprit} (host node{culprit // 2})"
+    assert (tmp_path / "code").read_text() == f"{CommError.exit_code}\n"
     check_report(
         done,
         f"hpctrain: CommError: {name} has not entered all_reduce number 4 on lane data [0-3], 4.2 MB;"
@@ -159,12 +162,20 @@ def test_where_one_rank_fails_it_speaks_and_the_code_is_its(run, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_where_one_rank_fails_the_waits_of_all_others_end(run, tmp_path):
-    done = run(tmp_path, "leaves", 2)
+@pytest.mark.parametrize("story", ["leaves", "sharing"])
+def test_where_one_rank_fails_the_waits_of_all_others_end(run, tmp_path, story):
+    done = run(tmp_path, story, 2)
     assert done.code == DataError.exit_code, done.out + done.err
     assert "on rank 2 of 4, host node1; all ranks are stopped\n" in done.err
     assert done.err.count("hpctrain: ") == 1, done.err
     assert not any(flight.in_flight for flight in read_flights(tmp_path / "flight").values())
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_told_of_a_failure_lets_the_failed_one_speak_first(run):
+    done = run("-", "busy", 3)
+    assert "hpctrain: DataError: nothing to continue from here\n  on rank 3 of 4" in done.err, done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
 
 
 @pytest.mark.timeout(120)

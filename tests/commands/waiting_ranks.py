@@ -4,7 +4,8 @@
 operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
 "slow"; R is "killed"; R is not there while all are "connecting" by a library, whose phase says what to set; R "fails";
 "everybody" but R skips; all "others" fail. R "leaves" by an error, or is "awaited", while the others agree on
-something. All "rest" for long, and wait for nobody; all fail "equally", or "late" after each other.
+something. It leaves while they make files that they share ("sharing"), or while one of them is "busy". All "rest" for
+long, and wait for nobody; all fail "equally", or "late" after each other.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ from hpctrain.jobs.common import started_world
 
 PATIENCE_SECONDS = 1.0
 MESSAGE_BYTES = 4_200_000
+LONG = ("leaves", "awaited", "sharing", "busy")
 
 
 def together(comm, recorder: Recorder, lane: int, name: str) -> None:
@@ -49,7 +51,7 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
     if folder != "-":
         world.keep_records(Path(folder) / "flight")
     # who fails speaks after two seconds, if others do not come
-    patience = PATIENCE_SECONDS * {"fails": 10, "others": 10, "leaves": 40, "awaited": 40}.get(story, 1)
+    patience = PATIENCE_SECONDS * {"fails": 10, "others": 10}.get(story, 40 if story in LONG else 1)
     world.enter(Phase("a test", patience, "observe.step_timeout_seconds"))
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
@@ -70,13 +72,19 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
         elif story == "awaited":
             (Path(folder) / f"resting-{rank}").touch()
             lost_in_thought(60)
-        elif story in ("fails", "others", "leaves"):
+        elif story in ("fails", "others", "leaves", "sharing", "busy"):
             raise DataError("nothing to continue from here")
         elif story == "killed":
             time.sleep(PATIENCE_SECONDS / 4)
             os.kill(os.getpid(), signal.SIGKILL)
-    if story in ("absent", "leaves", "awaited"):
+    if story == "busy" and rank == (culprit + 1) % size:
+        lost_in_thought(60)
+    if story in ("absent", "leaves", "awaited", "busy"):
         world.agree(None)
+    if story == "sharing":
+        from hpctrain.comm.transports.window import share_files
+
+        share_files(world.everybody, 0, lambda path, size: None)
     if story == "connecting":
         world.patience.phase = Phase("connecting by NCCL", patience, "", "NCCL_SOCKET_IFNAME names the network")
     together(comm, recorder, data, "all_reduce")

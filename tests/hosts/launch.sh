@@ -3,4 +3,9 @@
 host=$1
 shift
 export HPCTRAIN_HOST="$host" HPCTRAIN_FAMILY="${host%-*}"
-exec ip netns exec "$NAMESPACE_PREFIX$host" sh -c "$*"
+[ -n "$STAYS_SECONDS" ] || exec ip netns exec "$NAMESPACE_PREFIX$host" sh -c "$*"
+# An ssh to a host that falls silent does not end.
+ip netns exec "$NAMESPACE_PREFIX$host" sh -c "$*"
+code=$?
+[ "$code" != 137 ] || sleep "$STAYS_SECONDS"
+exit "$code"

@@ -30,7 +30,7 @@ from hpctrain.comm.operations import OPERATIONS
 from hpctrain.comm.transports.members import Members, on_all
 from hpctrain.comm.transports.transport import as_bytes
 from hpctrain.comm.waiting import Phase, Steps
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, RankLossError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 # 0: do without any library. 1, with HPCTRAIN_SHARE_DEVICES=1: also where ranks share a device, for tests.
@@ -408,6 +408,8 @@ def connect_native(
     except CommError as error:
         for each in made:
             each.abandon()
+        if isinstance(error, RankLossError):
+            raise
         kind = KINDS[accelerator.kind]
         raise CommError(
             f"{kind.library} refuses these {members.size} ranks ({error}); {kind.debug} shows why, {NATIVE_VARIABLE}=0"

@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.start.launcher import host_memory_bytes
 from hpctrain.comm.start.process import MORE_MEMORY, PREFIX, SHARED_MEMORY
 from hpctrain.comm.transports.members import Members, on_all
-from hpctrain.config.errors import CommError
+from hpctrain.config.errors import CommError, RankLossError
 
 T = TypeVar("T")
 
@@ -61,6 +61,8 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
         try:
             files = members.allgather((on_all(members, make_own), num_bytes))
             return on_all(members, lambda: [open_file(path, size) for path, size in files])
+        except RankLossError:
+            raise
         except CommError as error:
             raise type(error)(f"ranks of one host cannot share memory in {SHARED_MEMORY}: {error}") from error.__cause__
 

@@ -43,9 +43,9 @@ BACKLOG = 1024
 # Seconds that a host's ranks have to connect, and the guardian to answer. An unused guardian ends after this.
 START_SECONDS = 30.0
 # A launcher that was killed is gone this long after the ranks that die of it.
-LAUNCHER_SECONDS = 0.1
+LAUNCHER_SECONDS = 0.3
 GOODBYE_SECONDS = 1.0
-REPORT_SECONDS = 0.5
+REPORT_SECONDS = 0.7
 """Seconds for which a rank waits for the report on another one. The guardian of another host does not end then."""
 
 

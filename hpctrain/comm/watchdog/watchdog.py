@@ -293,7 +293,7 @@ class Watchdog:
                     return self._answer(source)
                 elif kind == LOSS:
                     return self._interrupt(*content)
-            if self._sleep(TICK_SECONDS / 5):
+            if self._sleep(TICK_SECONDS / 5) or self._patience.interruption:
                 return None
         phases = [phase for rank in sorted(answers) if (phase := answers[rank].overdue_in)]
         if not phases:

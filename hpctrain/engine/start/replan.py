@@ -5,13 +5,14 @@ RUN/next-plan.toml   a plan
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.measured_speeds import names_by_speed, with_speeds
-from hpctrain.config.errors import HpctrainError, LaunchError, PlanError, describe_os_error
+from hpctrain.config.errors import HpctrainError, LaunchError, PlanError, RankLossError, describe_os_error
 from hpctrain.config.job import Job
 from hpctrain.config.paths import read_bytes, refused_as, replace_text
 from hpctrain.engine.requests import NEXT_PLAN_FILE, RESIZE_FILE
@@ -177,29 +178,35 @@ def replan(
 ) -> Prepared | str:
     """Return the run with the plan that a file of `folder` asks for, else by what is `unbalanced`; or why not.
 
-    Both are on rank 0. A file is removed when it is read; a plan that is refused is written under another name. All
-    ranks must call.
+    Both are on rank 0. A file is removed when it is read; a plan that is refused is written under another name. Where a
+    rank is lost meanwhile, the file is back for the next start. All ranks must call.
     """
-    given, devices = "", run.world.settings.devices
+    given, source, devices = "", None, run.world.settings.devices
 
     def choose() -> tuple[Plan, str, dict[int, float] | None]:
-        nonlocal given
+        nonlocal given, source
         assert folder is not None, "of rank 0"
         resize, next_plan = folder / RESIZE_FILE, folder / NEXT_PLAN_FILE
         if unbalanced and not resize.exists() and not next_plan.exists():
             return rebalanced_plan(run, requested, unbalanced())
-        if resize.exists():
-            return *resized_plan(run, requested, _take(resize).strip(), resize), None
-        given = _take(next_plan)
+        source = resize if resize.exists() else next_plan
+        given = _take(source)
+        if source == resize:
+            return *resized_plan(run, requested, given.strip(), resize), None
         return given_plan(run, given, next_plan), f"{NEXT_PLAN_FILE} asks for it", None
 
     try:
         return with_plan(run, requested, *run.world.on_first_rank(choose))
+    except RankLossError:
+        if source and given and not source.exists():
+            with suppress(OSError):
+                replace_text(source, given)
+        raise
     except HpctrainError as error:
         run.world.configure(devices=devices)  # as the plan that stays has them
         why = str(error)
-        if folder and given:
-            refused = (folder / NEXT_PLAN_FILE).with_suffix(".refused.toml")
+        if source and given and source.name == NEXT_PLAN_FILE:
+            refused = source.with_suffix(".refused.toml")
             try:
                 replace_text(refused, given)
             except OSError as failure:

@@ -1,6 +1,7 @@
 """The guardian of a host believes the ranks of its own start, whoever else finds its socket."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.comm.start.process import process_status
-from hpctrain.comm.watchdog import guardian
+from hpctrain.comm.topology import Place
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.watchdog import guardian, watchdog
 from hpctrain.comm.watchdog.flight import LAST_WORD
 
 NOBODY = 65534
@@ -141,3 +144,22 @@ def test_a_rank_does_not_speak_to_another_process_that_has_the_guardians_name():
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_watchdog_that_hears_of_a_death_while_it_asks_makes_no_report(monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.2)
+    alarms = SimpleNamespace(iprobe=lambda status: False, isend=lambda *_, **__: SimpleNamespace(Test=lambda: True))
+    mpi = SimpleNamespace(Status=lambda: None)
+    communicators = SimpleNamespace(mpi=mpi, alarms=alarms, rank=0, made_at=1)
+    patience, aborted = Patience(Phase("a test", 0.0, "a.key")), []
+    places = [Place("node0", "cpu")] * 2
+    watched = watchdog.Watchdog(communicators, places, patience, aborted.append)  # pyright: ignore[reportArgumentType]
+    watched.recorder.start(watched.recorder.add_group("world", range(2)), "agree", 0)
+    heard, said = os.pipe()
+    watched._guarded = SimpleNamespace(hear=lambda: "lost rank 1 was killed", say_goodbye=lambda **_: True)
+    watched._awaited.register(heard, select.POLLIN)
+    os.write(said, b".")
+    watched._speak()
+    assert patience.interruption and (aborted, capfd.readouterr().err) == ([], "")
+    os.close(heard)
+    os.close(said)

@@ -50,7 +50,7 @@ from hpctrain.comm.transports import cuda_aware
 from hpctrain.comm.transports.abilities import FamilyAbilities, message_route
 from hpctrain.comm.transports.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.waiting import Condition, Patience, Phase
-from hpctrain.config.errors import CommError, TopologyError
+from hpctrain.config.errors import CommError, RankLossError, TopologyError
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
@@ -350,6 +350,13 @@ def test_a_library_that_refuses_the_ranks_ends_the_start_with_its_words():
     with pytest.raises(CommError, match="NCCL refuses these 2 ranks .*; NCCL_DEBUG=INFO shows why") as refused:
         connect_native(MEMBERS, FakeAccelerator(), HashStore(), SilentCollectives(0, 2), groups=RefusingGroups)
     assert "RuntimeError: NCCL_ERROR_INVALID_USAGE" in str(refused.value)
+
+
+def test_a_library_is_not_blamed_for_the_loss_of_a_rank():
+    failures = [(RankLossError, "rank 1 was killed"), None]
+    members = SimpleNamespace(rank=0, size=2, bcast=lambda value: value, allgather=lambda failure: failures)
+    with pytest.raises(RankLossError, match="^rank 1 was killed$"):
+        connect_native(members, FakeAccelerator(), HashStore(), SilentCollectives(0, 2), groups=RefusingGroups)
 
 
 def test_without_a_store_all_ranks_leave(monkeypatch):

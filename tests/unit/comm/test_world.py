@@ -1,11 +1,16 @@
 """What a world knows of its ranks before they have said anything to each other."""
 
+import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.comm.mpi_communicators import gather_places
 from hpctrain.comm.topology import Place
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.world import World
+from hpctrain.config.errors import RankLossError
 
 
 @dataclass
@@ -50,3 +55,18 @@ def test_ranks_of_one_host_share_memory(hosts, domains, expected):
     places = tuple(Place(host, "cpu") for host in hosts)
     result = gather_places(FakeMPI(FakeComm(0, domains, places)), places[0])
     assert [place.host for place in result] == list(expected)
+
+
+def test_what_a_library_says_of_a_death_before_the_guardian_does_is_not_the_cause():
+    noted, patience = [], Patience(Phase("a test", 9.0, "a.key"))
+
+    def abort(code: int):
+        raise SystemExit(code)
+
+    watchdog = SimpleNamespace(note_failure=noted.append)
+    world = SimpleNamespace(patience=patience, watchdog=watchdog, free=lambda *_, **__: None, _abort=abort)
+    loss = RankLossError("rank 1 was killed", is_dead=True)
+    threading.Timer(0.1, setattr, (patience, "interruption", loss)).start()
+    with pytest.raises(SystemExit, match="84"):
+        World.fail(world, RuntimeError("MPI_ERR_PROC_FAILED"))  # pyright: ignore[reportArgumentType]
+    assert noted == [loss]

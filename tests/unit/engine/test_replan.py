@@ -1,14 +1,16 @@
 """Plans for a run that goes on on another number of ranks."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.config.clusters.cluster_file import parse_cluster
+from hpctrain.config.errors import PlanError, RankLossError
 from hpctrain.config.job import Job
 from hpctrain.engine.start.facts import MachineDescription, Prepared
-from hpctrain.engine.start.replan import resized_plan
+from hpctrain.engine.start.replan import replan, resized_plan
 from hpctrain.engine.start.resolve_overlap import topology_of
 from hpctrain.plan.uniform import DEVICE_TOKENS, resolve_plan
 
@@ -59,3 +61,19 @@ def test_a_plan_of_a_job_that_cannot_be_used_is_searched_for_and_its_refusal_is_
     plan, why = resized_plan(run, requested, ranks, Path("resize"))
     assert set(range(int(ranks), 4)) <= set(plan.unused) and why.startswith(f"resize asks for {ranks} ranks{more}")
     assert ("cannot be used" in why) == bool(more)
+
+
+@pytest.mark.parametrize("name", ["resize", "next-plan.toml"])
+def test_a_request_is_there_for_the_next_start_where_a_rank_is_lost(tmp_path, name):
+    def lose(choose):
+        with suppress(PlanError):
+            choose()
+        assert not (tmp_path / name).exists()
+        raise RankLossError("rank 1 was killed", is_dead=True)
+
+    run, requested = prepared({"data": 4})
+    world = SimpleNamespace(size=4, settings=SimpleNamespace(devices=None), on_first_rank=lose)
+    (tmp_path / name).write_text("nonsense")
+    with pytest.raises(RankLossError):
+        replan(run.but(world=world), requested, tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "nonsense")]

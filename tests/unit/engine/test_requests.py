@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.start.launcher import end_of_batch_job, parse_slurm_seconds
 from hpctrain.comm.start.process import STOP_SIGNALS, StopSignals
+from hpctrain.config.errors import RankLossError
+from hpctrain.config.job import Checkpoint
 from hpctrain.engine.requests import MARGIN_SECONDS, NO_REQUESTS, Requests, StepRequests
+from hpctrain.engine.saves import CheckpointSchedule
 
 
 def test_signals_are_remembered_and_a_second_interrupt_is_not():
@@ -113,3 +117,15 @@ def test_the_end_of_a_batch_job_is_known_from_variables_or_from_slurm(monkeypatc
     assert end_of_batch_job() == 65.0
     monkeypatch.setenv("SLURM_JOB_END_TIME", "12")
     assert end_of_batch_job() == 12.0
+
+
+def test_the_loss_of_a_rank_is_not_taken_for_a_checkpoint_that_failed():
+    def finish():
+        raise RankLossError("rank 1 was killed", is_dead=True)
+
+    said = []
+    saver = SimpleNamespace(finish=finish, copies=None)
+    schedule = CheckpointSchedule(saver, Checkpoint(), said.append, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RankLossError):
+        schedule.end()
+    assert not said
