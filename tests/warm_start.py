@@ -149,6 +149,8 @@ def serve(path: str, modules: Sequence[str] = ()) -> dict:
                 events.register(link, selectors.EVENT_READ, ("signal", pid))
                 events.register(os.pidfd_open(pid), selectors.EVENT_READ, ("end", pid))
             elif kind == "signal":
+                if pid not in links:
+                    continue  # its process has ended, as an event of the same `select` said
                 try:
                     number = key.fileobj.recv(1)
                 except OSError:
