@@ -86,6 +86,7 @@ class SlurmSite:
         self._daemons: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
+            "OMP_WAIT_POLICY": "passive",  # the nodes pretend more cores than there are, on which threads would spin
             "PATH": f"{BIN}:{os.environ['PATH']}",
             # All nodes are this host.
             "UCX_NET_DEVICES": "lo",
