@@ -315,8 +315,11 @@ class Job(Table):
     other_names: ClassVar = OTHER_NAMES
 
     def dtype_of(self, family: str) -> str:
-        """Return the dtype that ranks of a family compute in. The job is resolved."""
-        return self.precision.by_family.get(family, self.train.resolved_dtype)
+        """Return the dtype that ranks of a family compute in. The job is resolved.
+
+        The families of a tile over several, "a+b", have one dtype (`hpctrain.plan.uniform.check_families`).
+        """
+        return self.precision.by_family.get(family.split("+")[0], self.train.resolved_dtype)
 
     def wire_dtype(self, family: str, other: str) -> str:
         """Return the dtype of what two families' tiles send each other: theirs, or where these differ, that of the job,

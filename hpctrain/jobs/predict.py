@@ -64,7 +64,7 @@ def command(job, overrides, cluster, plan_file, launch_line, as_json):
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     loaded, reason = with_dtypes(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
-    check_families(plan, [device.family for device in machine.devices], str(plan_file))
+    check_families(loaded, plan, [device.family for device in machine.devices], str(plan_file))
     predictor, resolved = predictor_of_run(loaded, described, plan)
     setup = predictor.setup
     summary = prediction_data(Forecast.of(predictor).prediction, setup.dtype) | {

@@ -6,12 +6,12 @@ from hpctrain.config.bounds import MOST_MICROBATCHES, MOST_PASSES
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.plan.holdings import check_zero
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, counted
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, tiles_exactly
 from hpctrain.sharding.parameters import check_grid
 
-SHOWN_RANKS = 16
+SHOWN = 16
 
 
 def check_plan(job: Job, plan: Plan, where: str) -> None:
@@ -39,12 +39,12 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
         )
     if shares and (len(shares) != c or len(set(shares)) == 1):
         raise PlanError(
-            f"{where}: position_shares = {list(shares)} are {len(shares)} for tensor c = {c}; give one for each rank of"
-            " c, or remove them where they are equal"
+            f"{where}: position_shares = {_first(shares)} has {counted(len(shares), 'share')} for tensor c = {c};"
+            " give one for each rank of c, or remove them where they are equal"
         )
     if c > 1 and sequence_length % (parts := 2 * sum(grid.context_shares)):
         into = f"{parts} intervals, two for each of its ranks"
-        into = f"{parts} parts, twice the sum of position_shares {list(shares)}" if shares else into
+        into = f"{parts} parts, twice the sum of position_shares {_first(shares)}" if shares else into
         raise PlanError(
             f"{where}: tensor c = {c} cuts the {sequence_length} positions of data.sequence_length into {into}, which"
             f" does not divide them; set data.sequence_length to a multiple of {parts}, or"
@@ -111,7 +111,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
     first = next((rank for rank, there in enumerate(plan.ranks) if rank != there), None)
     if first is not None:
         there = set(plan.ranks)
-        missing = [rank for rank in range(first, min(plan.ranks[-1], first + 10 * SHOWN_RANKS)) if rank not in there]
+        missing = [rank for rank in range(first, min(plan.ranks[-1], first + 10 * SHOWN)) if rank not in there]
         raise PlanError(f"rank {first} is in no tile; list it under unused = {_first(missing)}")
 
 
@@ -139,9 +139,9 @@ def num_passes(plan: Plan) -> int:
     return plan.microbatches * sum(row_chunks for tiles in pipelines for *_, row_chunks in tiles)
 
 
-def _first(ranks: Sequence[int]) -> str:
-    """Return a list of ranks as text, only the first ones of many."""
-    return str(list(ranks)) if len(ranks) <= SHOWN_RANKS else f"{str(list(ranks[:SHOWN_RANKS]))[:-1]}, …]"
+def _first(numbers: Sequence[int]) -> str:
+    """Return a list of numbers as text, only the first ones of many."""
+    return str(list(numbers)) if len(numbers) <= SHOWN else f"{str(list(numbers[:SHOWN]))[:-1]}, …]"
 
 
 def _check_extra_warmup(plan: Plan) -> None:

@@ -125,7 +125,7 @@ def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = N
         users = plan.users(unit.items)
         key = id(users), unit.shared_heads
         if key not in counterparts:
-            has_others = any(other.tensor != tile.tensor for other in users)
+            has_others = any(grid.of_weights != tile.tensor.of_weights for grid in {each.tensor for each in users})
             places = same_elements(tile.tensor, unit.shared_heads)[place]
             counterparts[key] = None if has_others else tuple(user.ranks[i] for user in users for i in places)
         ranks = counterparts[key]
@@ -225,14 +225,14 @@ def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
 
 def check_zero(plan: Plan, where: str) -> None:
     """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
-    delayed = plan.schedule == "zb-h1"
+    delayed, grids = plan.schedule == "zb-h1", [tile.tensor.of_weights for tile in plan.tiles]
     exchanging = [(number, tile) for number, tile in enumerate(plan.tiles) if tile.zero >= 2]
     for number, tile in exchanging:
         for other_number, other in enumerate(plan.tiles):
             if not tile.items.intersect(other.items).size:
                 continue
             for what, a, b in (
-                ("tensor grids", tile.tensor, other.tensor),
+                ("tensor grids", grids[number], grids[other_number]),
                 ("items", list(tile.items), list(other.items)),
                 ("zero", tile.zero, other.zero),
                 ("row_chunks", tile.row_chunks, other.row_chunks),

@@ -67,7 +67,7 @@ class Tile:
         """Return the ranks at each place along c, where these have unequal shares of the positions; else nothing."""
         places = [part.context_place for part in parts_of(self.tensor)] if self.tensor.position_shares else []
         pairs = list(zip(self.ranks, places, strict=False))
-        return tuple(tuple(rank for rank, at in pairs if at == place) for place in sorted(set(places)))
+        return tuple(tuple(rank for rank, number in pairs if number == place) for place in sorted(set(places)))
 
     @property
     def rank_rows(self) -> int:

@@ -49,7 +49,7 @@ def resolve_plan(
         check_plan(job, plan, str(request.file))
         check_ranks(plan, num_ranks)
         if families:
-            check_families(plan, families, str(request.file))
+            check_families(job, plan, families, str(request.file))
         return Resolved(plan, {})
     if request.num_ranks != num_ranks:
         grid = "x".join(map(str, request.tensor.sizes.values()))
@@ -59,16 +59,28 @@ def resolve_plan(
             f' {request.num_ranks}, or set plan = "auto"'
         )
     resolved = _make_even(job, request, wanted_tokens)
-    return replace(resolved, plan=with_families(resolved.plan, families)) if families else resolved
+    if not families:
+        return resolved
+    plan = with_families(resolved.plan, families)
+    check_families(job, plan, families, "plan")
+    return replace(resolved, plan=plan)
 
 
-def check_families(plan: Plan, families: Sequence[str], where: str) -> None:
-    """Refuse a plan whose tiles are for other families than those of its ranks. Raises PlanError."""
+def check_families(job: Job, plan: Plan, families: Sequence[str], where: str) -> None:
+    """Refuse a plan whose tiles are for other families than those of its ranks, or for several that compute in
+    different dtypes, as far as these are known. Raises PlanError."""
     for number, (tile, family) in enumerate(zip(plan.tiles, families_of(plan, families), strict=True)):
         if tile.family != family:
             raise PlanError(
                 f"{where}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
                 f" of '{family}'; start the ranks on the hosts that the plan was made for, or make a plan for these"
+            )
+        dtypes = {each: job.dtype_of(each) for each in family.split("+")} if job.train.dtype else {}
+        if len(set(dtypes.values())) > 1:
+            raise PlanError(
+                f"{where}: tile {number} is for families that compute in different dtypes:"
+                f" {', '.join(f'{name} in {dtype}' for name, dtype in dtypes.items())}; give each family tiles of its"
+                " own, or set precision.by_family to one dtype for them"
             )
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpctrain.plan.tiling import counted
+from hpctrain.plan.tiling import Tile, counted
 from hpctrain.planner.prediction.offload import unknown_hosts
 from hpctrain.planner.search.changes import SimulatedPlan
-from hpctrain.planner.search.cut import CutStage
 from hpctrain.planner.search.search import SearchResult
 from hpctrain.planner.search.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
@@ -21,7 +20,7 @@ def reasons(result: SearchResult) -> list[str]:
     """Return what limits the best plan, and what its main choices are better than."""
     best = result.best
     limits = _bottleneck(result), _arrangement(result), _microbatches(result), _schedule(best)
-    return [reason for reason in (*limits, *_memory(best), *_unused(result)) if reason]
+    return [reason for reason in (*limits, *_memory(result), *_unused(result)) if reason]
 
 
 def runner_up(result: SearchResult) -> str:
@@ -38,12 +37,18 @@ def _compare(seconds: float, best: float, more: str = "longer", equal: str = "as
     return f"{share:.1%} {more}" if share >= EQUAL_SHARE else f"{equal} (within {EQUAL_SHARE:.1%})"
 
 
+def _stages(result: SearchResult) -> dict[tuple[str, Interval], tuple[Tile, ...]]:
+    """Return the tiles of a rank of each stage of the best plan, by its pools and the first tile's items."""
+    plan = result.best.plan
+    pool_of = {rank: pool.name for pool in result.pools for ranks in pool.nodes for rank in ranks}
+    names = {tile: "+".join(dict.fromkeys(map(pool_of.__getitem__, tile.ranks))) for tile in plan.first_tiles}
+    return {(name, tile.items): plan.virtual_stages(tile) for tile, name in names.items()}
+
+
 def _bottleneck(result: SearchResult) -> str:
-    best = result.best
+    best, stages = result.best, _stages(result)
     plan, costs = best.plan, best.predictor.costs.tiles
     inner = Interval(1, plan.tiles[-1].items.stop - 1)
-    pool_of = {rank: pool.name for pool in result.pools for ranks in pool.nodes for rank in ranks}
-    stages = {(pool_of[tile.ranks[0]], tile.items): plan.virtual_stages(tile) for tile in plan.first_tiles}
     busy = [plan.microbatches * sum(costs[tile].seconds for tile in tiles) for tiles in stages.values()]
     names = [
         f"stage {number} ({counted(sum(tile.items.intersect(inner).size for tile in tiles) / 2, 'block')} on {pool})"
@@ -59,6 +64,8 @@ def _bottleneck(result: SearchResult) -> str:
 
 
 def _arrangement(result: SearchResult) -> str:
+    if result.best.is_mixed:
+        return ""
     names = [pool.name for pool in result.pools]
     resolved = result.best.layout.shape.pipelines
     other, text = _alternative(result, lambda shape: shape.pipelines, result.least_by_arrangement)
@@ -66,9 +73,11 @@ def _arrangement(result: SearchResult) -> str:
 
 
 def _microbatches(result: SearchResult) -> str:
-    shape, rows = result.best.layout.shape, result.best.plan.rows
+    plan = result.best.plan
+    text = f"{counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'row')}"
+    if result.best.is_mixed:
+        return text
     other, longer = _alternative(result, lambda shape: shape.microbatches, result.least_by_microbatches)
-    text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
     return f"{text}: with {other} {longer}" if longer else text
 
 
@@ -93,6 +102,11 @@ def _schedule(best: SimulatedPlan) -> str:
         is_cut_inside = any(tile.items.start and not is_attention(tile.items.start) for tile in best.plan.tiles)
         return "cuts are inside of blocks, so that stages take equally long" if is_cut_inside else ""
     longer = f"a step would take {_compare(best.plain_seconds, best.seconds)}"
+    if best.is_mixed:
+        return (
+            "a row is computed by ranks of several families, which have positions of it by the speed of their devices:"
+            f" with tiles of one family {longer}"
+        )
     if best.virtual_stages > 1:
         return f"ranks have {best.virtual_stages} virtual stages, so that bubbles are shorter: with one {longer}"
     if best.plan.schedule != "1f1b":
@@ -108,12 +122,13 @@ def _than(other: float, own: float) -> str:
     return _compare(other, own) if other > own else "as long, by an estimate that the simulation corrects"
 
 
-def _memory(best: SimulatedPlan) -> list[str]:
-    stages, summary = best.layout.all_stages, []
+def _memory(result: SearchResult) -> list[str]:
+    best, summary = result.best, []
+    stages = [first for first, *_ in _stages(result).values()]
 
-    def which(option: str) -> tuple[str, list[CutStage]]:
-        """Return the stages with an option of memory, in words and as they are."""
-        numbers = [i for i, stage in enumerate(stages) if getattr(stage.variant, option) != "none"]
+    def which(option: str) -> tuple[str, list[Tile]]:
+        """Return the stages with an option of memory, in words and as their first tiles."""
+        numbers = [i for i, tile in enumerate(stages) if getattr(tile, option) != "none"]
         words = f"{counted(len(numbers), 'stage')} of {len(stages)}, stage {numbers[0]} the first," if numbers else ""
         return words, [stages[number] for number in numbers]
 
@@ -124,10 +139,10 @@ def _memory(best: SimulatedPlan) -> list[str]:
     if offloading:
         memory = next(each.memory for each in best.prediction.memory if each.memory.on_host)
         summary.append(
-            f"{words} would not fit, or be slower, without host memory: offload {offloading[0].variant.offload} keeps"
+            f"{words} would not fit, or be slower, without host memory: offload {offloading[0].offload} keeps"
             f" {memory.on_host / MIB:,.1f} MiB of a rank there"
         )
-    elif best.layout.is_short_of_memory and (unknown := unknown_hosts(best.predictor.cluster)):
+    elif best.layout.is_short_of_memory and not best.is_mixed and (unknown := unknown_hosts(best.predictor.cluster)):
         summary.append(f"memory is short, and {unknown}")
     if row_chunks := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
         summary.append(
@@ -136,7 +151,7 @@ def _memory(best: SimulatedPlan) -> list[str]:
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes
     summary.append(
-        f"ZeRO {best.layout.shape.zero}: the fullest rank (items {list(fullest.tile.items)}, {fullest.tile.family})"
+        f"ZeRO {fullest.tile.zero}: the fullest rank (items {list(fullest.tile.items)}, {fullest.tile.family})"
         f" needs {used / MIB:,.1f} of {available / MIB:,.1f} MiB"
     )
     return summary

@@ -95,7 +95,7 @@ class PricedLoss:
     def data(self) -> dict:
         """Return it as plain data, for JSON."""
         own = {"lost": self.loss.name, "count": self.loss.count, "ranks": list(self.loss.ranks)}
-        keys = "moved_bytes", "lost_bytes", "stall_seconds", "repeated_steps"
+        keys = "moved_bytes", "lost_bytes", "stall_seconds", "repeated_steps", "copies"
         data = own | {key: getattr(self, key) for key in keys} | self.row.data()
         return data | {"assumed": [*self.assumed, *self.row.assumed]}
 
@@ -200,7 +200,7 @@ def _copies_text(cluster: Cluster, owned_bytes: Mapping[int, int]) -> str:
     needed = host_bytes([str(device.node) for device in cluster.devices], counts)
     have = {str(device.node): cluster.nodes[device.table].host_memory_bytes for device in cluster.devices}
     short = {node: there for node, there in have.items() if there is not None and needed[node] > there}
-    node = min(short, default=max(needed, key=lambda each: needed[each]))
+    node = min(short, key=lambda each: short[each] - needed[each], default=max(needed, key=needed.__getitem__))
     text = f"copies in memory take {needed[node] / 1e9:,.3g} GB of node {node}"
     return f"{text}, which has {short[node] / 1e9:,.3g}: set recovery.copies_folder" if short else text
 

@@ -123,6 +123,11 @@ class TensorGrid(NamedTuple):
         return self.position_shares or (1,) * self.context_parts
 
     @property
+    def of_weights(self) -> "TensorGrid":
+        """The grid by which weights are cut and stored: who has which positions and heads makes no difference."""
+        return self._replace(position_shares=(), exchanges_heads=False)
+
+    @property
     def head_parts(self) -> int:
         """Number of parts into which attention cuts the heads that a rank has products of."""
         return self.context_parts if self.exchanges_heads else 1

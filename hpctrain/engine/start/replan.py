@@ -83,7 +83,7 @@ def given_plan(run: Prepared, text: str, where: Path) -> Plan:
         raise PlanError(
             f"{where}: is for {len(plan.ranks)} ranks, and the run has {run.world.size}; list others in unused"
         )
-    check_families(plan, run.families, str(where))
+    check_families(run.job, plan, run.families, str(where))
     return plan
 
 

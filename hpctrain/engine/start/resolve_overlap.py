@@ -123,6 +123,8 @@ def resolve_overlap(
         if not topology.shares_memory:
             value, reason = True, "a rehearsal's devices and its network are described apart"
         elif topology.has_devices and key == "tensor":
+            # A composite one is ended before the next launch (`LaunchOrder.begin`). The ranks of a tile launch in one
+            # order, so none waits for another.
             value, reason = True, "devices compute while bytes move"
         elif topology.has_devices and is_composite:
             value, reason = False, f"there are {what} of several families, whose operations nothing else may interrupt"

@@ -16,11 +16,13 @@ from hpctrain.model.transformer import Block
 from hpctrain.sharding.items import block_of
 
 
-class LargestLoad(NamedTuple):
-    """The largest load of an expert over the mean of its layer, and the layer, from 0."""
+class LoadFigures(NamedTuple):
+    """Figures of the load of experts in a step."""
 
     ratio: float
+    """The largest load of an expert over the mean of its layer."""
     layer: int
+    """That layer, from 0."""
     spread: float
     """Standard deviation of the tokens of a layer's experts over their mean: of all layers the root mean square."""
     balance_loss: float
@@ -37,9 +39,10 @@ class ExpertLoad:
     def __init__(self, model: Model, stages: Iterable[Stage], device: torch.device, train: Train):
         mixed = {number: of.mlp for number, of in enumerate(model.description.blocks) if isinstance(of.mlp, Experts)}
         self.layers = tuple(mixed)
+        self._counts = torch.tensor([each.count for each in mixed.values()], dtype=torch.int64).view(-1, 1)
         widest = max((each.count for each in mixed.values()), default=0)
         self.tokens = torch.zeros(len(mixed), widest, dtype=torch.int64, device=device)
-        """Tokens of this rank, by layer with experts and by expert."""
+        """Tokens of this rank, by layer with experts and by expert; a layer with fewer experts is filled with zeros."""
         self._row_coefficient = train.balance_loss / train.global_batch
         gradient, self._loss = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
         self._gradient = gradient if train.balance_loss and mixed else None
@@ -55,10 +58,10 @@ class ExpertLoad:
         if self._gradient is not None:
             self._gradient.fill_(self._row_coefficient * loss_scale)
 
-    def start_sum(self, everyone: Group) -> Callable[[], LargestLoad | None]:
+    def start_sum(self, everyone: Group) -> Callable[[], LoadFigures | None]:
         """Start to sum the tokens over all ranks, and count from 0 again. The host waits for the device.
 
-        Return what waits for the sum and returns the largest load, None without experts. All ranks must call.
+        Return what waits for the sum and returns the figures, None without experts. All ranks must call.
         """
         if not self.layers:
             return lambda: None
@@ -67,12 +70,13 @@ class ExpertLoad:
         self._loss.zero_()
         pending = everyone.start_all_reduce(sums)
 
-        def largest() -> LargestLoad:
+        def figures() -> LoadFigures:
             pending.wait()
             total = sums[:-1].view(self.tokens.shape)
-            shares = total / total.mean(1, keepdim=True)
-            ratios, spread = shares.amax(1), (shares - 1).square().mean().sqrt().item()
+            shares = total / (total.sum(1, keepdim=True) / self._counts)
+            there = torch.arange(total.shape[1]) < self._counts
+            ratios, spread = shares.amax(1), (shares[there] - 1).square().mean().sqrt().item()
             worst, balance_loss = int(ratios.argmax()), sums[-1].item() * self._row_coefficient
-            return LargestLoad(ratios[worst].item(), self.layers[worst], spread, balance_loss)
+            return LoadFigures(ratios[worst].item(), self.layers[worst], spread, balance_loss)
 
-        return largest
+        return figures

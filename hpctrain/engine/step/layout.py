@@ -108,7 +108,7 @@ def make_layout(world: World | OfflineWorld, job: Job, plan: Plan, accelerator: 
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
     store = Store(groups, role.holding, axes, dtype, accelerator.device, kept, exchanged)
     dtypes = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
-    kernels = make_kernels(job.kernels, own)
+    kernels = make_kernels(job.kernels, accelerator.family)
     context = LayerContext(job.model, axes, store, kernels, overlap.tensor_parts or 1, dtypes)
     tracer = None if world.tracer is UNTRACED else world.tracer
     stages = tuple(Stage(tile, context, tracer) for tile in role.tiles)

@@ -13,7 +13,7 @@ from hpctrain.comm.groups.channel import Channel
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.config.errors import CorruptionError
 from hpctrain.data.order import Batch
-from hpctrain.engine.step.expert_load import LargestLoad
+from hpctrain.engine.step.expert_load import LoadFigures
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from hpctrain.engine.step.optimizer import Optimizer
@@ -167,7 +167,7 @@ class Totals:
     """For each flag, whether any rank has set it."""
     skipped: bool = False
     """Whether the gradient overflowed in fp16, so that no weights were changed."""
-    load: LargestLoad | None = None
+    load: LoadFigures | None = None
     """The largest load of an expert, in a training step with experts."""
 
 

@@ -92,12 +92,12 @@ class _Messages:
 
     def all(self) -> dict[tuple[Tile, Tile], MessageCost]:
         """Return the messages."""
-        every = []
+        incoming = []
         for tile, forward in itertools.product(self._plan.tiles, (True, False)):
             if sources := self._plan.upstream(tile) if forward else self._plan.downstream(tile):
-                every.append(self._arrival(tile, sources, forward))
+                incoming.append(self._arrival(tile, sources, forward))
         passing: dict[tuple[int, bool, int], Counter[tuple[_Kind, int]]] = {}
-        for arrival in every:
+        for arrival in incoming:
             for place, key in enumerate(arrival.crossings()):
                 passing.setdefault(key, Counter())[arrival.kind, place] += 1
         interned: dict[Traffic, Traffic] = {}
@@ -107,15 +107,15 @@ class _Messages:
             traffic[key] = interned.setdefault(equal, equal)
         result: dict[tuple[Tile, Tile], MessageCost] = {}
         passed: dict[tuple[Tile, Tile], dict[tuple, float]] = {}
-        for arrival in every:
-            own, known = tuple(traffic[key] for key in arrival.crossings()), arrival.kind.by_traffic
-            if own not in known:
-                known[own] = self._costs(arrival, own)
-            for number, (cost, ports) in known[own].items():
+        for arrival in incoming:
+            met, costs = tuple(traffic[key] for key in arrival.crossings()), arrival.kind.by_traffic
+            if met not in costs:
+                costs[met] = self._costs(arrival, met)
+            for number, (cost, ports) in costs[met].items():
                 pair = arrival.sources[number], arrival.tile
                 result[pair] = cost
                 passed[pair] = {(arrival.nodes[place], *port): share for (place, port), share in ports.items()}
-        return {pair: result[pair]._replace(ports=ports) for pair, ports in _shared(passed).items()}
+        return {pair: result[pair]._replace(ports=ports) for pair, ports in self._shared(passed).items()}
 
     def _costs(
         self, arrival: _Arrival, traffic: Sequence[Traffic]
@@ -145,12 +145,12 @@ class _Messages:
         for (source, _), cost in inside.items():
             result[source] = max(result.get(source, cost), cost, key=lambda each: each.seconds)
         gather = arrival.kind.gather_seconds  # as if it came so much later
-        every = {}
+        costs = {}
         for source, (seconds, late, _) in result.items():
             moving = max(seconds - late, 1e-12)
             shares = {port: min(1.0, taken / moving) for port, taken in busy.get(source, {}).items()}
-            every[source] = MessageCost(seconds + gather, late + gather), shares
-        return every
+            costs[source] = MessageCost(seconds + gather, late + gather), shares
+        return costs
 
     def _flows(self, part: _Part, traffic: Sequence[Traffic]) -> list[float]:
         """Return how many messages like a part share each of its ports, as if that were no faster than the others."""
@@ -165,11 +165,35 @@ class _Messages:
         """Return what the ranks of a tile take to gather over y what each of them was sent a part of."""
         if not gathers(self._plan, tile, forward, self._near(tile), self._row):
             return 0.0
-        own = common_parts(tile, self._row)
-        num_bytes = max(common.tokens.size * common.features.size for common in own) * self._setup.item_bytes
-        groups = (common.ranks for common in own)
+        parts = common_parts(tile, self._row)
+        num_bytes = max(common.tokens.size * common.features.size for common in parts) * self._setup.item_bytes
+        groups = (common.ranks for common in parts)
         concurrent = self._network.concurrent(tile.ranks)
         return max(self._network.group_seconds("all_gather", num_bytes, group, concurrent) for group in groups)
+
+    def _shared(
+        self, passed: Mapping[tuple[Tile, Tile], Mapping[tuple, float]]
+    ) -> dict[tuple[Tile, Tile], dict[int, float]]:
+        """Return of the ports that messages pass those that others pass too, by number: the same messages of equivalent
+        pipelines, one number."""
+        plan, kinds, kind_of = self._plan, {}, {}
+        for form, tiles in zip(plan.forms, plan.pipelines, strict=True):
+            works = form, tuple(map(plan.equal_work.__getitem__, tiles))
+            kind_of |= dict.fromkeys(tiles, kinds.setdefault(works, len(kinds)))
+        users: dict[tuple, set[tuple]] = {}
+        for (source, target), ports in passed.items():
+            for port in ports:
+                users.setdefault(port, set()).add((source.items, target.items, kind_of[source]))
+        places = {port: frozenset(by) for port, by in users.items() if len({each[:2] for each in by}) > 1}
+        numbers = {by: number for number, by in enumerate(dict.fromkeys(places.values()))}
+        result = {}
+        for pair, ports in passed.items():
+            shared: dict[int, float] = {}
+            for port, share in ports.items():
+                if by := places.get(port):
+                    shared[numbers[by]] = max(shared.get(numbers[by], 0.0), share)
+            result[pair] = dict(sorted(shared.items()))  # equal pipelines compare equal
+        return result
 
     def _arrival(self, tile: Tile, sources: tuple[Tile, ...], forward: bool) -> _Arrival:
         """Return what the ranks of a tile are sent of a microbatch, and gather; once for tiles in equivalent places."""
@@ -204,31 +228,13 @@ class _Messages:
         return self._network.is_near if gathers_parts else everywhere
 
 
-def _shared(passed: Mapping[tuple[Tile, Tile], Mapping[tuple, float]]) -> dict[tuple[Tile, Tile], dict[int, float]]:
-    """Return of the ports that messages pass those that others pass too, by number: the same messages, one number."""
-    users: dict[tuple, set[tuple]] = {}
-    for (source, target), ports in passed.items():
-        for port in ports:
-            users.setdefault(port, set()).add((source.items, target.items))
-    places = {port: frozenset(by) for port, by in users.items() if len(by) > 1}
-    numbers = {by: number for number, by in enumerate(dict.fromkeys(places.values()))}
-    result = {}
-    for pair, ports in passed.items():
-        own: dict[int, float] = {}
-        for port, share in ports.items():
-            if by := places.get(port):
-                own[numbers[by]] = max(own.get(numbers[by], 0.0), share)
-        result[pair] = dict(sorted(own.items()))  # equal pipelines compare equal
-    return result
-
-
 def _passed(traffic: Traffic) -> dict[tuple, Counter[float]]:
     """Return how many messages of each size pass each port of a node at once."""
     result: dict[tuple, Counter[float]] = {}
-    for (kind, at), count in traffic:
+    for (kind, node_place), count in traffic:
         for part in kind.parts:
             for place, port, _ in part.ports:
-                if place == at:
+                if place == node_place:
                     result.setdefault(port, Counter())[part.num_bytes] += count
     return result
 

@@ -438,7 +438,8 @@ class Predictor:
         known, result = self._known_memory, {}
         for tile in self.plan.first_tiles:
             tiles, waiting = self.plan.virtual_stages(tile), self._waiting(tile)
-            key = waiting, *((self.plan.warm_up(each), self.plan.equal_work[each]) for each in tiles)
+            families = tuple(frozenset(self.cluster.devices[rank].family for rank in ranks) for ranks in tile.by_place)
+            key = waiting, families, *((self.plan.warm_up(each), self.plan.equal_work[each]) for each in tiles)
             if key not in known:
                 stages = [self._stage_memory(tile, *each, waiting) for each in enumerate(tile.by_place or [tile.ranks])]
                 known[key] = max(stages, key=lambda stage: stage.memory.total - stage.available_bytes)

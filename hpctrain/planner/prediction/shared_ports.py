@@ -56,8 +56,11 @@ class SharedPorts:
         heapq.heappush(self._beginning, (at, self._num_begun, wire))
 
     def next_left(self) -> PricedWire | None:
-        """Let time pass until a message has left, and return its wire; None if there is none. Nothing may be sent
-        earlier than that from then on."""
+        """Let time pass until a message has left, and return its wire; None if there is none.
+
+        A message that is sent afterwards for an earlier time begins now. Only senders that wait for a part of a message
+        do that (`Costs.blocking_share` between 0 and 1).
+        """
         while self._left or self._beginning:
             speed = self._speeds(frozenset(self._left))
             ends_at, ending = math.inf, None
@@ -101,8 +104,10 @@ def speeds(wires: Iterable[PricedWire]) -> dict[PricedWire, float]:
             undecided.discard(wire)
             result[wire] = level
             for port in users.keys() & wire.ports.keys():
-                if of_place := users[port].pop(wire.place, None):
-                    free[port] = max(0.0, free[port] - level * max(of_place.values()))
+                of_place = users[port][wire.place]
+                if undecided.isdisjoint(of_place):  # till then the place counts whole
+                    free[port] = max(0.0, free[port] - max(result[each] * of_place[each] for each in of_place))
+                    del users[port][wire.place]
                     if not users[port]:
                         del users[port]
     return result

@@ -63,13 +63,18 @@ class SimulatedPlan:
         return self.seconds - self.layout.saved_seconds
 
     @property
+    def is_mixed(self) -> bool:
+        """Say whether tiles are over several families, and so have nothing in common with the layout."""
+        return any("+" in tile.family for tile in self.plan.tiles)
+
+    @property
     def virtual_stages(self) -> int:
         """Return how many tiles a rank has."""
         return len(self.plan.virtual_stages(self.plan.tiles[0]))
 
     def describe(self, names: Sequence[str]) -> str:
         """Return what each pool does, as `CutShape.describe`, and how many virtual stages there are."""
-        if any(tile.tensor.position_shares for tile in self.plan.tiles):
+        if self.is_mixed:
             return self.plan.describe()
         several = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         return self.layout.describe(names) + several
@@ -228,6 +233,8 @@ class Simulator:
         self._changes = more_in_flight, zero_bubble, partial(virtual_stages, most=scorer.space.most_virtual_stages)
         if len(scorer.costs.pools) > 1 and scorer.costs.setup.context_sizes and scorer.space.cut == BEST:
             self._changes = positions_by_worth, *self._changes
+        self._mixed: set[tuple[int, ...]] = set()
+        """The unused ranks of the plans that `positions_by_worth` was tried on: its plans follow from these alone."""
         self.shortage = ""
         """Says what the first plan lacked that did not fit, or why it cannot run; empty so far."""
 
@@ -266,18 +273,27 @@ class Simulator:
     def changed(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
         """Yield a plan with its other changes, and what the most promising change makes of it, where that fits.
 
-        More of the change is tried as long as it makes the step shorter.
+        More of the change is tried as long as it makes the step shorter. Tiles over several families are tried in each
+        size, with the least that is recomputed to fit.
         """
         change = min(base.left, key=base.optimistic_seconds)
         if others := tuple(other for other in base.left if other is not change):
             yield replace(base, left=others)
-        least = base.seconds
+        mixes, least, setup, fitting = change is positions_by_worth, base.seconds, base.predictor.setup, set()
+        if mixes and base.plan.unused in self._mixed:
+            return
+        self._mixed.update([base.plan.unused] if mixes else ())
         for plan in change(base.predictor):
-            predictor = self._predictor(plan, base.predictor.setup, base.predictor)
+            if mixes and plan.microbatches in fitting:
+                continue
+            if mixes:  # whose groups may not overlap what those of the base do
+                setup = replace(self._setup_of(plan), tensor_parts=setup.tensor_parts)
+            predictor = self._predictor(plan, setup, base.predictor)
             if not all(stage.fits for stage in predictor.memory) or not (prediction := predictor.predict()).fits:
                 continue
+            fitting.add(plan.microbatches)
             yield SimulatedPlan(base.layout, predictor, prediction, base.seconds)
-            if prediction.step_seconds >= least and not self._tries_all:
+            if prediction.step_seconds >= least and not self._tries_all and not mixes:
                 break
             least = prediction.step_seconds
 

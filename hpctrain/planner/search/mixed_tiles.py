@@ -1,7 +1,6 @@
 """Tiles over unlike devices, whose ranks of c have positions by what their devices are worth. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from hpctrain.plan.tiling import Plan, Tile
@@ -18,32 +17,32 @@ MOST_SHARES = 64
 
 def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
     """Yield plans in which tiles over all families compute whole rows, one at a time, and each rank has positions by
-    what its device is worth: the largest tiles first.
+    what its device is worth: the largest tiles first, and of each size first what recomputes the least.
 
-    It is for rows that are so long that ranks have enough positions of them, on clusters of several families.
+    It is for rows that are so long that ranks have enough positions of them, on clusters of several families that
+    compute in one dtype. The plans depend on the ranks that are used, and on nothing else of the predictor's plan.
     """
-    plan, cluster, sizes = predictor.plan, predictor.cluster, predictor.setup.context_sizes
+    plan, cluster, setup = predictor.plan, predictor.cluster, predictor.setup
     by_family: dict[str, list[int]] = {}
     used = sorted(rank for tile in plan.first_tiles for rank in tile.ranks)
     for rank in used:
         by_family.setdefault(cluster.devices[rank].family, []).append(rank)
-    batch, first = plan.microbatches * plan.rows, plan.tiles[0]
-    for count in divisors(batch) if len(by_family) > 1 else ():
+    dtypes = {dict(setup.by_family).get(family, setup.dtype) for family in by_family}
+    batch, is_for = plan.microbatches * plan.rows, len(by_family) > 1 and len(dtypes) == 1
+    for count in divisors(batch) if is_for else ():
         size = len(used) // count
-        if size not in sizes or any(len(ranks) % count for ranks in by_family.values()):
+        if size not in setup.context_sizes or any(len(ranks) % count for ranks in by_family.values()):
             continue
-        tiles = []
-        for number in range(count):
-            parts = (Interval(0, len(own)).part(Interval(number, number + 1), count) for own in by_family.values())
-            ranks = [own[slice(*part)] for own, part in zip(by_family.values(), parts, strict=True)]
-            ranks = tuple(chain(*ranks))
-            families = [cluster.devices[rank].family for rank in ranks]
-            grid = TensorGrid(c=size, position_shares=shares_by_worth(predictor.prices, families, first.recompute))
-            items, rows = Interval(0, predictor.setup.model.num_items), Interval(number, number + 1)
-            tiles.append(Tile(items, rows, ranks, grid, "+".join(by_family), first.recompute))
-        for recompute in dict.fromkeys((first.recompute, "selective", "full")):
-            every = (replace(tile, recompute=recompute) for tile in tiles)
-            yield Plan(tuple(every), batch // count, count, unused=plan.unused)
+        families = [family for family, ranks in by_family.items() for _ in range(len(ranks) // count)]
+        for recompute in ("none", "selective", "full"):
+            grid = TensorGrid(c=size, position_shares=shares_by_worth(predictor.prices, families, recompute))
+            tiles = []
+            for number in range(count):
+                part = Interval(number, number + 1)
+                each = (own[slice(*Interval(0, len(own)).part(part, count))] for own in by_family.values())
+                ranks, items = tuple(chain(*each)), Interval(0, setup.model.num_items)
+                tiles.append(Tile(items, part, ranks, grid, "+".join(by_family), recompute))
+            yield Plan(tuple(tiles), batch // count, count, unused=plan.unused)
 
 
 def shares_by_worth(prices: Prices, families: Sequence[str], recompute: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """A mixture of experts: choices, products of groups, balance. Losses and gradients are in test_model.py."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,16 @@ def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
     for name, load in counts[0].items():
         assert load.sum() == 0 and load.abs().max() > 0
         assert all(torch.equal(load, other[name]) for other in counts)
+
+
+def test_the_spread_is_that_of_the_experts_of_each_layer():
+    experts = next(each.mlp for each in MODELS["mixtral"].description.blocks)
+    blocks = [SimpleNamespace(mlp=replace(experts, count=count)) for count in (2, 4)]
+    model = SimpleNamespace(description=SimpleNamespace(blocks=blocks))
+    counted = ExpertLoad(model, [], torch.device("cpu"), Train())  # pyright: ignore[reportArgumentType] - no layer is asked
+    counted.tokens[:] = torch.tensor([[3, 1, 0, 0], [2, 2, 2, 2]])
+    ratio, layer, spread, _ = counted.start_sum(ONE_RANK)()  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    assert (ratio, layer) == (1.5, 0) and spread == pytest.approx((2 * 0.25 / 6) ** 0.5)
 
 
 @pytest.mark.parametrize("y", [1, 2, 3])

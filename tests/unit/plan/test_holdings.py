@@ -384,3 +384,20 @@ def test_a_share_is_that_of_the_tile_which_has_it():
     (shard_group,) = holding_of(MODELS[0], Plan(tiles, 1, 4), 0).shard_groups
     sizes = dict(zip(shard_group.ranks, (cut.size for cut in shard_group.cuts(400)), strict=True))
     assert sizes == {1: 300, 0: 100}
+
+
+def test_replicas_with_other_positions_share_weights():
+    """Their weights are cut alike, so that they may exchange these while they compute."""
+    grids = [TensorGrid(c=2, position_shares=shares) for shares in ((5, 3), (3, 5), ())]
+    grids.append(TensorGrid(c=2, exchanges_heads=True))
+    items = Interval(0, MODELS[1].num_items)
+    tiles = [Tile(items, Interval(i, i + 1), (2 * i, 2 * i + 1), grid, zero=2) for i, grid in enumerate(grids)]
+    plan = Plan(tuple(tiles), 1, len(grids))
+    check_zero(plan, "a plan")
+    equal = replace(plan, tiles=tuple(replace(tile, tensor=TensorGrid(c=2)) for tile in tiles))
+    for rank in plan.ranks:
+        groups = holding_of(MODELS[1], plan, rank).shard_groups
+        assert groups == holding_of(MODELS[1], equal, rank).shard_groups
+        assert {group.zero for group in groups if not group.is_tied} == {2}
+    with pytest.raises(PlanError, match="different tensor grids"):
+        check_zero(replace(plan, tiles=(tiles[0], replace(tiles[1], tensor=TensorGrid(y=2)), *tiles[2:])), "a plan")

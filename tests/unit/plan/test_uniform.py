@@ -123,7 +123,7 @@ def test_what_cuts_positions_is_written_by_tile_and_read_again(tmp_path):
     ("shares", "message"),
     [
         ((1, 2), "cuts the 32 positions of data.sequence_length into 6 parts, twice the sum of position_shares [1, 2]"),
-        ((1, 2, 1), "position_shares = [1, 2, 1] are 3 for tensor c = 2; give one for each rank of c"),
+        ((1, 2, 1), "position_shares = [1, 2, 1] has 3 shares for tensor c = 2; give one for each rank of c"),
         ((2, 2), "or remove them where they are equal"),
     ],
 )
@@ -143,3 +143,21 @@ def test_a_plan_knows_the_families_of_the_ranks_and_refuses_others(tmp_path):
     assert resolve_plan(job(f"plan.file={file}"), 4, families=["a", "a", "b", "c"]).plan == resolved.plan
     with pytest.raises(PlanError, match=r"tile 1 is for family 'b\+c', but its ranks \[2, 3\] are of 'c'"):
         resolve_plan(job(f"plan.file={file}"), 4, families=["a", "a", "c", "c"])
+
+
+def test_a_tile_over_families_computes_in_one_dtype():
+    values = "plan.tensor.c=2", "train.dtype=bf16", "precision.by_family.a=fp16"
+    with pytest.raises(
+        PlanError, match="tile 0 is for families that compute in different dtypes: b in bf16, a in fp16;"
+    ):
+        resolve_plan(job(*values), 2, families=["b", "a"])
+    both = job(*values, "precision.by_family.b=fp16")
+    (tile,) = resolve_plan(both, 2, families=["b", "a"]).plan.tiles
+    assert tile.family == "b+a" and both.dtype_of(tile.family) == "fp16"
+    assert resolve_plan(job("plan.tensor.c=2", "precision.by_family.a=fp16"), 2, families=["b", "a"]), "not known yet"
+
+
+def test_long_shares_are_shown_in_part():
+    with pytest.raises(PlanError) as caught:
+        check_positions(32, TensorGrid(position_shares=(1, 2) * 500), "tile 0")
+    assert "2, …] has 1000 shares for tensor c = 1" in str(caught.value) and len(str(caught.value)) < 250

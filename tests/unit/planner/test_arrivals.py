@@ -123,3 +123,17 @@ def test_ports_of_all_ranks_are_shared_not_those_of_the_first_alone():
     there, on = (set(found[pair].ports) for pair in ((tiles[0], tiles[1]), (tiles[2], tiles[1])))
     assert there & on, "the second rank of stage 0 leaves by the NIC by which the gradients of stage 2 leave"
     assert max(found[tiles[0], tiles[1]].ports.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (2, 2)])
+def test_ports_of_equivalent_pipelines_alone_have_one_number(rows):
+    """Two pipelines of four stages, on two nodes each, by turns."""
+    network, tiles = network_of(4, 2), []
+    for first_node, part in zip((0, 2), (Interval(0, rows[0]), Interval(rows[0], sum(rows))), strict=True):
+        ranks = [2 * (first_node + stage % 2) + stage // 2 for stage in range(4)]
+        tiles += [Tile(Interval(*cut), part, (rank,)) for cut, rank in zip(cut_evenly(10, 4), ranks, strict=True)]
+    found = arrivals(SETUP, Plan(tuple(tiles), 4, sum(rows)), network)
+    one, other = (
+        {port for pair in found if pair[0] in own for port in found[pair].ports} for own in (tiles[:4], tiles[4:])
+    )
+    assert one and other and (one == other if rows[0] == rows[1] else one.isdisjoint(other))

@@ -148,6 +148,13 @@ def test_copies_are_counted_in_the_memory_of_hosts():
     nodes = (cluster.nodes[0].model_copy(update={"host_memory_bytes": each - 1}),)
     short = priced(cluster.model_copy(update={"nodes": nodes}), RANK)[0].copies
     assert short.endswith(f"GB of node 0, which has {(each - 1) / 1e9:,.3g}: set recovery.copies_folder")
+    assert rows[0].data()["copies"] == rows[0].copies
+    unlike = cluster_of([("a", 1, 2), ("a", 1, 2)])
+    nodes = tuple(
+        node.model_copy(update={"host_memory_bytes": there}) for node, there in zip(unlike.nodes, (9, 5), strict=True)
+    )
+    fewest = priced(unlike.model_copy(update={"nodes": nodes}), RANK)[0].copies
+    assert "GB of node 1, which has" in fewest, "the one that is short of the most"
 
 
 def test_what_moves_shares_links():

@@ -13,17 +13,19 @@ from hpctrain.config.job import Model
 from hpctrain.model.operators import attention as attention_of_model
 from hpctrain.plan.checks import check_positions
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.explain import reasons
 from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
-from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
 from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.prices import Site, pass_cost
 from hpctrain.planner.prices.setup import LEAST_CONTEXT, Setup
 from hpctrain.planner.prices.work import PassWork
-from hpctrain.planner.search.mixed_tiles import shares_of
+from hpctrain.planner.search.changes import Simulator
+from hpctrain.planner.search.mixed_tiles import positions_by_worth, shares_of
 from hpctrain.planner.search.pools import Pool, pools_of
-from hpctrain.planner.search.search import search
+from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_zigzag
@@ -86,6 +88,17 @@ def test_a_tile_of_unlike_devices_is_as_slow_as_its_slowest_rank():
     assert stage.available_bytes == of_equal.available_bytes == cluster.families["slow"].usable_bytes
     assert 0.7 < stage.memory.activations / of_equal.memory.activations < 0.85
     assert 1.15 < other.memory.activations / of_equal.memory.activations < 1.3
+
+
+def test_memory_is_judged_by_the_devices_at_each_place():
+    """Two tiles of the same families, of whose ranks the second has most positions: of one tile it is a slow device,
+    which has less memory."""
+    cluster, items = cluster_with(5e7, devices=5), Interval(0, SETUP.model.num_items)
+    grid, places = TensorGrid(c=4, position_shares=(2, 4, 1, 1)), ((0, 1, 5, 6), (2, 7, 8, 9))
+    tiles = [Tile(items, Interval(i, i + 1), ranks, grid, "fast+slow") for i, ranks in enumerate(places)]
+    stages = predict(SETUP, Plan(tuple(tiles), 1, 2, unused=(3, 4)), cluster).memory
+    assert [stage.ranks for stage in stages] == list(places)
+    assert stages[1].memory.activations > 3 * stages[0].memory.activations
 
 
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 1), ("selective", 2), ("full", 2)])
@@ -188,7 +201,12 @@ def test_a_search_cuts_positions_by_worth_where_devices_are_unlike():
     families = {name: family.model_copy(update={"memory_bytes": 10**10}) for name, family in cluster.families.items()}
     cluster = cluster.model_copy(update={"families": families})
     setup = replace(SETUP, model=SETUP.model.model_copy(update={"num_layers": 2}), positions=2 * LEAST_CONTEXT)
-    best = search(setup, 2, cluster).best
+    result = search(setup, 2, cluster)
+    best, text = result.best, "; ".join(reasons(result))
+    assert "stage 0 (2 blocks on fast+slow)" in text and "a row is computed by ranks of several families" in text
+    assert "2 microbatches of 1 row;" in text and "in flight" not in text and "side by side" not in text
+    plans = [each.plan for each in search(setup, 2, cluster, limits=Limits(None, None, None)).plans]
+    assert plans[0] == best.plan and len(set(plans)) == len(plans) > 1
     (tile,) = best.plan.tiles
     fast, slow = tile.tensor.position_shares
     assert tile.family == "fast+slow" and 1.9 < fast / slow < 2.2 and best.plan.microbatches == 2
@@ -196,6 +214,33 @@ def test_a_search_cuts_positions_by_worth_where_devices_are_unlike():
     assert predict(setup, equal, cluster).step_seconds > 1.3 * best.seconds
     assert best.plain_seconds is not None and best.plain_seconds > 1.3 * best.seconds
     assert search(replace(setup, positions=LEAST_CONTEXT), 2, cluster).best.plan.tiles[0].tensor.c == 1
+
+
+def test_tiles_of_each_size_are_tried_once(monkeypatch):
+    cluster, tried = cluster_with(5e7, devices=2), []
+    families = {name: family.model_copy(update={"memory_bytes": 10**10}) for name, family in cluster.families.items()}
+    cluster = cluster.model_copy(update={"families": families})
+    make = Simulator._predictor
+
+    def recorded(self, plan, *rest):
+        tried.extend([plan] if plan.tiles[0].family == "fast+slow" else [])
+        return make(self, plan, *rest)
+
+    monkeypatch.setattr(Simulator, "_predictor", recorded)
+    setup = replace(SETUP, model=SETUP.model.model_copy(update={"num_layers": 2}), positions=4 * LEAST_CONTEXT)
+    search(setup, 2, cluster)
+    whole = [plan for plan in tried if not plan.unused]
+    assert [len(plan.tiles) for plan in whole] == [1, 2] and len(set(tried)) == len(tried)
+
+
+def test_devices_of_unlike_dtypes_have_no_tile_together():
+    cluster, items = cluster_with(5e7, devices=1), Interval(0, SETUP.model.num_items)
+    setup = replace(SETUP, positions=2 * LEAST_CONTEXT)
+    tiles = tuple(Tile(items, Interval(i, i + 1), (i,), family=name) for i, name in enumerate(("fast", "slow")))
+    predictor = Predictor(setup, Plan(tiles, 1, 2), cluster)
+    assert [plan.tiles[0].recompute for plan in positions_by_worth(predictor)] == ["none", "selective", "full"]
+    predictor.setup = replace(setup, by_family=(("slow", "fp16"),))
+    assert list(positions_by_worth(predictor)) == []
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=8), st.integers(3, 12).map(lambda power: 3 << power))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hpctrain.plan.schedule import Action
 from hpctrain.plan.schedule_run import Runner
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.prediction.shared_ports import PricedWire, SharedPorts
+from hpctrain.planner.prediction.shared_ports import PricedWire, SharedPorts, speeds
 from hpctrain.rehearsal.fabric import FlowNetwork
 from hpctrain.sharding.intervals import Interval
 
@@ -59,3 +59,26 @@ def test_replicas_share_a_port_in_their_seconds():
     for _ in range(4):
         shared.send(wire_of(0, {0: 1.0}, 4.0), 0.0)
     assert [left for _, left in ends_of(shared)] == pytest.approx([4.0] * 4)
+
+
+def assert_not_overfull(wires: list[PricedWire]) -> None:
+    """Messages of one place count once."""
+    found = speeds(wires)
+    for port in {port for wire in wires for port in wire.ports}:
+        by_place: dict[object, float] = {}
+        for wire in wires:
+            by_place[wire.place] = max(by_place.get(wire.place, 0.0), found[wire] * wire.ports.get(port, 0.0))
+        assert sum(by_place.values()) <= 1 + 1e-9
+
+
+def test_a_message_of_a_place_still_counts_when_another_is_decided():
+    """Those of place 0 pass port 2, one of them also the fuller port 1."""
+    ports = (0, {1: 1.0, 2: 1.0}), (0, {2: 1.0}), (1, {1: 1.0}), (2, {1: 1.0}), (3, {2: 1.0})
+    assert_not_overfull([wire_of(place, on, 1.0) for place, on in ports])
+
+
+@given(st.data())
+def test_no_port_carries_more_than_it_has(data):
+    shares = st.dictionaries(st.integers(0, 3), st.floats(0.1, 1.0), min_size=1, max_size=3)
+    wires = data.draw(st.lists(st.tuples(st.integers(0, 3), shares), min_size=1, max_size=8))
+    assert_not_overfull([wire_of(place, on, 1.0) for place, on in wires])
