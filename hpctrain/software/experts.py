@@ -58,7 +58,8 @@ def _(setup: SoftwareSetup, grid: TensorGrid, experts: Experts, rows: int, regat
     weight.passed_bytes = setup.passes.weight * own * (up + inner) * hidden
     for work, times in ((forward, MOVED[0]), (backward, MOVED[1])):
         work.passed_bytes += (times / 2 if fused else times) * pairs * hidden * b
-        work.exchanges += [Exchange(EXPERT_RANKS, "all_to_all", sent, behind=tuple(work.products))] * 2
+        # One there and one back, which overlap a product each: no second of computing hides two.
+        work.exchanges += [Exchange(EXPERT_RANKS, "all_to_all", sent, behind=(product,)) for product in work.products]
         if cut > 1:
             work.exchanges += [Exchange("y", each, pairs * hidden * b) for each in ("all_gather", "reduce_scatter")]
     branch.parts[1:1] = [router.forward, forward]

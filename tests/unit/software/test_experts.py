@@ -6,8 +6,12 @@ import pytest
 
 from benchmarks.evidence.published import summary
 from hpctrain.config.errors import PlanError
+from hpctrain.planner.prices.cost import layer_cost
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import count_parameters
 from hpctrain.software.run import DescribedRun
+from hpctrain.software.software import EXPERT_RANKS
 
 RUN = DescribedRun(
     2048,
@@ -63,6 +67,14 @@ def test_what_experts_exchange_is_exposed_unless_it_overlaps():
     exposed = [each.breakdown_seconds["tensor"] for each in (near, hidden, once, across)]
     assert 0 < exposed[0] < exposed[2] < exposed[3] and exposed[1] < exposed[3]
     assert near.mfu == pytest.approx(across.mfu * across.step_seconds / near.step_seconds), "the model's operations"
+
+
+def test_no_product_hides_two_exchanges():
+    setup = replace(RUN, overlaps_experts=True).setup()
+    cost = layer_cost(setup, TensorGrid(), BLOCK, 1)
+    for work in (cost.forward, cost.backward_input):
+        behind = [id(each) for exchange in work.exchanges if exchange.axis == EXPERT_RANKS for each in exchange.behind]
+        assert len(behind) == len(set(behind)) == 2
 
 
 def test_experts_that_ranks_cannot_share_are_refused():
