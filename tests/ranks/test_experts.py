@@ -176,7 +176,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world, token
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
-def test_a_model_that_no_plan_could_hold_is_refused_before_anything_is_measured(world, monkeypatch):
+def test_a_model_that_no_plan_could_hold_is_refused_before_anything_is_measured(world, folder, monkeypatch):
+    monkeypatch.chdir(folder)  # where no tokens are
     monkeypatch.setattr(resolve, "host_memory_bytes", lambda: 25_000_000_000)
     message = r"30.5 billion parameters need 489 GB.*2 ranks on 1 host is 25 GB.*--rehearse CLUSTER.*train tiny-moe"
     no_tokens = r"tokens/stdlib.h5: no such token file"
