@@ -15,7 +15,7 @@ from hpctrain.comm.start.process import SHARED_MEMORY
 from hpctrain.jobs.common import generate_tokens
 from hpctrain.observe.folder.run_folder import read_metrics
 from tests import clusters
-from tests.hosts.network import LAUNCHER, MPI_ENVIRONMENT, SWITCH, SWITCH_ADDRESS
+from tests.hosts.network import LAUNCHER, MPI_ENVIRONMENT, SWITCH, SWITCH_ADDRESS, open_network
 from tests.started import BIN, SMALL_MODEL
 
 JOB = """
@@ -34,6 +34,13 @@ step_timeout_seconds = 10.0
 copies = 5
 """
 LOST = "alpha-1"
+
+
+@pytest.fixture
+def network(network):
+    """A network of each test's own: a host that comes back sends what was under way when it was lost."""
+    with open_network(network.site) as own:
+        yield own
 
 
 def write_script(network, folder: Path) -> Path:
