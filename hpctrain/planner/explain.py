@@ -105,7 +105,7 @@ def _schedule(best: SimulatedPlan) -> str:
     if best.is_mixed:
         return (
             "a row is computed by ranks of several families, which have positions of it by the speed of their devices:"
-            f" with tiles of one family {longer}"
+            f" by the plan of one family a tile that it was made from {longer}"
         )
     if best.virtual_stages > 1:
         return f"ranks have {best.virtual_stages} virtual stages, so that bubbles are shorter: with one {longer}"
