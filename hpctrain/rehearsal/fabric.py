@@ -29,7 +29,8 @@ class Path(NamedTuple):
 class PretendedNetwork:
     """The links, NICs and fabrics of a rehearsal's ranks. The inside of a fabric is never a bottleneck.
 
-    Devices are numbered by rank, then NICs node by node. Port 2 n leads out of number n, port 2 n + 1 into it.
+    Devices are numbered by rank, then NICs node by node. Port 2 n leads out of number n, port 2 n + 1 into it. After
+    these come the ports of pairs of devices that have a link of their own, one for each direction.
     """
 
     cluster: Cluster
@@ -56,6 +57,16 @@ class PretendedNetwork:
         return {device.node: device.table for device in self.cluster.devices}
 
     @cached_property
+    def _pairs(self) -> dict[tuple[int, int], int]:
+        """The port from each device to each other one of its node, where nodes are fully connected."""
+        of_node: dict[int, list[int]] = {}
+        for device in self.cluster.devices:
+            if self.cluster.nodes[device.table].fully_connected:
+                of_node.setdefault(device.node, []).append(device.rank)
+        pairs = (pair for ranks in of_node.values() for pair in itertools.permutations(ranks, 2))
+        return {pair: number for number, pair in enumerate(pairs, start=2 * (self.num_ranks + len(self._nics)))}
+
+    @cached_property
     def bandwidths(self) -> tuple[float, ...]:
         """The ports' bandwidths in bytes per second of this rehearsal, dilated."""
         cluster, result = self.cluster, []
@@ -65,6 +76,7 @@ class PretendedNetwork:
             nic = cluster.nodes[self._tables[node]].nics_by_fabric[fabric][place]
             most = cluster.fabrics[fabric].bytes_per_second or math.inf
             result += [min(nic.send_bytes_per_second, most), min(nic.receive_bytes_per_second, most)]
+        result += [result[2 * source] for source, _ in self._pairs]
         return tuple(value / self.dilation for value in result)
 
     @cached_property
@@ -75,7 +87,8 @@ class PretendedNetwork:
     def _path(self, source: int, target: int) -> Path:
         here, there = self.cluster.devices[source], self.cluster.devices[target]
         if here.node == there.node:
-            ports = () if source == target else (2 * source, 2 * target + 1)
+            own = self._pairs.get((source, target))
+            ports = () if source == target else (2 * source, 2 * target + 1) if own is None else (own,)
             return Path(ports, (self.cluster.nodes[here.table].link_latency_seconds or 0.0) * self.dilation)
         fabric = link_between(self.cluster, source, target).fabric or ""
         ports = (2 * self._number(source, fabric), 2 * self._number(target, fabric) + 1)

@@ -6,7 +6,9 @@ src/graph/tuning.cc, `baseLat` and `hwLat`). Shares and starts are those of publ
 
 8 A100 by NVLink: all-reduce on the bus 48, 138, 191, 221, 232 GB/s of 1 MiB, 16 MiB, 64 MiB, 512 MiB, 4 GiB. 8 H100:
 67, 237, 362, 437, 477, as their switches sum (NVIDIA/dgxc-benchmarking, nccl/README.md); what is not summed 370 of 450
-(NVIDIA/nccl-tests, issue 212). PCIe 3 12 of 15.75 GB/s (NCCL src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
+(NVIDIA/nccl-tests, issue 212). 8 MI300X, each two by a link of
+their own: 65, 196, 272, 310, 315 (hisohara/ai-scripts, training/01_rccl-smoketest). PCIe 3 12 of 15.75 GB/s (NCCL
+src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
 (nccl-tests, issue 232), 600 of 800 Gb/s (nccl, issue 495). TCP at most 60 % of 32 Gb/s, 4 to 6 GB/s of 100 Gb/s (nccl,
 issues 209 and 450), nearly all of 10 Gb/s.
 """
@@ -44,6 +46,8 @@ class NcclWire(NamedTuple):
 
 # Start of what fills pipelines: 512 KiB in each of some 24 channels, at the A100's speed.
 NVLINK = NcclWire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
+# Of a link after its protocol, by RCCL (hisohara/ai-scripts at 0780bb3, training/01_rccl-smoketest).
+XGMI = NcclWire(0.94, NVLINK.protocols)
 PCIE = NcclWire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
 RDMA = NcclWire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
 # Omni-Path leaves the protocol to the hosts' cores (PSM2), as TCP does.
@@ -52,7 +56,7 @@ ONLOADED_FABRICS = ("OPA",)
 # What any software reaches at the least of wires whose bytes devices and NICs move themselves: fitted to steps of
 # Megatron-Core and FSDP. Tensor 8 of Megatron-DeepSpeed has 205 to 262 GB/s of NVLink from 48 MiB on, and tensor 16 90
 # of 100 GB/s of a node's ports (vTrain).
-MOVED_SHARES = {NVLINK: 0.9, RDMA: 1.0}
+MOVED_SHARES = {NVLINK: 0.9, XGMI: 0.9, RDMA: 1.0}
 PLUGGED_FABRICS = "Slingshot", "EFA"
 """To which NCCL talks by a plugin for libfabric, with threads of the host that must keep up."""
 # Copies through the hosts' memory end at about so many bytes a second of a NIC, however fast that is.
@@ -66,6 +70,8 @@ def targets(num_parts: int, copies: int) -> float:
 
 
 def wire_of(link: PairLink) -> NcclWire:
+    if link.between == "node" and link.fully_connected:
+        return XGMI
     if link.between == "node":
         return NVLINK if link.bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE
     if link.fabric and link.fabric.startswith(ONLOADED_FABRICS):
@@ -150,7 +156,7 @@ class NcclNetwork(ClusterNetwork):
         if any(link.is_measured for _, link, _ in lines):
             return super()._by_domains(operation, num_bytes, shape)
         far = lines[0][1]
-        inside = [(1, *self._slowest(d.links, part, d.flows)) for d in shape.domains if d.links]
+        inside = [(1, *self._slowest(d.links, part, d.flows, d.size - 1)) for d in shape.domains if d.links]
         if row_of(operation).is_pairwise:  # each rank sends by its own NIC what is for other nodes
             by_nic, in_node = (min(each for _, _, each in some) if some else math.inf for some in (lines, inside))
             own = shape.size // shape.num_domains

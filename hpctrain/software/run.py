@@ -279,6 +279,7 @@ class DescribedRun:
             devices={self.accelerator: per_node},
             link_latency_seconds=LINK_LATENCY_SECONDS,
             link_bytes_per_second=self.link_bytes_per_second or accelerator.link_bytes_per_second,
+            fully_connected=accelerator.fully_connected and not self.link_bytes_per_second,
             nics=(nic,),
         )
         return Cluster(

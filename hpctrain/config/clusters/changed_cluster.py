@@ -169,7 +169,8 @@ def _add(tree: dict, text: str) -> None:
         families[family] = {"model": model}
     alone = [each for each in equal if len(each["devices"]) == 1]
     of_node = as_table((alone or equal or [{}])[0].get("devices")).get(family) or DEVICES_OF_A_NODE
-    kept = ("origin", "origins", "nics", "link_latency_seconds", "link_bytes_per_second", "host_memory_bytes")
+    links = ("link_latency_seconds", "link_bytes_per_second", "fully_connected")
+    kept = ("origin", "origins", "nics", *links, "host_memory_bytes")
     new = {key: value for key, value in (alone or equal or [{}])[0].items() if key in kept}
     new.setdefault("nics", next((each["nics"] for each in nodes if each.get("nics")), []))
     full, rest = divmod(int(number), of_node)

@@ -215,6 +215,8 @@ class Nodes(Figures):
     link_latency_seconds: LinkLatency | None = None
     """The latency between two devices of a node."""
     link_bytes_per_second: Bandwidth | None = None
+    fully_connected: bool = False
+    """Whether each two devices of a node have such a link of their own; else a device has one to all others."""
     nics: Several[Nic] = ()
     host_memory_bytes: Bytes | None = None
     """The memory of one host that ranks may fill with what they offload; left out: not known."""

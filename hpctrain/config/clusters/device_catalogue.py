@@ -40,6 +40,8 @@ class CatalogueEntry:
     """Power at work: the board's or module's limit (TDP), of a die its share. `source` was not read again for it."""
     operation_seconds: float = HOST_OPERATION_SECONDS
     """What its host needs to start an operation, where the host is a part of the module."""
+    fully_connected: bool = False
+    """Whether each two devices of a node have such a link of their own."""
 
     def family(self, name: str, reserved_bytes: int | None = None) -> Family:
         """Return it as a cluster file's family; `reserved_bytes` in place of the default."""
@@ -73,6 +75,10 @@ def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None 
 # Cards for games reach each other through their host's memory: what Sailor's profiles of tensor parallelism on
 # Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by both 4 and 8), and of 4 RTX-3090, show.
 _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
+
+# What an MI300X's link of 64 GB/s carries of messages, in a direction: 48 are left after protocol and error correction
+# (ROCm/rccl, issue 1210). All seven of a device carry 316 GB/s of an all-reduce (hisohara/ai-scripts at 0780bb3).
+XGMI_BYTES_PER_SECOND = 48e9
 
 # Memory is what torch's messages of too little of it call the total capacity.
 GIB = 2.0**30
@@ -189,29 +195,31 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "AMD MI250X data sheet, half of it: each of its two dies is a device", 280),
     "MI300A": CatalogueEntry(
         "rocm", 127.5 * GIB, 5.3e12, _fp(122.6e12, 980.6e12, 980.6e12, 490.3e12), 128e9, "cdna3",
-        "AMD MI300A data sheet; its memory is its host's too", 550),
+        "AMD MI300A data sheet; its memory is its host's too", 550, fully_connected=True),
     "MI325X": CatalogueEntry(
-        "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
-        "AMD MI325X data sheet", 1000),
+        "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), XGMI_BYTES_PER_SECOND, "cdna3",
+        "AMD MI325X data sheet; a link without protocol and error correction", 1000, fully_connected=True),
     "MI355X": CatalogueEntry(
         "rocm", 287.9 * GIB, 8.0e12, _fp(157.3e12, 2516e12, 2516e12), 76.8e9, "cdna4",
-        "AMD MI355X data sheet", 1400),
+        "AMD MI355X data sheet", 1400, fully_connected=True),
     "Max-1550": CatalogueEntry(
         "xpu", 64.0 * GIB, 1.638e12, _fp(26e12, 419.5e12, 419.5e12, 209.7e12), 26.5e9, "xe-hpc",
         "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device", 300),
     "Gaudi-2": CatalogueEntry(
         "hpu", 94.6 * GIB, 2.46e12, _fp(0, 432e12, 432e12), 37.5e9, "gaudi",
-        "Intel at Hot Chips 2024: 24 links of 100 Gb/s, three to each other card; for plans alone", 600),
+        "Intel at Hot Chips 2024: 24 links of 100 Gb/s, three to each other card; for plans alone", 600,
+        fully_connected=True),
     "Gaudi-3": CatalogueEntry(
         "hpu", 126.0 * GIB, 3.67e12, _fp(0, 1835e12, 1835e12), 75e9, "gaudi",
-        "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone", 900),
+        "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone", 900,
+        fully_connected=True),
     "MI300X": CatalogueEntry(
-        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
-        "AMD MI300X data sheet", 750),
+        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), XGMI_BYTES_PER_SECOND, "cdna3",
+        "AMD MI300X data sheet; a link without protocol and error correction", 750, fully_connected=True),
     "910B": CatalogueEntry(
         "npu", 60.9 * GIB, 1.6e12, _fp(75e12, 313e12, 313e12), 28e9, "ascend",
         "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured",
-        400),
+        400, fully_connected=True),
 }
 # fmt: on
 

@@ -36,6 +36,8 @@ class PairLink(NamedTuple):
     """Whether the cluster says that its bandwidth was measured."""
     overhead_seconds: float = 0.0
     """The sender's cost of each further message in flight: part of its latency."""
+    fully_connected: bool = False
+    """Whether its ends have such a link to each other device of their node too."""
 
     @property
     def message_bytes_per_second(self) -> float:
@@ -64,7 +66,7 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
         is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
         figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
-        result = PairLink("node", None, *figures, is_measured=is_measured)
+        result = PairLink("node", None, *figures, is_measured=is_measured, fully_connected=nodes.fully_connected)
     else:
         result = _across_nodes(cluster, source, target)
     described = cluster.links_by_key.get((result.fabric, tuple(sorted((here.family, there.family)))))

@@ -378,7 +378,8 @@ class ClusterNetwork:
         if algorithm == "domains":
             return self._by_domains(operation, num_bytes, shape)
         message_bytes = max(num_bytes, 1) if algorithm == "doubling" else num_bytes // shape.size + 1
-        link, bandwidth = self._slowest(shape.links, message_bytes, shape.flows)
+        peers = shape.size - 1 if algorithm != "doubling" else 1
+        link, bandwidth = self._slowest(shape.links, message_bytes, shape.flows, peers)
         return self.flat_seconds(algorithm, operation, num_bytes, shape.size, link, bandwidth)
 
     def flat_seconds(
@@ -446,9 +447,17 @@ class ClusterNetwork:
         result = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return result.union(*map(self._fabrics, shape.domains))
 
-    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, float]:
-        """Return the slowest of some links for a message of `num_bytes`, and its bandwidth after the latency."""
-        seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
-        slowest = max(seconds)
-        link = self._numbered[links[seconds.index(slowest)]]
-        return link, num_bytes / max(slowest - max(link.latency_seconds, LEAST_SECONDS), 1e-15)
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int, peers: int = 1) -> tuple[PairLink, float]:
+        """Return the slowest of some links for a message of `num_bytes`, and its bandwidth after the latency.
+
+        A rank that sends to several `peers` at once, and has a link to each, has the bandwidth of all of these.
+        """
+
+        def at_once(number: int) -> int:
+            return peers if self._numbered[number].fully_connected else 1
+
+        seconds = {number: self._message_seconds(number, num_bytes, flows) for number in links}
+        slowest = max(links, key=lambda number: seconds[number] / at_once(number))
+        link = self._numbered[slowest]
+        moving = max(seconds[slowest] - max(link.latency_seconds, LEAST_SECONDS), 1e-15)
+        return link, num_bytes / moving * at_once(slowest)

@@ -100,4 +100,4 @@ def _equivalent(cluster: Cluster, device: DeviceModel) -> str:
 
 def _nics(nodes: Nodes) -> tuple:
     nics = tuple((n.fabric, n.count, n.send_bytes_per_second, n.receive_bytes_per_second) for n in nodes.nics)
-    return nics, nodes.link_latency_seconds, nodes.link_bytes_per_second
+    return nics, nodes.link_latency_seconds, nodes.link_bytes_per_second, nodes.fully_connected

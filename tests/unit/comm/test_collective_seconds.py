@@ -68,6 +68,28 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     assert predicted == pytest.approx(result, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "operation"), [*((1, each) for each in OPERATIONS), *((2, each) for each in OPERATIONS[:3])]
+)
+def test_fully_connected_devices_send_to_all_others_of_their_node_at_once(num_nodes, operation):
+    def cluster(**more):
+        node = clusters.nodes({"a": 4}, 1e9, count=num_nodes, link_bytes_per_second=1e6, **more)
+        return parse_cluster(clusters.family("a") + clusters.fabric() + node, "a test")
+
+    own, ranks = cluster(fully_connected=True), range(4 * num_nodes)
+    if num_nodes == 1:
+        virtual, cuts = VirtualRanks(PretendedNetwork(own)), cut_evenly(NUM_ELEMENTS, 4)
+        transports = VirtualTransports(virtual, ranks)
+        flat = (FlatCollectives(transports[rank], lambda _: "exchange") for rank in ranks)
+        result = virtual.run([steps_of(each, operation, cuts, at) for at, each in enumerate(flat)])
+    else:
+        result = taken(own, [[(0, 1, 2, 3), (4, 5, 6, 7)]], operation)
+    predicted = ClusterNetwork(own).group_seconds(operation, 4 * NUM_ELEMENTS, ranks)
+    assert predicted == pytest.approx(result, rel=0.01)
+    one_link = ClusterNetwork(cluster()).group_seconds(operation, 4 * NUM_ELEMENTS, ranks)
+    assert one_link == pytest.approx(3 * predicted, rel=0.1)
+
+
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [(3, 1), (6, 2), (5, 2, 1)], ids=str)
 def test_domains_of_unlike_sizes_own_unlike_regions_and_send_to_each_rank_of_the_others(sizes, operation):

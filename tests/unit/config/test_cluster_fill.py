@@ -77,11 +77,18 @@ def test_a_model_and_a_network_fill_in_the_rest(tmp_path):
     cluster, _, sources = read_cluster_file(path)
     assert cluster.families["h100"].kind == "cuda"
     assert cluster.families["mi300x"].origin_of("memory_bytes") == "datasheet"
-    assert cluster.nodes[0].link_bytes_per_second == 64e9  # the slower one's
+    assert cluster.nodes[0].link_bytes_per_second == 48e9  # the slower one's
     assert cluster.nodes[0].nics[0].send_bytes_per_second == 50e9
     assert cluster.fabrics["ib"].origin_of("latency_seconds") == "assumed"
     assert sources["families.h100.memory_bytes"] == "NVIDIA H100 data sheet, SXM5"
     assert "slower" in sources["nodes.0.link_bytes_per_second"]
+
+
+def test_devices_that_the_catalogue_has_fully_connected_are_so_by_its_link_alone():
+    alone = SHORT.replace("{mi300x = 2, h100 = 2}", "{mi300x = 8}")
+    typed = alone.replace("[[nodes]]", "[[nodes]]\nlink_bytes_per_second = 3e11")
+    each = [parse_cluster(text, "a file").nodes[0].fully_connected for text in (SHORT, alone, typed)]
+    assert each == [False, True, False]
 
 
 def test_a_typed_value_wins():

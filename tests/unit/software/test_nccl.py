@@ -5,19 +5,23 @@ import math
 import pytest
 
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Family, Nic, Nodes
+from hpctrain.config.clusters.device_catalogue import XGMI_BYTES_PER_SECOND
 from hpctrain.config.clusters.links import PairLink
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.software.nccl import NcclNetwork, collective_seconds, wire_of
+from hpctrain.software.run import DescribedRun
 
 MIB = 1 << 20
 A100, H100 = (PairLink("node", None, 10e-6, speed, math.inf) for speed in (300e9, 450e9))
+MI300X = A100._replace(bytes_per_second=XGMI_BYTES_PER_SECOND, fully_connected=True)
 
 
 def bus(link: PairLink) -> float:
-    return link.bytes_per_second * wire_of(link).share
+    return link.bytes_per_second * wire_of(link).share * (7 if link.fully_connected else 1)
 
 
-# Microseconds of all_reduce_perf on one node of eight: A100 of a blog's node, H100 of NVIDIA/dgxc-benchmarking, nccl/.
+# Microseconds of all_reduce_perf on one node of eight: A100 of a blog's node, H100 of NVIDIA/dgxc-benchmarking, nccl/,
+# MI300X of hisohara/ai-scripts, training/01_rccl-smoketest.
 @pytest.mark.parametrize(
     ("link", "mebibytes", "microseconds"),
     [
@@ -32,6 +36,11 @@ def bus(link: PairLink) -> float:
         (H100, 64, 324.7),
         (H100, 256, 1112.5),
         (H100, 4096, 15749.0),
+        (MI300X, 16, 149.9),
+        (MI300X, 64, 432.5),
+        (MI300X, 256, 1540.4),
+        (MI300X, 1024, 5990.7),
+        (MI300X, 8192, 47617.0),
     ],
 )
 def test_an_all_reduce_takes_about_what_was_published(link, mebibytes, microseconds):
@@ -91,6 +100,21 @@ def test_sockets_give_less_of_their_wire_than_rdma_and_nvlink_most_of_its():
     assert rdma.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 25e9 / 0.85, rel=0.01)
     assert sockets.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 3.2e9, rel=0.01)
     assert rdma.group_seconds("all_reduce", 1e9, (0, 1)) == pytest.approx(1e9 / 300e9 / 0.8, rel=0.05)
+
+
+def test_a_group_of_fully_connected_devices_has_a_link_for_each_pair():
+    """RCCL counts 144 GB/s for four MI300X, of 48 GB/s each link (ROCm/rccl, issue 1210)."""
+    run = DescribedRun(
+        hidden=64, layers=2, heads=1, positions=8, tensor=8, pipeline=1, data=1, microbatch=1, global_batch=1,
+        accelerator="MI300X",
+    )  # fmt: skip
+    network = NcclNetwork(run.cluster)
+    assert network.group_seconds("all_reduce", 8 << 30, range(8)) == pytest.approx(47617e-6, rel=0.02)
+    for size, links in ((2, 1), (4, 3)):
+        moved = (size - 1) / size * 1e10
+        seconds = network.group_seconds("all_gather", 1e10, range(size))
+        assert seconds == pytest.approx(moved / (links * 48e9 * 0.94), rel=0.02)
+    assert network.seconds(0, 1, 1e10) == pytest.approx(1e10 / (48e9 * 0.94), rel=0.01)
 
 
 def test_a_group_on_several_nodes_is_one_ring_by_the_nics_of_all_its_ranks():
