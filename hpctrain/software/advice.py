@@ -103,6 +103,6 @@ def own_engine(run: DescribedRun, seconds: float) -> Advice:
         bucket_bytes=BUCKET_BYTES,
         tensor_parts=None,
     )
-    best = search(setup, run.global_batch, run.cluster, limits=Limits(seconds=seconds)).best
+    best = search(setup, run.global_batch, run.own_cluster, limits=Limits(seconds=seconds)).best
     in_half = f", products in {run.dtype}, as it has no {run.linear_dtype}" if run.linear_dtype else ""
     return Advice(best.plan.describe() + in_half, best.prediction)

@@ -259,10 +259,15 @@ class DescribedRun:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Return as many nodes as are needed. What their software reserves is known to the stack, not to the device."""
+        """Return the machine for other software: what that reserves is known to the stack, not to the device."""
+        families = {n: f.model_copy(update={"reserved_bytes": 0}) for n, f in self.own_cluster.families.items()}
+        return self.own_cluster.model_copy(update={"families": families, "profiles": ()})
+
+    @cached_property
+    def own_cluster(self) -> Cluster:
+        """Return the machine for our own engine, or as many nodes as are needed."""
         if self.machine:
-            families = {n: f.model_copy(update={"reserved_bytes": 0}) for n, f in self.machine.families.items()}
-            return self.machine.model_copy(update={"families": families, "profiles": ()})
+            return self.machine
         accelerator, network = ACCELERATORS[self.accelerator], NETWORKS[self.network]
         per_node = min(self.devices_per_node, self.num_devices)
         latency = self.latency_seconds or network.latency_seconds
@@ -283,7 +288,7 @@ class DescribedRun:
             nics=(nic,),
         )
         return Cluster(
-            families={self.accelerator: accelerator.family(self.accelerator, reserved_bytes=0)},
+            families={self.accelerator: accelerator.family(self.accelerator)},
             fabrics={self.network: Fabric(origin="datasheet", latency_seconds=latency)},
             nodes=(nodes,),
         )

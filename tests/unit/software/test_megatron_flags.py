@@ -287,3 +287,10 @@ def test_better_flags_are_faster_and_fit_and_are_read_back():
     assert better_flags(found, better.prediction) is None
     ours = own_engine(replace(given.run, linear_dtype="fp8"), 5.0)
     assert ours.prediction.fits and ours.flags.endswith("products in bf16, as it has no fp8")
+
+
+def test_our_own_engine_leaves_the_memory_that_a_device_reserves():
+    known = DescribedRun(1024, 4, 16, 1024, 2, 1, 1, 1, 4, "H100")
+    family = known.own_cluster.families["H100"]
+    assert {stage.available_bytes for stage in own_engine(known, 2.0).prediction.memory} == {family.usable_bytes}
+    assert family.usable_bytes < known.cluster.families["H100"].usable_bytes == family.memory_bytes
