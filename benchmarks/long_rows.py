@@ -1,21 +1,32 @@
 """Predicts a step over one long row that eight devices cut by c. Needs neither ranks nor devices.
 
-Eight H100 gather keys and values, at once and in parts, or exchange heads. Four H100 and four A100 have equal parts of
-the positions, or parts by what they are worth.
+Eight H100 gather keys and values, at once and in parts, or exchange heads. Each has two mirrored intervals of a row
+(zig-zag), or one (plain). Four H100 and four A100 have equal parts of the positions, or parts by what they are worth.
 
     python -m benchmarks.long_rows
+
+With --rehearse two pretended devices and two of half their speed rehearse a row of 1,024 positions both ways. It sleeps
+most of the time.
+
+    python -m benchmarks.long_rows --rehearse [--time-scale 16] [--tokens FILE]
 """
 
+import argparse
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.rehearsals import KINDS, rehearse
 from hpctrain.config.clusters.cluster_file import load_cluster
+from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.prediction.predictor import predict
+from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.prices import Prices
 from hpctrain.planner.prices.setup import HPCTRAIN_FUSED, Setup
 from hpctrain.planner.search.mixed_tiles import shares_by_worth
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 from hpctrain.software.run import DescribedRun
 
 DEVICES = 8
@@ -31,19 +42,61 @@ NETWORKS = {
 WAYS = {"gathered": (False, 1), "gathered in 4 parts": (False, 4), "heads exchanged": (True, 1)}
 UNLIKE = "4 H100", "and 4 A100, equal parts", "by worth"
 POSITIONS = 32768, 131072, 524288
+REHEARSED = {"equal parts": (), "by worth": (2, 2, 1, 1)}
+"""Shares of the positions of a row of two devices, and of two of half their speed."""
+
+TINY_ITEMS = 10
+"""Items of the job `tiny`: of four blocks, embedding and head."""
 
 
 def main() -> None:
+    """Print predicted seconds, or rehearsed ones."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="rehearse a row on unlike devices instead")
+    parser.add_argument("--time-scale", type=float, default=16.0, help="seconds of a rehearsal for one of its cluster")
+    parser.add_argument("--tokens", default="tokens/stdlib.h5", help="the corpus; default: that of `make train`")
+    arguments = parser.parse_args()
+    if arguments.rehearse:
+        print_rehearsed(arguments.time_scale, Path(arguments.tokens).absolute())
+        return
     print(f"| model | network | positions | {' | '.join(WAYS)} |")
     for model, shape in MODELS.items():
         for network, node in NETWORKS.items():
             for positions in POSITIONS:
                 print(f"| {model} | {network} | {positions:,} | {' | '.join(seconds(positions, shape | node))} |")
 
+    print("\n| model | positions | operations, plain / zig-zag | seconds of a block, plain / zig-zag |")
+    for model, shape in MODELS.items():
+        for positions in POSITIONS:
+            print(f"| {model} | {positions:,} | {' | '.join(plain_cut(positions, shape))} |")
+
     print(f"\n| model | positions | {' | '.join(UNLIKE)} | equal / by worth |")
     for model, shape in MODELS.items():
         for positions in POSITIONS:
             print(f"| {model} | {positions:,} | {' | '.join(unlike(positions, shape))} |")
+
+
+def print_rehearsed(time_scale: float, tokens: Path) -> None:
+    """Rehearse a step over one row with each cut of its positions; print seconds, and their ratio."""
+    data = "data.sequence_length=1024", "data.validation_fraction=0.05", f"data.tokens={tokens}"
+    train = "train.global_batch=1", "train.validation_sequences=1", "model.max_positions=1024"
+    predicted, measured = [], []
+    for name, shares in REHEARSED.items():
+        grid = TensorGrid(c=4, position_shares=shares)
+        plan = even_plan(TINY_ITEMS, grid, 1, 1, 1, 1, family="a+b")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.toml"
+            file.write_text(dump_plan(plan))
+            settings = (*data, *train, f"plan.file={file}")
+            result = rehearse(KINDS["two speeds"], settings, 2, Path(folder), "--time-scale", time_scale)
+        predicted.append(result["predicted_seconds"])
+        measured.append(result["measured_seconds"])
+        print(
+            f"{name:12} {measured[-1]:.3f} s, predicted {predicted[-1]:.3f} s; overrun {result['overrun']:.2%}",
+            flush=True,
+        )
+    ratios = (steps[0] / steps[1] for steps in (measured, predicted))
+    print("equal / by worth: {:.3f}, predicted {:.3f}".format(*ratios))
 
 
 def described(positions: int, more: dict) -> tuple[DescribedRun, Setup]:
@@ -53,6 +106,24 @@ def described(positions: int, more: dict) -> tuple[DescribedRun, Setup]:
     run = DescribedRun(**shape, **layout, accelerator="H100", network="NDR", dtype="bf16", tie_head=False, **more)
     engine = replace(HPCTRAIN_FUSED, native_attention=True)
     return run, Setup(run.model, positions, "bf16", engine, frozenset({"tensor", "z"}), tensor_parts=4)
+
+
+def plain_cut(positions: int, more: dict) -> list[str]:
+    """Return the ratios of operations, and of seconds of computing, of both passes over a block on the busiest rank:
+    where each has one interval of a row, to where it has two. Of one interval the last rank's queries see all keys but
+    for half of its own: 2 - 1 / c times the mean."""
+    run, setup = described(positions, more | {"devices_per_node": DEVICES})
+    cost = layer_cost(setup, TensorGrid(c=DEVICES), BLOCK, 1, "full")
+    device = Prices(setup, run.cluster).devices[run.cluster.devices[0].family]
+    counts, seconds = [], []
+    for times in (2 - 1 / DEVICES, 1.0):
+        works = [
+            replace(work, products=[p._replace(share=p.share * (times if p.share != 1 else 1)) for p in work.products])
+            for work in (cost.forward, cost.backward)
+        ]
+        counts.append(sum(p.m * p.k * p.n * p.batch * p.share for work in works for p in work.products))
+        seconds.append(sum(device.work_seconds(work, setup.dtype, setup.engine) for work in works))
+    return [f"{plain / zigzag:.2f}" for plain, zigzag in (counts, seconds)]
 
 
 def unlike(positions: int, more: dict) -> list[str]:

@@ -110,13 +110,13 @@ def cluster_text(kind: ClusterKind) -> str:
     return dump_cluster(cluster, truth=Truth(devices=devices))
 
 
-def rehearse(kind: ClusterKind, layout: tuple[str, ...], steps: int, folder: Path) -> dict:
-    """Return what a run says of its prediction, and its overrun."""
+def rehearse(kind: ClusterKind, layout: tuple[str, ...], steps: int, folder: Path, *more: object) -> dict:
+    """Return what a run with `more` options says of its prediction, and its overrun."""
     cluster, run = folder / "cluster.toml", folder / "run"
     cluster.write_text(cluster_text(kind))
     settings = (*layout, "train.dtype=fp32", f"train.steps={steps + 1}", "checkpoint.every=0")
     options = [part for setting in settings for part in ("--set", setting)]
-    said = call("train", "tiny", "--rehearse", cluster, "--run", run, "--sample", 0, "--json", *options, ranks=4)
+    said = call("train", "tiny", "--rehearse", cluster, "--run", run, "--sample", 0, "--json", *options, *more, ranks=4)
     return json.loads((run / "drift.json").read_text()) | {"overrun": json.loads(said.splitlines()[-1])["overrun"]}
 
 

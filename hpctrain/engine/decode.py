@@ -15,6 +15,7 @@ from hpctrain.config.errors import CheckpointError, DataError, JobError
 from hpctrain.data.order import NO_TOKEN, Batch, Sequences, check_tokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import open_tokens
+from hpctrain.model.operators.attention import Documents
 from hpctrain.model.parallel.axes import ONE_RANK, Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.storage.store import Store
@@ -60,9 +61,9 @@ class WholeModel:
         """Return the summed loss of rows of a batch, of the targets that training learns from."""
         tokens, learnt, starts = batch.rows(rows), batch.loss_mask(rows), batch.document_starts(rows)
         targets = tokens[:, 1:] if learnt is None else np.where(learnt, tokens[:, 1:], NO_TOKEN)
-        given = None if starts is None else torch.from_numpy(starts)
+        documents = None if starts is None else Documents(torch.from_numpy(starts))
         ids, expected = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(targets)
-        return self._stage.forward(ids, expected, training=False, starts=given)[0].item()
+        return self._stage.forward(ids, expected, training=False, documents=documents)[0].item()
 
     def keep(self, positions: int) -> None:
         """Clear the cache, and keep keys and values of up to so many positions from now on; 0: keep none."""

@@ -85,14 +85,14 @@ class Stage:
         return bool(self.layers) and isinstance(self.layers[-1], Head)
 
     def forward(
-        self, value: torch.Tensor, targets: torch.Tensor | None, training: bool, starts: torch.Tensor | None = None
+        self, value: torch.Tensor, targets: torch.Tensor | None, training: bool, documents: Documents | None = None
     ) -> tuple[torch.Tensor, Saved]:
         """Run all layers on token ids (first stage) or hidden states; return hidden states or the summed loss.
 
-        `targets` are for the last stage; with `starts`, int64 [rows, all positions], attention begins at a token's own.
+        `targets` are for the last stage; with `documents` attention stays inside of them.
         Without `training` nothing is saved, and the loss is there at once; see `Saved.loss`.
         """
-        saved = Saved(targets=targets, documents=None if starts is None else Documents(starts))
+        saved = Saved(targets=targets, documents=documents)
         traffic = self.store.traffic
         keeps_graph = training and self.tile.recompute != "full"
         for layer in self._traced(self.layers, "forward"):

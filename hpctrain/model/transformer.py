@@ -286,9 +286,10 @@ class Block(LayerModule):
         if self.cache:
             keys, values = self.cache.extended(keys, values)
         backend, attention, parts = self.kernels.attention, self.attention_description, []
-        for seen in see_context(queries, keys, values, self.axes, first, self.dropping, self.context.parts):
-            given = {"attention": attention, "positions": seen.positions, "documents": documents, "backend": backend}
-            attending = partial(attend_at, **given)
+        sight = {"window": attention.window} | ({"begin": documents.begin} if documents else {})
+        for seen in see_context(queries, keys, values, self.axes, first, self.dropping, self.context.parts, **sight):
+            given = {"attention": attention, "positions": seen.positions, "key_positions": seen.key_positions}
+            attending = partial(attend_at, **given, documents=documents, backend=backend)
             if self._recompute == "selective" and attention.score_cap is not None:
                 attending = partial(KeepingInputs.apply, attending)
             parts.append(seen.restore(self.computed_in("attention", attending, *seen.heads)))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid_parts import parts_of
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, intersections
 
 
 class RowShape(NamedTuple):
@@ -128,12 +128,13 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
         tokens = tokens.part(Interval(place, place + 1), len(needed.ranks))
     for theirs in common_parts(source, row):
         shared_tokens, features = tokens.intersect(theirs.tokens), needed.features.intersect(theirs.features)
-        if not (shared_tokens.size and features.size and (sections := _meet(needed.positions, theirs.positions))):
+        sections = intersections(needed.positions, theirs.positions)
+        if not (shared_tokens.size and features.size and sections):
             continue
         receivers = [
             rank
             for other in common_parts(target, row)
-            if other[:2] == needed[:2] and _meet(other.positions, theirs.positions)
+            if other[:2] == needed[:2] and intersections(other.positions, theirs.positions)
             for rank in other.ranks
         ]
         number_of = len(theirs.ranks)
@@ -146,11 +147,6 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
             for section in sections:
                 if (positions := section.part(share, number_of)).size:
                     yield _of_positions(sender, receiver, shared_tokens, features, positions, row)
-
-
-def _meet(own: tuple[Interval, ...], others: tuple[Interval, ...]) -> list[Interval]:
-    """Return the positions that are in both, in the order of the first."""
-    return [both for one in own for other in others if (both := one.intersect(other)).size]
 
 
 def _of_positions(

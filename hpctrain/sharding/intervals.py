@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -64,6 +64,34 @@ def section(intervals: Sequence[Interval], places: Interval) -> tuple[Interval, 
         result += [part] if part.size else []
         before += interval.size
     return tuple(result)
+
+
+def intersections(one: Sequence[Interval], other: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Return what intervals have in common with others, in their order."""
+    return tuple(both for a in one for b in other if (both := a.intersect(b)).size)
+
+
+def seen_by(
+    own: Sequence[Interval], window: int | None = None, begin: Callable[[int], int] = lambda position: 0
+) -> tuple[Interval, ...]:
+    """Return the positions that causal attention sees from those of some intervals, which ascend: in a window, and from
+    the `begin` of the document that an interval's first position is in."""
+    result: list[Interval] = []
+    for interval in own:
+        first = max(begin(interval.start), interval.start + 1 - (window or interval.stop))
+        if result and first <= result[-1].stop:
+            first = result.pop().start
+        result.append(Interval(first, interval.stop))
+    return tuple(result)
+
+
+def seen_by_each(
+    contexts: Sequence[Sequence[Interval]], window: int | None, begin: Callable[[int], int] = lambda position: 0
+) -> list[tuple[Interval, ...]]:
+    """Return the positions whose keys and values each rank of c receives: those that its own see; all of them on every
+    rank, where one sees all."""
+    seen, whole = [seen_by(own, window, begin) for own in contexts], Interval(0, max(own[-1].stop for own in contexts))
+    return [(whole,)] * len(seen) if (whole,) in seen else seen
 
 
 def place_in(intervals: Sequence[Interval], inner: Interval) -> Interval:

@@ -1,14 +1,18 @@
 """Rows whose positions c cuts: the losses of one rank, the same bits again, the bytes of the group of c."""
 
 import functools
+from itertools import chain, starmap
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpctrain.comm.groups.group import Group
+from hpctrain.comm.world import HOST_VARIABLE, World
 from hpctrain.config.clusters.truth import PretendDevice, Truth
+from hpctrain.config.job import Job
 from hpctrain.config.parallelism import Overlap
-from hpctrain.data.order import open_datasets
+from hpctrain.data.order import Batch, open_datasets
 from hpctrain.data.tokens import TokenWriter
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
@@ -17,7 +21,7 @@ from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, cut_zigzag
 from tests.pretended import equal_nodes
 from tests.ranks.punctual import Measurement, punctual_step
 from tests.ranks.small_runs import (
@@ -36,7 +40,7 @@ TOLERANCE = 1e-5
 ROWS, MICROBATCHES, BLOCKS = 4, 2, 2
 LAST = 2 * BLOCKS + 2
 MODELS = {
-    "gpt2": {},
+    "gpt2": {"num_heads": 8},
     "llama": {"ffn_size": 24},
     "mistral": {"architecture": "mistral", "window": 5, "ffn_size": 24},
     "gemma3": {
@@ -136,14 +140,17 @@ TILINGS = {
         ),
     },
     8: {
-        "c of eight": whole(tuple(range(8)), c=8),
+        "heads of eight": whole(tuple(range(8)), c=8, exchanges_heads=True),
         "x, y and c": whole(tuple(range(8)), x=2, y=2, c=2),
         "y, z and c": whole(tuple(range(8)), y=2, z=2, c=2, sequence_parallel=True),
+        "y and c of four": whole((6, 7, 4, 5, 2, 3, 0, 1), y=2, c=4, recompute="selective"),
         "c of four, then of two": (
             tile((0, 3), (0, 4), (0, 1, 2, 3), c=4),
             tile((3, LAST), (0, 2), (4, 5), c=2, zero=0),
             tile((3, LAST), (2, 4), (6, 7), x=2, zero=0),
         ),
+        "y and heads of four": whole(tuple(range(8)), y=2, c=4, exchanges_heads=True, sequence_parallel=True),
+        "c of eight": whole(tuple(range(8)), c=8),
         "heads of two by two": whole(tuple(range(8)), y=2, z=2, c=2, exchanges_heads=True),
     },
 }
@@ -172,6 +179,23 @@ def job_of(tokens, model: str, **more):
     kind = "gpt2" if model == "gpt2" else "llama"
     job = make_job(tokens, kind, shape=shape, global_batch=ROWS * MICROBATCHES, learning_rate=1e-2)
     return job.model_copy(update=more)
+
+
+def packed(world, folder) -> Path:
+    """Write documents of 2 to 39 tokens, of which the first half is a prompt."""
+    if world.rank == 0:
+        rng = np.random.default_rng(2)
+        with TokenWriter(folder / "packed.h5", VOCAB) as writer:
+            for size in rng.integers(2, 40, size=300):
+                writer.begin_document()
+                writer.append(rng.integers(VOCAB, size=size // 2), learnt=False)
+                writer.append(rng.integers(VOCAB, size=size - size // 2))
+    world.agree(None)
+    return folder / "packed.h5"
+
+
+def inside_documents(job: Job) -> Job:
+    return job.model_copy(update={"data": job.data.model_copy(update={"mask_documents": True})})
 
 
 @functools.cache
@@ -210,16 +234,7 @@ def test_windows_and_caps_have_the_losses_of_one_rank(world, tokens, steps, mode
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", ["gpt2", "mistral"])
 def test_documents_and_prompts_have_the_losses_of_one_rank(world, folder, model):
-    if world.rank == 0:
-        rng = np.random.default_rng(2)
-        with TokenWriter(folder / "packed.h5", VOCAB) as writer:
-            for size in rng.integers(2, 40, size=300):
-                writer.begin_document()
-                writer.append(rng.integers(VOCAB, size=size // 2), learnt=False)
-                writer.append(rng.integers(VOCAB, size=size - size // 2))
-    world.agree(None)
-    job = job_of(folder / "packed.h5", model)
-    job = job.model_copy(update={"data": job.data.model_copy(update={"mask_documents": True})})
+    job = inside_documents(job_of(packed(world, folder), model))
     expected = world.on_first_rank(lambda: losses(Alone(), job, 4, plan=Plan(whole((0,)), 2, ROWS)))
     names = {
         2: ["c", "heads", "unequal"],
@@ -227,6 +242,19 @@ def test_documents_and_prompts_have_the_losses_of_one_rank(world, folder, model)
     }
     for name in names[world.size]:
         assert largest_relative_difference(curve(world, job, plan_of(name, world.size), 4), expected) < TOLERANCE, name
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_c_over_two_hosts_has_the_losses_of_one_rank(world, tokens, monkeypatch):
+    """Keys and values that are gathered, and sent, and heads that are exchanged, inside of hosts and between them."""
+    monkeypatch.setenv(HOST_VARIABLE, ("one", "two")[world.rank // 2])
+    own = World.start(60.0, watched=False)
+    assert own.topology.ranks_on_host(0) == 2
+    for name, model in (("c of four", "llama"), ("c of four", "mistral"), ("heads of four", "llama")):
+        result = curve(own, job_of(tokens, model), plan_of(name, 4), 4)
+        assert largest_relative_difference(result, one_rank(world, tokens, model, 4)) < TOLERANCE, (name, model)
+    own.close()
 
 
 @pytest.mark.ranks(4)
@@ -299,6 +327,37 @@ def test_c_moves_the_keys_and_values_of_each_block(world, tokens, shares, recomp
     plan = Plan((everything,), job.train.global_batch // 8, 8)
     sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c], plan)
     assert sent == 4 * (n - 1) * passes * job.model.num_layers * numbers * 2 * key_size
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("window", "packs", "shares", "recompute"),
+    [(5, False, {}, "none"), (3, False, {2: (1, 3), 4: (1, 3, 2, 2)}, "selective"), (None, True, {}, "none")],
+    ids=["window", "unequal", "documents"],
+)
+def test_ranks_receive_what_they_see(world, tokens, folder, window, packs, shares, recompute, monkeypatch):
+    """fp32; each rank receives the keys and values of positions of others that one of its own attends to, and sends
+    their gradients back. Of a row in which one sees all, all receive all."""
+    monkeypatch.setattr(world, "settings", by("messages", world.settings))
+    n, shape = world.size, {"architecture": "mistral", "window": window} if window else {}
+    job = make_job(packed(world, folder) if packs else tokens, "llama", shape={"num_layers": 2} | shape)
+    job = inside_documents(job) if packs else job
+    grid = {"c": n, "position_shares": shares.get(n, ())}
+    plan = Plan((tile((0, 6), (0, 1), tuple(range(n)), recompute=recompute, **grid),), job.train.global_batch, 1)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    batch = Batch.of_step(training, 1, job.train.global_batch)
+    starts = batch.document_starts(Interval(0, plan.microbatches)) if packs else np.zeros((plan.microbatches, 16), int)
+    contexts = [{*chain(*starmap(range, own))} for own in cut_zigzag(16, plan.tiles[0].tensor.context_shares)]
+    received = []
+    for row in starts:
+        seen = [{k for q in own for k in range(max(row[q], q + 1 - (window or 16)), q + 1)} for own in contexts]
+        seen = [{*range(16)}] * n if 16 in map(len, seen) else seen
+        received.append(sum(len(keys - own) for keys, own in zip(seen, contexts, strict=True)))
+    assert 0 < sum(received) < 0.8 * 16 * (n - 1) * len(received), "few see all"
+    key_size, passes = job.model.num_kv_heads * job.model.hidden_size // job.model.num_heads, 2 + (recompute != "none")
+    sent = bytes_of_a_step(world, job, lambda layout: [layout.axes.c], plan)
+    assert sent == 4 * passes * job.model.num_layers * sum(received) * 2 * key_size
 
 
 @pytest.mark.ranks(2, 4)

@@ -17,6 +17,7 @@ from hpctrain.engine.step.expert_load import LoadFigures
 from hpctrain.engine.step.layout import Layout
 from hpctrain.engine.step.loss_scale import gradient_of_loss
 from hpctrain.engine.step.optimizer import Optimizer
+from hpctrain.model.operators.attention import Documents
 from hpctrain.model.stage import Saved, Stage
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.schedule import (
@@ -228,9 +229,9 @@ class Pipeline:
                 case Action.SEND_ACTIVATION | Action.SEND_GRADIENT:
                     messages.send(instruction, made.pop(place))
                 case Action.FORWARD:
-                    ids, targets, starts = self._tokens(batch, stage, place.microbatch, s)
+                    ids, targets, documents = self._tokens(batch, stage, place.microbatch, s)
                     given = self._take(place, s) if ids is None else ids
-                    value, kept = stage.forward(given, targets, training, starts)
+                    value, kept = stage.forward(given, targets, training, documents)
                     if not stage.is_last:
                         self._put(made, place, s, value)
                     elif not training:
@@ -296,23 +297,23 @@ class Pipeline:
 
     def _tokens(
         self, batch: Batch, stage: Stage, microbatch: int, row_chunk: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Documents | None]:
+        """Return ids and targets, each [rows, positions], and documents; None where one is not needed.
 
         Documents are those of whole rows, for a rank attends to positions of others too.
         """
         rows = self._row_chunks[row_chunk].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
-        starts = None if starts is None else self._on_device(starts)
+        documents = None if starts is None else Documents(self._on_device(starts), starts)
         if not (stage.is_first or stage.is_last):
-            return None, None, starts
+            return None, None, documents
         tokens = batch.rows(rows)
         wanted = [tokens[:, :-1]] * stage.is_first + [tokens[:, 1:]] * stage.is_last
         both = self._on_device(self._own(np.stack(wanted)))
         targets = both[-1] if stage.is_last else None
         if targets is not None and (learnt := batch.loss_mask(rows)) is not None:
             targets = targets.masked_fill(~self._on_device(self._own(learnt)), IGNORED)
-        return both[0] if stage.is_first else None, targets, starts
+        return both[0] if stage.is_first else None, targets, documents
 
     def _own(self, values: np.ndarray) -> np.ndarray:
         """Return what this rank has of values, [..., positions], which are of all positions."""

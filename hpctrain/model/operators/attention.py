@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.attention as attention_of_torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from hpctrain.architectures.description import SINK_FEATURES, Attention
 from hpctrain.model.operators.activation import capped
 from hpctrain.model.operators.linear import add_sum
 from hpctrain.model.storage.units import Weight
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, intersections, place_in, seen_by
 
 
 class Documents:
@@ -27,9 +28,10 @@ class Documents:
     A mask is made once for each window size; all layers and heads with that window share it.
     """
 
-    def __init__(self, starts: torch.Tensor):
-        """`starts`, int64 [rows, all positions], is where in its row each token's document starts."""
-        self.starts = starts
+    def __init__(self, starts: torch.Tensor, on_host: np.ndarray | None = None):
+        """`starts`, int64 [rows, all positions], is where in its row each token's document starts. `on_host` has the
+        same, if the host is asked where they begin."""
+        self.starts, self._on_host = starts, on_host
         self._masks: dict[tuple, Any] = {}
 
     def mask(self, queries: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
@@ -55,6 +57,11 @@ class Documents:
         if key not in self._masks:
             self._masks[key] = Documents(self.starts[:, queries] - first_key)
         return self._masks[key]
+
+    def begin(self, position: int) -> int:
+        """Return the first position that tokens at a position of any row may attend to."""
+        assert self._on_host is not None, "the host knows the starts"
+        return int(self._on_host[:, position].min())
 
     def forget_masks(self) -> None:
         """Drop the masks; graphs keep those that they still need."""
@@ -182,10 +189,12 @@ def attend_at(
     values: torch.Tensor,
     attention: Attention,
     positions: Sequence[Interval],
+    key_positions: Sequence[Interval],
     documents: Documents | None = None,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Mix values as `attend` does, for queries of some intervals of positions, and keys and values of all.
+    """Mix values as `attend` does, for queries of some intervals of positions, and keys and values of others, among
+    which are all that the queries see.
 
     An interval's queries attend to the keys up to its end, and from the first one that a window shows to one of them.
     """
@@ -193,11 +202,11 @@ def attend_at(
     for interval in positions:
         own = slice(before, before + interval.size)
         before = own.stop
-        seen = slice(max(0, interval.start + 1 - (attention.window or interval.stop)), interval.stop)
+        seen = intersections(key_positions, seen_by([interval], attention.window))[-1]
         inside = documents and documents.of(slice(*interval), seen.start)
-        first = interval.start - seen.start
+        first, at = interval.start - seen.start, slice(*place_in(key_positions, seen))
         mixed.append(
-            attend(queries[:, :, own], keys[:, :, seen], values[:, :, seen], attention, first, inside, backend=backend)
+            attend(queries[:, :, own], keys[:, :, at], values[:, :, at], attention, first, inside, backend=backend)
         )
     if len(mixed) == 1:
         return mixed[0]

@@ -4,6 +4,7 @@ for positions.
 | way                 | a rank attends with                       | c moves                        |
 |---------------------|-------------------------------------------|--------------------------------|
 | gathered            | its queries, keys and values of all ranks | keys and values, to every rank |
+| sent                | its queries, keys and values that it sees | those to the ranks that see them |
 | exchanged (Ulysses) | all positions of a c-th of the heads      | each head once, and the result |
 
 Ulysses is of Jacobs et al. 2023.
@@ -14,7 +15,6 @@ Shapes: a rank's own [rows, heads, its positions, head size]; with all positions
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from hpctrain.model.parallel.axes import ONE_RANK, Axes, Axis, PendingWork
 from hpctrain.model.recompute import Dropping
-from hpctrain.sharding.intervals import Interval, cut_evenly, place_in
+from hpctrain.sharding.intervals import Interval, cut_evenly, intersections, place_in, seen_by_each
 
 
 class Seen(NamedTuple):
@@ -31,7 +31,9 @@ class Seen(NamedTuple):
     heads: Sequence[torch.Tensor]
     """Queries, keys and values."""
     positions: Sequence[Interval]
-    """The positions of the queries. Keys and values are of all positions."""
+    """The positions of the queries."""
+    key_positions: Sequence[Interval]
+    """The positions of keys and values: all that the queries see are among them."""
     restore: Callable[[torch.Tensor], torch.Tensor] = lambda mixed: mixed
     """Returns attention's result for this rank's own positions, all heads."""
     held: object = None
@@ -55,22 +57,108 @@ class _ByRank:
     def by_positions(cls, like: torch.Tensor, contexts: Contexts) -> Self:
         """Make it for keys and values like these, [kinds, rows, positions, heads, head size]."""
         kinds, rows, _, *heads = like.shape
-        return cls(like, [(kinds, rows, sum(each.size for each in of_rank), *heads) for of_rank in contexts])
+        return cls(like, [(kinds, rows, _size(of_rank), *heads) for of_rank in contexts])
 
-    def intervals(self, contexts: Contexts) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield each interval of positions that a rank has: what the rank has of it, and the interval."""
+    def intervals(self, contexts: Contexts, among: Sequence[Interval]) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield each interval of positions that a rank has: what the rank has of it, and its place among others."""
         for of_rank, intervals in zip(self.tensors, contexts, strict=True):
             for interval in intervals:
-                yield of_rank[:, :, slice(*place_in(intervals, interval))], slice(*interval)
+                yield of_rank[:, :, slice(*place_in(intervals, interval))], slice(*place_in(among, interval))
+
+    def filled(self, contexts: Contexts, source: torch.Tensor, among: Sequence[Interval]) -> Self:
+        """Copy to each rank's tensor its positions of a tensor, which has those of some intervals; return this."""
+        for of_rank, place in self.intervals(contexts, among):
+            of_rank.copy_(source[:, :, place])
+        return self
+
+
+class _Moves(NamedTuple):
+    """The positions of keys and values that a rank of c sends and receives."""
+
+    own: Sequence[Interval]
+    seen: Sequence[Interval]
+    """Those that it receives from all ranks, itself among them: they are what its own positions see."""
+    received: Contexts
+    """Those that it receives from each rank."""
+    sent: Contexts | None
+    """Those that each rank receives from it; None: all ranks receive all, which is a gather."""
+
+    @classmethod
+    def of(cls, rank: int, contexts: Contexts, seen: Contexts) -> Self:
+        own, here = contexts[rank], seen[rank]
+        is_gather = all(_size(each) == sum(map(_size, contexts)) for each in seen)
+        received = [intersections(of_rank, here) for of_rank in contexts]
+        return cls(own, here, received, None if is_gather else [intersections(own, of_rank) for of_rank in seen])
 
 
 class _Gathering:
     """Keys and values of some heads, while they or their gradients are moved over c."""
 
-    def __init__(self, c: Axis, contexts: Contexts):
-        self.c, self.contexts = c, contexts
-        self.by_rank: _ByRank | None = None
-        self.work: PendingWork = ONE_RANK
+    def __init__(self, c: Axis, moves: _Moves):
+        self._c, self._moves = c, moves
+        self._work: PendingWork = ONE_RANK
+        self._arriving: _ByRank | None = None
+
+    def start(self, own: torch.Tensor) -> None:
+        """Start to receive from all ranks what this one sees."""
+        own_positions, _, received, sent = self._moves
+        self._arriving = arriving = _ByRank.by_positions(own, received)
+        if sent is None:
+            arriving.tensors[self._c.rank].copy_(own)
+            self._work = self._c.start_all_gather(arriving.flat, arriving.cuts)
+        else:
+            self._exchange(_ByRank.by_positions(own, sent).filled(sent, own, own_positions), arriving)
+
+    def finish(self) -> torch.Tensor:
+        """Return the keys and values of all positions that this rank sees, in order."""
+        arriving, like = self._arrived()
+        kinds, rows, _, *heads = like.shape
+        whole = like.new_empty(kinds, rows, _size(self._moves.seen), *heads)
+        for of_rank, place in arriving.intervals(self._moves.received, self._moves.seen):
+            whole[:, :, place] = of_rank
+        return whole
+
+    def again(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what `finish` does, without overlap."""
+        self.start(own)
+        return self.finish()
+
+    def start_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start to sum the gradients of this rank's keys and values; return a tensor for the sum."""
+        own_positions, seen, received, sent = self._moves
+        leaving = _ByRank.by_positions(gradient, received).filled(received, gradient, seen)
+        kinds, rows, _, *heads = gradient.shape
+        own = gradient.new_empty(kinds, rows, _size(own_positions), *heads)
+        if sent is None:
+            self._work = self._c.start_reduce_scatter(leaving.flat, own, leaving.cuts)
+        else:
+            self._arriving = _ByRank.by_positions(gradient, sent)
+            self._exchange(leaving, self._arriving)
+        return own
+
+    def finish_back(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        if self._moves.sent is None:
+            self._work.wait()
+            return own
+        arriving, _ = self._arrived()
+        total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        for of_rank, place in arriving.intervals(self._moves.sent, self._moves.own):
+            total[:, :, place] += of_rank
+        return total.to(own.dtype)
+
+    def _exchange(self, leaving: _ByRank, arriving: _ByRank) -> None:
+        self._work = self._c.start_all_to_all(leaving.flat, arriving.flat, leaving.cuts, arriving.cuts)
+
+    def _arrived(self) -> tuple[_ByRank, torch.Tensor]:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None, "it was started"
+        self._work.wait()
+        return arriving, arriving.tensors[0]
+
+
+def _size(intervals: Sequence[Interval]) -> int:
+    return sum(each.size for each in intervals)
 
 
 def see_context(
@@ -81,39 +169,42 @@ def see_context(
     first: int = 0,
     dropping: Dropping | None = None,
     parts: int = 1,
+    window: int | None = None,
+    begin: Callable[[int], int] = lambda position: 0,
 ) -> Iterator[Seen]:
     """Yield what a rank attends with, from its own queries, which begin at `first`, keys and values.
 
     Where c is overlapped, heads are gathered in so many `parts`, of which all begin at once: attention of one overlaps
     the gather of the next, and in the backward pass the scatter of the one before. What is gathered is gathered again
-    in the backward pass, where `dropping` says so. All ranks of c must call.
+    in the backward pass, where `dropping` says so. Positions see those in their `window`, and from the `begin` of their
+    document. All ranks of c must call, and say the same of these.
     """
     c, heads = axes.c, (queries, keys, values)
     own_positions, contexts = axes.context(queries.shape[2], first), axes.contexts(queries.shape[2])
     if c.size == 1:
-        yield Seen(heads, own_positions)
+        yield Seen(heads, own_positions, [Interval(0, keys.shape[2])])
         return
     if axes.exchanges_heads:
-        num_positions = sum(interval.size for of_rank in contexts for interval in of_rank)
+        everything = [Interval(0, sum(map(_size, contexts)))]
         by_rank = heads_by_rank(queries.shape[1], keys.shape[1], c.size)
         there = HeadExchange(c, contexts, by_rank)
         back = HeadExchange(c, contexts, [of_rank[:1] for of_rank in by_rank])
         (exchanged,) = _Moved.apply(there.to_heads, there.to_positions, *heads)
         of_kinds = exchanged.split_with_sizes([part.size for part in by_rank[c.rank]], dim=1)
         restore = lambda mixed: _Moved.apply(back.to_positions, back.to_heads, mixed)[0]  # noqa: E731
-        yield Seen(of_kinds, [Interval(0, num_positions)], restore)
+        yield Seen(of_kinds, everything, everything, restore)
         return
     groups = cut_evenly(keys.shape[1], min(parts, keys.shape[1]) if c.is_overlapped else 1)
-    started = []
+    moves, started = _Moves.of(c.rank, contexts, seen_by_each(contexts, window, begin)), []
     for of_queries, *of_kinds in zip(*(_split_heads(each, groups) for each in heads), strict=True):
         own = torch.stack([each.transpose(1, 2) for each in of_kinds])
-        gathering = _Gathering(c, contexts)
+        gathering = _Gathering(c, moves)
         started.append((of_queries, own, _Start.apply(own, gathering), gathering))
     for of_queries, own, moving, gathering in started:
         gathered = _Finish.apply(moving, gathering).transpose(2, 3)
         if dropping:
-            dropping.drop(gathered, partial(_gathered, c=c, contexts=contexts), own)
-        yield Seen((of_queries, *gathered), own_positions, held=gathered)
+            dropping.drop(gathered, gathering.again, own)
+        yield Seen((of_queries, *gathered), own_positions, moves.seen, held=gathered)
 
 
 def _split_heads(heads: torch.Tensor, groups: Sequence[Interval]) -> Sequence[torch.Tensor]:
@@ -125,62 +216,31 @@ def _split_heads(heads: torch.Tensor, groups: Sequence[Interval]) -> Sequence[to
     return heads.split_with_sizes([of_each * group.size for group in groups], dim=1)
 
 
-def _gathered(own: torch.Tensor, c: Axis, contexts: Contexts) -> torch.Tensor:
-    by_rank = _by_rank(own, c, contexts)
-    c.all_gather(by_rank.flat, by_rank.cuts)
-    return _in_order(by_rank, contexts)
-
-
-def _by_rank(own: torch.Tensor, c: Axis, contexts: Contexts) -> _ByRank:
-    by_rank = _ByRank.by_positions(own, contexts)
-    by_rank.tensors[c.rank].copy_(own)
-    return by_rank
-
-
-def _in_order(by_rank: _ByRank, contexts: Contexts) -> torch.Tensor:
-    kinds, rows, _, *heads = by_rank.tensors[0].shape
-    whole = by_rank.flat.new_empty(kinds, rows, sum(each.shape[2] for each in by_rank.tensors), *heads)
-    for of_rank, interval in by_rank.intervals(contexts):
-        whole[:, :, interval] = of_rank
-    return whole
-
-
 class _Start(Function):
-    """Starts the gather of a rank's own keys and values; in the backward pass it ends the scatter of their gradient."""
+    """Starts to move a rank's own keys and values; in the backward pass it ends the sum of their gradients."""
 
     @staticmethod
     def forward(ctx, own, gathering: _Gathering):
         ctx.gathering = gathering
-        gathering.by_rank = by_rank = _by_rank(own, gathering.c, gathering.contexts)
-        gathering.work = gathering.c.start_all_gather(by_rank.flat, by_rank.cuts)
+        gathering.start(own)
         return own.view_as(own)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.gathering.work.wait()
-        return gradient, None
+        return ctx.gathering.finish_back(gradient), None
 
 
 class _Finish(Function):
-    """Ends the gather of what `_Start` returned; in the backward pass it starts the scatter of its gradient."""
+    """Ends the move of what `_Start` returned; in the backward pass it starts the sum of its gradients."""
 
     @staticmethod
     def forward(ctx, moving, gathering: _Gathering):
         ctx.gathering = gathering
-        by_rank, gathering.by_rank = gathering.by_rank, None
-        gathering.work.wait()
-        assert by_rank is not None
-        return _in_order(by_rank, gathering.contexts)
+        return gathering.finish()
 
     @staticmethod
     def backward(ctx, gradient):
-        gathering: _Gathering = ctx.gathering
-        by_rank = _ByRank.by_positions(gradient, gathering.contexts)
-        for of_rank, interval in by_rank.intervals(gathering.contexts):
-            of_rank.copy_(gradient[:, :, interval])
-        own = torch.empty_like(by_rank.tensors[gathering.c.rank])
-        gathering.work = gathering.c.start_reduce_scatter(by_rank.flat, own, by_rank.cuts)
-        return own, None
+        return ctx.gathering.start_back(gradient), None
 
 
 def heads_by_rank(num_heads: int, num_kv_heads: int, parts: int) -> list[tuple[Interval, Interval, Interval]]:

@@ -5,7 +5,14 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Experts, Mlp, Norm
-from hpctrain.planner.prices.cost import busiest_share, computed_pairs, exchanged_features, heads_on, seen_keys
+from hpctrain.planner.prices.cost import (
+    busiest_share,
+    computed_pairs,
+    exchanged_features,
+    heads_on,
+    seen_in_context,
+    seen_keys,
+)
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -108,10 +115,10 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
 def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
     """Return the bytes of a row that the backward pass of attention computes with where c cuts positions.
 
-    They are gradients of all positions: of keys and values for each head of queries, as flash attention has them, and
-    as they are scattered. Keys and values that are gathered again are there too; with sinks, gradients of the copies.
-    Of exchanged heads they are those of queries, keys and values, as attention returns them, as they are sent, and as
-    they arrive.
+    They are gradients of all positions that it sees: of keys and values for each head of queries, as flash attention
+    has them, and as they are scattered. Keys and values that are gathered again are there too; with sinks, gradients of
+    the copies. Of exchanged heads they are those of queries, keys and values, as attention returns them, as they are
+    sent, and as they arrive.
     """
     attention = setup.branches(layer)[0] if setup.is_block(layer) else None
     if attention is None or grid.context_parts == 1:
@@ -120,7 +127,7 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
         return 3 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
     copies = 2 if recompute == "selective" or attention.sinks else 1
-    return 2 * setup.row_positions * (query + copies * key) * setup.item_bytes
+    return 2 * seen_in_context(setup, attention.window).keys * (query + copies * key) * setup.item_bytes
 
 
 def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -328,14 +335,14 @@ def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: b
     """
     if grid.context_parts == 1:
         return 0.0
-    (query, key), times = heads_on(attention, grid), setup.row_positions / setup.positions
+    query, key = heads_on(attention, grid)
     if grid.head_parts > 1:
-        features = times * sum(exchanged_features(attention, grid)) - query - 2 * key
+        features = setup.row_positions / setup.positions * sum(exchanged_features(attention, grid)) - query - 2 * key
         features += (query + 2 * key) * (attention.head_norm is not None)
         if not drops and attention.score_cap is None:
             features -= (query + key) * (attention.rotary is not None or attention.head_norm is not None)
         return setup.item_bytes * setup.positions * features
-    features = 2 * key * (1 if drops else times)
+    features = 2 * key * (1 if drops else seen_in_context(setup, attention.window).keys / setup.positions)
     if attention.score_cap is None:
         features += query  # kernels keep the result of each interval, and the next product keeps them as one tensor
     if not drops and attention.rotary is not None and attention.head_norm is None and attention.score_cap is None:

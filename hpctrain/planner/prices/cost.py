@@ -21,7 +21,7 @@ from hpctrain.planner.prices.setup import EAGER_PASSES, Setup
 from hpctrain.planner.prices.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import CONTEXT, STORED, TensorGrid
 from hpctrain.sharding.grid_parts import parts_of
-from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag
+from hpctrain.sharding.intervals import Interval, cut_evenly, cut_zigzag, intersections, seen_by_each
 from hpctrain.sharding.parameters import item_units
 
 RECOMPUTE = ("none", "selective", "full")
@@ -180,7 +180,7 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     if grid.head_parts > 1:
         moved = [_exchange(setup, grid, attention, rows, times) for times in EXCHANGE_PASSES]
     else:
-        moved = _context(setup, grid, rows * 2 * key, core, core_backward, parts)
+        moved = _context(setup, grid, attention.window, rows * 2 * key, core, core_backward, parts)
     work = branch_cost(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     # With sinks, queries, keys and values are copied behind a first position, and their gradients back.
     padded = 2 * setup.item_bytes * tokens * (query + 2 * key) if attention.sinks else 0
@@ -197,28 +197,69 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
 
 
 def _context(
-    setup: Setup, grid: TensorGrid, numbers: int, core: PassWork, core_backward: PassWork, parts: int
+    setup: Setup,
+    grid: TensorGrid,
+    window: int | None,
+    numbers: int,
+    core: PassWork,
+    core_backward: PassWork,
+    parts: int,
 ) -> tuple[PassWork, PassWork]:
-    """Return what c exchanges: keys and values, so many `numbers` of a position, are gathered, and gradients scattered.
+    """Return what c exchanges: keys and values, so many `numbers` of a position, are gathered, and gradients scattered;
+    or those that a window shows are sent.
 
     Of several parts each but one overlaps attention of another one, which has as many of the products. Both pass over
-    what all ranks have, to put positions in order, and over a rank's own, to put that among the others'. An exchange
-    takes as long as if all ranks had as many positions as the one with the most.
+    what a rank receives, to put positions in order, and over a rank's own, to put that among the others'. A gather
+    takes as long as if all ranks had as many positions as the one with the most, and a window as if all sent as much as
+    the one that sends or receives the most. Documents, which no plan knows, count as one.
     """
     c = grid.context_parts
     if c == 1:
         return PassWork(), PassWork()
-    own, whole, moved = (
-        numbers * setup.item_bytes * each for each in (setup.positions, setup.row_positions, c * setup.most_positions)
-    )
+    sight = seen_in_context(setup, window)
+    own, seen, moved = (numbers * setup.item_bytes * each for each in (setup.positions, sight.keys, sight.moved))
     works = []
-    kinds = (core, "all_gather"), (core_backward, "reduce_scatter")
+    kinds = ((core, "all_gather"), (core_backward, "reduce_scatter"))
+    if not sight.is_gather:
+        kinds = tuple((computed, "all_to_all") for computed, _ in kinds)
     for (computed, operation), count in zip(kinds, CONTEXT_OPERATIONS, strict=True):
         each = len(computed.products) // parts
         behind = [(), *(tuple(computed.products[i * each : (i + 1) * each]) for i in range(1, parts))]
         exchanges = [Exchange(CONTEXT, operation, moved // parts, products) for products in behind]
-        works.append(PassWork([], 2.0 * whole + 4.0 * own, parts * (count + 2 * c), exchanges))
+        works.append(PassWork([], 2.0 * seen + 4.0 * own, parts * (count + sight.pieces), exchanges))
     return works[0], works[1]
+
+
+class Sight(NamedTuple):
+    """The keys and values that a rank of c receives, and how they are moved."""
+
+    is_gather: bool
+    """Whether all ranks receive all. Else each sends others what these see."""
+    keys: int
+    """Positions that a rank receives, its own among them."""
+    moved: int
+    """Positions of a collective: as if all ranks had, or sent, as much as the one with the most."""
+    pieces: int
+    """Copies of intervals."""
+
+
+def seen_in_context(setup: Setup, window: int | None) -> Sight:
+    """Return what a rank of c sees of a row. Of equal shares it is the most that any has, else that of one rank."""
+    return _sight(setup.row_positions, setup.context_shares, setup.place, window)
+
+
+@lru_cache(maxsize=256)
+def _sight(row_positions: int, shares: tuple[int, ...], place: int, window: int | None) -> Sight:
+    contexts, c = cut_zigzag(row_positions, shares), len(shares)
+    received = [[intersections(own, theirs) for own in contexts] for theirs in seen_by_each(contexts, window)]
+    sizes = [[sum(each.size for each in part) for part in of_rank] for of_rank in received]
+    keys = max(map(sum, sizes)) if len(set(shares)) == 1 else sum(sizes[place])
+    if min(map(sum, sizes)) == row_positions:
+        return Sight(True, keys, c * (row_positions * max(shares) // sum(shares)), 2 * c)
+    sent = zip(*sizes, strict=True)
+    most = max(max(sum(one), sum(other)) - one[n] for n, (one, other) in enumerate(zip(sizes, sent, strict=True)))
+    pieces = [sum(map(len, of_rank)) for of_rank in (*received, *zip(*received, strict=True))]
+    return Sight(False, keys, c * most // (c - 1), max(map(sum, zip(pieces[:c], pieces[c:], strict=True))))
 
 
 def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, times: int) -> PassWork:

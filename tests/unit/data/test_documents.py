@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recom
         )
     targets = rows[:, 1:].masked_fill(~counted, IGNORED)
     one = torch.tensor(1.0, dtype=torch.float64)
-    loss, saved = packed.forward(rows[:, :-1], targets, True, starts)
+    loss, saved = packed.forward(rows[:, :-1], targets, True, attention.Documents(starts))
     packed.backward(saved, one)
     expected = 0.0
     for row, cut, wanted in zip(rows, starts, targets, strict=True):
@@ -102,7 +102,7 @@ def test_masks_are_made_once_for_all_layers_of_a_pass(monkeypatch, tokens, name,
     with source:
         rows = torch.from_numpy(sequences.read(np.arange(4)))
         starts = torch.from_numpy(sequences.document_starts(np.arange(4)))
-    _, saved = stage.forward(rows[:, :-1], rows[:, 1:], True, starts)
+    _, saved = stage.forward(rows[:, :-1], rows[:, 1:], True, attention.Documents(starts))
     assert len(made) == len(windows) < model.num_layers
     stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
     assert len(made) == passes * len(windows)

@@ -273,12 +273,12 @@ def test_the_intervals_of_a_zigzag_attend_as_the_whole_row_does(window, masks, c
         for intervals in parts:
             own = torch.cat([torch.arange(*each) for each in intervals])
             documents = None if starts is None else Documents(starts)
-            part = use(given[0][:, :, own], *given[1:], attention, intervals, documents)
+            part = use(given[0][:, :, own], *given[1:], attention, intervals, [Interval(0, length)], documents)
             part.backward(upstream[:, :, own])
             mixed[:, :, own] = part.detach()
         return [mixed, *(each.grad for each in given)]
 
-    whole = results([(Interval(0, length),)], lambda *of: attend(*of[:4], 0, of[5]))
+    whole = results([(Interval(0, length),)], lambda *of: attend(*of[:4], 0, of[-1]))
     for parts in (1, 2, 4):
         cut = results(cut_zigzag(length, (1,) * parts), partial(attend_at, backend=backend))
         for own, expected in zip(cut, whole, strict=True):

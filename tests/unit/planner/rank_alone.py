@@ -17,6 +17,7 @@ from hpctrain.data.order import Batch, open_datasets
 from hpctrain.engine.step.layout import make_layout
 from hpctrain.engine.step.optimizer import Optimizer
 from hpctrain.engine.step.pipeline import Pipeline
+from hpctrain.model.operators.attention import Documents
 from hpctrain.model.stage import initialise
 from hpctrain.plan.tiling import Plan
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
@@ -92,13 +93,14 @@ def run_passes(job: Job, plan: Plan, rank: int, splits: bool) -> Alive:
         (tile,), (stage,), part = layout.tiles, layout.stages, layout.holding.part
         rows, positions = tile.rank_rows, part.positions(job.data.sequence_length)
         tokens = torch.randint(job.model.vocab_size, (rows, job.data.sequence_length + 1))
-        starts = torch.zeros_like(tokens[:, 1:]) if job.data.mask_documents else None
+        starts = torch.zeros_like(tokens[:, 1:])
+        documents = Documents(starts, starts.numpy()) if job.data.mask_documents else None
         hidden = rows, sum(each.size for each in positions), job.model.hidden_size // tile.tensor.x
         for _ in range(2):
             accelerator.start_anew()
             before = accelerator.memory().used
             given = tokens[:, :-1].clone() if stage.is_first else torch.randn(hidden, dtype=layout.dtype)
-            value, saved = stage.forward(given, tokens[:, 1:] if stage.is_last else None, True, starts)
+            value, saved = stage.forward(given, tokens[:, 1:] if stage.is_last else None, True, documents)
             del given
             peak = accelerator.memory().peak
             gradient = torch.ones(()) if stage.is_last else torch.randn_like(value)

@@ -1,6 +1,7 @@
 """What c costs: its part of products and activations, keys and values of the whole row; and when a search takes it."""
 
 from dataclasses import replace
+from itertools import chain, starmap
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from hpctrain.model.operators import attention as attention_of_model
 from hpctrain.plan.checks import check_positions
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.explain import reasons
-from hpctrain.planner.prediction.activations import layer_kept, mask_bytes, row_bytes
+from hpctrain.planner.prediction.activations import _context_kept, layer_kept, mask_bytes, row_bytes
 from hpctrain.planner.prediction.predictor import Predictor, predict
 from hpctrain.planner.prices.buffers import message_bytes
 from hpctrain.planner.prices.cost import _attention, computed_pairs, heads_on, layer_cost
@@ -109,6 +110,28 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(recompute, g
     whole = ROWS * SETUP.positions * 2 * heads_on(attention, GRID)[1] * SETUP.item_bytes
     of_c = [(e.operation, e.num_bytes) for e in moved if e.axis == "c"]
     assert sorted(of_c) == [("all_gather", whole)] * gathers + [("reduce_scatter", whole)]
+
+
+@pytest.mark.parametrize(("shares", "place"), [((), 0), ((1, 3, 2, 2), 1), ((1, 3, 2, 2), 3)])
+def test_a_window_has_sent_what_it_shows(shares, place):
+    """As if all sent as much as the rank that sends or receives the most. Where a rank sees all, all is gathered."""
+    grid, attention = TensorGrid(c=C, position_shares=shares), SETUP.branches(BLOCK)[0]
+    of_windows = replace(SETUP, model=Model(**SETUP.model.model_dump() | {"architecture": "mistral", "window": 9}))
+    contexts = [{*chain(*starmap(range, own))} for own in cut_zigzag(SETUP.positions, grid.context_shares)]
+    seen = [{k for q in own for k in range(max(0, q - 8), q + 1)} for own in contexts]
+    received = [[len(own & seen[n]) * (own is not contexts[n]) for own in contexts] for n in range(C)]
+    most = max(map(sum, [*received, *zip(*received, strict=True)]))
+    numbers = ROWS * 2 * heads_on(attention, grid)[1] * SETUP.item_bytes
+    cost = layer_cost(of_windows.at(place), grid, BLOCK, ROWS)
+    exchanges = [*cost.forward.exchanges, *cost.backward_input.exchanges]
+    moved = [(each.operation, each.num_bytes) for each in exchanges if each.axis == "c"]
+    assert moved == [("all_to_all", numbers * (most * C // (C - 1)))] * 2
+    keys = {1: len(seen[1]), 3: len(seen[3]), 0: max(map(len, seen))}[place]
+    kept = [_context_kept(of_windows.at(place).on(grid), grid, replace(attention, window=w), False) for w in (9, None)]
+    assert kept[1] - kept[0] == pytest.approx((SETUP.positions - keys) * numbers / ROWS)
+    wide = replace(of_windows, model=of_windows.model.model_copy(update={"window": SETUP.positions}))
+    exchanges = layer_cost(wide.at(place), grid, BLOCK, ROWS).forward.exchanges
+    assert [e.operation for e in exchanges if e.axis == "c"] == ["all_gather"]
 
 
 def test_with_sinks_nothing_is_gathered_again():
@@ -293,10 +316,10 @@ def test_masks_and_scores_are_those_of_the_rank_with_the_most_pairs(monkeypatch,
 
     monkeypatch.setattr(attention_of_model, "attend", count)
     grid, attention = TensorGrid(c=c), replace(SETUP.branches(BLOCK)[0], window=window)
-    row = torch.empty(1, 1, SETUP.positions, 1)
+    row, everything = torch.empty(1, 1, SETUP.positions, 1), Interval(0, SETUP.positions)
     for intervals in cut_zigzag(SETUP.positions, (1,) * c):
         shapes.append(0)
-        attention_of_model.attend_at(row[:, :, : SETUP.positions // c], row, row, attention, intervals)
+        attention_of_model.attend_at(row[:, :, : SETUP.positions // c], row, row, attention, intervals, [everything])
     setup = replace(SETUP, masks_documents=True).on(grid)
     assert computed_pairs(setup, window) == max(shapes)
     assert mask_bytes(setup, grid, attention, "none", 1) == max(shapes) * setup.item_bytes
