@@ -5,7 +5,7 @@ Eight H100 gather keys and values, at once and in parts, or exchange heads. Each
 
     python -m benchmarks.long_rows
 
-With --rehearse two pretended devices and two of half their speed rehearse a row of 1,024 positions both ways. It sleeps
+With --rehearse two pretended devices and two of half their speed rehearse a row of 1,152 positions both ways. It sleeps
 most of the time.
 
     python -m benchmarks.long_rows --rehearse [--time-scale 16] [--tokens FILE]
@@ -78,8 +78,8 @@ def main() -> None:
 
 def print_rehearsed(time_scale: float, tokens: Path) -> None:
     """Rehearse a step over one row with each cut of its positions; print seconds, and their ratio."""
-    data = "data.sequence_length=1024", "data.validation_fraction=0.05", f"data.tokens={tokens}"
-    train = "train.global_batch=1", "train.validation_sequences=1", "model.max_positions=1024"
+    data = "data.sequence_length=1152", "data.validation_fraction=0.05", f"data.tokens={tokens}"
+    train = "train.global_batch=1", "train.validation_sequences=1", "model.max_positions=1152"
     predicted, measured = [], []
     for name, shares in REHEARSED.items():
         grid = TensorGrid(c=4, position_shares=shares)

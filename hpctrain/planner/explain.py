@@ -103,10 +103,11 @@ def _schedule(best: SimulatedPlan) -> str:
         return "cuts are inside of blocks, so that stages take equally long" if is_cut_inside else ""
     longer = f"a step would take {_compare(best.plain_seconds, best.seconds)}"
     if best.is_mixed:
-        return (
-            "a row is computed by ranks of several families, which have positions of it by the speed of their devices:"
-            f" by the plan of one family a tile that it was made from {longer}"
-        )
+        one, several = "node", "nodes, which have equal parts of its positions"
+        if "+" in best.plan.tiles[0].family:
+            one, several = "family", "families, which have positions of it by the speed of their devices"
+        made_from = f"by the plan of one {one} a tile that it was made from {longer}"
+        return f"a row is computed by ranks of several {several}: {made_from}"
     if best.virtual_stages > 1:
         return f"ranks have {best.virtual_stages} virtual stages, so that bubbles are shorter: with one {longer}"
     if best.plan.schedule != "1f1b":

@@ -11,7 +11,7 @@ Read it in this order; a file imports only from its own line and those above it.
     pipeline_run  when the stages of a pipeline are done
     score         about how long a step of a shape takes
     shortlist     the choices for a pool that are worth scoring
-    mixed_tiles   long rows on devices of several families
+    mixed_tiles   long rows on devices of several families or nodes
     changes       simulates plans, and changes of them
     search        the queue of candidates
 """

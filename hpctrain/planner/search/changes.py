@@ -20,7 +20,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
-from hpctrain.planner.search.mixed_tiles import positions_by_worth
+from hpctrain.planner.search.mixed_tiles import is_over_nodes, positions_by_worth
 from hpctrain.planner.search.score import Scorer
 from hpctrain.planner.search.space import BEST
 from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
@@ -64,8 +64,8 @@ class SimulatedPlan:
 
     @property
     def is_mixed(self) -> bool:
-        """Say whether tiles are over several families, and so have nothing in common with the layout."""
-        return any("+" in tile.family for tile in self.plan.tiles)
+        """Say whether tiles are over several families or nodes, and so have nothing in common with the layout."""
+        return any(is_over_nodes(tile, self.predictor.cluster) for tile in self.plan.tiles)
 
     @property
     def virtual_stages(self) -> int:
@@ -231,7 +231,8 @@ class Simulator:
         simulated."""
         self._scorer, self._costs, self._setup_of, self._tries_all = scorer, scorer.costs, setup_of, tries_all
         self._changes = more_in_flight, zero_bubble, partial(virtual_stages, most=scorer.space.most_virtual_stages)
-        if len(scorer.costs.pools) > 1 and scorer.costs.setup.context_sizes and scorer.space.cut == BEST:
+        num_nodes = sum(len(pool.nodes) for pool in scorer.costs.pools)
+        if num_nodes > 1 and scorer.costs.setup.context_sizes and scorer.space.cut == BEST:
             self._changes = positions_by_worth, *self._changes
         self._mixed: set[tuple[int, ...]] = set()
         """The unused ranks of the plans that `positions_by_worth` was tried on: its plans follow from these alone."""
@@ -273,7 +274,7 @@ class Simulator:
     def changed(self, base: SimulatedPlan) -> Iterator[SimulatedPlan]:
         """Yield a plan with its other changes, and what the most promising change makes of it, where that fits.
 
-        More of the change is tried as long as it makes the step shorter. Tiles over several families are tried in each
+        More of the change is tried as long as it makes the step shorter. Tiles over several nodes are tried in each
         size, with the least that is recomputed to fit.
         """
         change = min(base.left, key=base.optimistic_seconds)

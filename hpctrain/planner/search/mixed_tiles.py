@@ -1,8 +1,9 @@
-"""Tiles over unlike devices, whose ranks of c have positions by what their devices are worth. Pure."""
+"""Tiles over unlike devices, whose ranks of c have positions by what their devices are worth, and over nodes. Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.cost import layer_cost
@@ -16,11 +17,12 @@ MOST_SHARES = 64
 
 
 def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
-    """Yield plans in which tiles over all families compute whole rows, one at a time, and each rank has positions by
-    what its device is worth: the largest tiles first, and of each size first what recomputes the least.
+    """Yield plans in which tiles over all families, or over nodes of one, compute whole rows, one at a time, and each
+    rank has positions by what its device is worth: the largest tiles first, and of each size first what recomputes the
+    least.
 
-    It is for rows that are so long that ranks have enough positions of them, on clusters of several families that
-    compute in one dtype. The plans depend on the ranks that are used, and on nothing else of the predictor's plan.
+    It is for rows that are so long that ranks have enough positions of them, and families that compute in one dtype.
+    The plans depend on the ranks that are used, and on nothing else of the predictor's plan.
     """
     plan, cluster, setup = predictor.plan, predictor.cluster, predictor.setup
     by_family: dict[str, list[int]] = {}
@@ -28,8 +30,8 @@ def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
     for rank in used:
         by_family.setdefault(cluster.devices[rank].family, []).append(rank)
     dtypes = {dict(setup.by_family).get(family, setup.dtype) for family in by_family}
-    batch, is_for = plan.microbatches * plan.rows, len(by_family) > 1 and len(dtypes) == 1
-    for count in divisors(batch) if is_for else ():
+    batch = plan.microbatches * plan.rows
+    for count in divisors(batch) if len(dtypes) == 1 else ():
         size = len(used) // count
         if size not in setup.context_sizes or any(len(ranks) % count for ranks in by_family.values()):
             continue
@@ -42,7 +44,13 @@ def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
                 each = (own[slice(*Interval(0, len(own)).part(part, count))] for own in by_family.values())
                 ranks, items = tuple(chain(*each)), Interval(0, setup.model.num_items)
                 tiles.append(Tile(items, part, ranks, grid, "+".join(by_family), recompute))
-            yield Plan(tuple(tiles), batch // count, count, unused=plan.unused)
+            if all(is_over_nodes(tile, cluster) for tile in tiles):
+                yield Plan(tuple(tiles), batch // count, count, unused=plan.unused)
+
+
+def is_over_nodes(tile: Tile, cluster: Cluster) -> bool:
+    """Say whether a tile is over several families or nodes, which no tensor grid of a pool is."""
+    return len({(cluster.devices[rank].family, cluster.devices[rank].node) for rank in tile.ranks}) > 1
 
 
 def shares_by_worth(prices: Prices, families: Sequence[str], recompute: str) -> tuple[int, ...]:

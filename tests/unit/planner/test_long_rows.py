@@ -32,6 +32,7 @@ from hpctrain.sharding.grid import ONE_RANK, TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_zigzag
 from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import check_grid
+from hpctrain.software.run import DescribedRun
 from tests.pretended import cluster_with
 from tests.unit.planner.test_predict import SETUP
 
@@ -237,6 +238,32 @@ def test_a_search_cuts_positions_by_worth_where_devices_are_unlike():
     assert predict(setup, equal, cluster).step_seconds > 1.3 * best.seconds
     assert best.plain_seconds is not None and best.plain_seconds > 1.3 * best.seconds
     assert search(replace(setup, positions=LEAST_CONTEXT), 2, cluster).best.plan.tiles[0].tensor.c == 1
+
+
+def test_a_search_cuts_one_row_over_nodes_of_a_family():
+    """Of two nodes a pipeline would leave one idle, for there is one row. Eight rows are a pipeline, or replicas."""
+    run = DescribedRun(
+        hidden=512,
+        layers=2,
+        heads=8,
+        positions=4 * LEAST_CONTEXT,
+        architecture="llama",
+        tensor=1,
+        pipeline=1,
+        data=4,
+        microbatch=1,
+        global_batch=4,
+        devices_per_node=2,
+        accelerator="H100",
+        network="NDR",
+        dtype="bf16",
+    )
+    setup = replace(SETUP, model=run.model, positions=4 * LEAST_CONTEXT, dtype="bf16")
+    one, many = (search(setup, rows, run.cluster) for rows in (1, 8))
+    (tile,), text = one.best.plan.tiles, "; ".join(reasons(one))
+    assert tile.tensor == TensorGrid(c=4) and "a row is computed by ranks of several nodes" in text
+    assert one.best.plain_seconds is not None and one.best.plain_seconds > 1.2 * one.best.seconds
+    assert not many.best.is_mixed
 
 
 def test_tiles_of_each_size_are_tried_once(monkeypatch):
