@@ -286,8 +286,8 @@ class Block(LayerModule):
         if self.cache:
             keys, values = self.cache.extended(keys, values)
         backend, attention, parts = self.kernels.attention, self.attention_description, []
-        sight = {"window": attention.window} | ({"begin": documents.begin} if documents else {})
-        for seen in see_context(queries, keys, values, self.axes, first, self.dropping, self.context.parts, **sight):
+        begin, own = documents and documents.begin, (queries, keys, values)
+        for seen in see_context(*own, self.axes, first, self.dropping, self.context.parts, attention.window, begin):
             given = {"attention": attention, "positions": seen.positions, "key_positions": seen.key_positions}
             attending = partial(attend_at, **given, documents=documents, backend=backend)
             if self._recompute == "selective" and attention.score_cap is not None:

@@ -72,13 +72,13 @@ def intersections(one: Sequence[Interval], other: Sequence[Interval]) -> tuple[I
 
 
 def seen_by(
-    own: Sequence[Interval], window: int | None = None, begin: Callable[[int], int] = lambda position: 0
+    own: Sequence[Interval], window: int | None = None, begin: Callable[[int], int] | None = None
 ) -> tuple[Interval, ...]:
     """Return the positions that causal attention sees from those of some intervals, which ascend: in a window, and from
     the `begin` of the document that an interval's first position is in."""
     result: list[Interval] = []
     for interval in own:
-        first = max(begin(interval.start), interval.start + 1 - (window or interval.stop))
+        first = max(begin(interval.start) if begin else 0, interval.start + 1 - (window or interval.stop))
         if result and first <= result[-1].stop:
             first = result.pop().start
         result.append(Interval(first, interval.stop))
@@ -86,7 +86,7 @@ def seen_by(
 
 
 def seen_by_each(
-    contexts: Sequence[Sequence[Interval]], window: int | None, begin: Callable[[int], int] = lambda position: 0
+    contexts: Sequence[Sequence[Interval]], window: int | None, begin: Callable[[int], int] | None = None
 ) -> list[tuple[Interval, ...]]:
     """Return the positions whose keys and values each rank of c receives: those that its own see; all of them on every
     rank, where one sees all."""

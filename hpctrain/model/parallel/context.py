@@ -170,7 +170,7 @@ def see_context(
     dropping: Dropping | None = None,
     parts: int = 1,
     window: int | None = None,
-    begin: Callable[[int], int] = lambda position: 0,
+    begin: Callable[[int], int] | None = None,
 ) -> Iterator[Seen]:
     """Yield what a rank attends with, from its own queries, which begin at `first`, keys and values.
 
