@@ -2,8 +2,11 @@
 continues from, and how long it takes.
 
     python -m benchmarks.kills --runs 5 --kills 3 --seed 7 --ranks 4
+    python -m benchmarks.kills --stalls --runs 5
 
-A run is killed some times, and then left alone. It has to end with the losses of a run that was not.
+A run is killed some times, and then left alone. It has to end with the losses of a run that was not. With --stalls a
+rank of each run is killed once, by turns with copies in memory and without: the seconds of the stall by parts, those of
+the start from its own events.
 """
 
 import json
@@ -17,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import click
@@ -46,13 +50,14 @@ zero = 1
 [checkpoint]
 every = {saves}
 [recovery]
-copies = 20
+copies = {copies}
 """
 HUNG_SECONDS = 240.0
 IN_STEP, IN_SAVE, IN_COPY, IN_START = MOMENTS = "step", "save", "copy", "start"
 WINDOWS = {IN_STEP: 1.5, IN_SAVE: 0.02, IN_COPY: 0.01, IN_START: 4.0}
 """Seconds after the begin of a moment within which ranks are killed."""
 LAUNCHER = 0
+COPIES = 20
 
 
 class Kill(NamedTuple):
@@ -79,6 +84,8 @@ class Killed(NamedTuple):
     """From each kill until the last rank has ended."""
     stall_seconds: list[float]
     """From each kill in a step until a step of the next start is done."""
+    parts: list[dict[str, float]]
+    """Parts of each such stall. What is left of it is how late this program, and metrics, were."""
 
 
 def lines_of(file: Path) -> list[dict]:
@@ -104,18 +111,24 @@ def _processes(run: Path, is_wanted: Callable[[list[bytes]], bool]) -> list[int]
 
 
 def run_with_kills(
-    folder: Path, hpctrain: Path, kills: Sequence[Kill], chance: random.Random, ranks: int = 4, saves: int = 50
+    folder: Path,
+    hpctrain: Path,
+    kills: Sequence[Kill],
+    chance: random.Random,
+    ranks: int = 4,
+    saves: int = 50,
+    copies: int = COPIES,
 ) -> Killed:
     """Train by the script of `hpctrain mpirun` in `folder`, which has tokens.bin beside it, with kills one after the
     other, and a checkpoint every `saves` steps."""
     folder.mkdir()
     tokens = folder.parent / "tokens.bin"
-    (folder / "job.toml").write_text(JOB.format(tokens=tokens, steps=STEPS, ranks=ranks, saves=saves))
+    (folder / "job.toml").write_text(JOB.format(tokens=tokens, steps=STEPS, ranks=ranks, saves=saves, copies=copies))
     run, quiet = folder / "run", {"stdout": subprocess.DEVNULL}
     asked = ["mpirun", "job.toml", "--nodes", "1", "--ranks-per-node", str(ranks), "--run", str(run)]
     subprocess.run([hpctrain, *asked], cwd=folder, check=True, **quiet)
     environment = os.environ | {"HPCTRAIN_RESTARTS": str(len(kills))}
-    done, ended, stalls, starts = [], [], [], 0
+    done, ended, stalls, parts, starts = [], [], [], [], 0
     with (folder / "output").open("w") as output:
         start = ["bash", str(run / "start.sh"), "--sample", "0"]
         script = subprocess.Popen(start, cwd=folder, stdout=output, stderr=output, env=environment)
@@ -128,7 +141,7 @@ def run_with_kills(
                     break
                 if kill.victims == LAUNCHER:
                     victims = _processes(run, lambda words: words[0].endswith(b"mpirun"))
-                starts, since = count(run, "start"), time.monotonic()
+                starts, since, killed = count(run, "start"), time.monotonic(), time.time()
                 for victim in chance.sample(victims, min(kill.victims or 1, len(victims))):
                     os.kill(victim, signal.SIGKILL)
                 done.append(kill)
@@ -136,9 +149,14 @@ def run_with_kills(
                 ended.append(time.monotonic() - since)
                 if kill.moment == IN_STEP:
                     wait_for(lambda s=starts: count(run, "start") > s, script)
-                    steps = len(lines_of(run / "metrics.jsonl"))
-                    wait_for(lambda s=steps: len(lines_of(run / "metrics.jsonl")) > s, script)
+                    begun = [event for event in lines_of(run / "events.jsonl") if event["event"] == "start"][-1]
+                    first = begun["step"] + 1
+                    wait_for(lambda s=first: s in {line["step"] for line in lines_of(run / "metrics.jsonl")}, script)
                     stalls.append(time.monotonic() - since)
+                    again = begun["time"] - sum(begun["seconds"].values()) - killed - ended[-1]
+                    line = next(line for line in lines_of(run / "metrics.jsonl") if line["step"] == first)
+                    step = {"first step": line["step_seconds"]}
+                    parts.append({"all ended": ended[-1], "script and mpirun": again} | begun["seconds"] | step)
             code = script.wait(HUNG_SECONDS)
         except subprocess.TimeoutExpired:
             code = -1
@@ -147,7 +165,7 @@ def run_with_kills(
     starts = [event["text"] for event in lines_of(run / "events.jsonl") if event["event"] == "start"]
     kinds = ("memory", "step-")
     origins = [next((kind for kind in kinds if f"from {kind}" in text), "the beginning") for text in starts[1:]]
-    return Killed([line["loss"] for line in lines_of(run / "metrics.jsonl")], done, origins, code, ended, stalls)
+    return Killed([line["loss"] for line in lines_of(run / "metrics.jsonl")], done, origins, code, ended, stalls, parts)
 
 
 def _await_moment(run: Path, moment: str, starts: int, script: subprocess.Popen) -> None:
@@ -176,12 +194,34 @@ def wait_for(condition, script: subprocess.Popen, poll_seconds: float = 0.02) ->
         time.sleep(poll_seconds)
 
 
+def measure_stalls(runs: int, ranks: int, seed: int) -> None:
+    """Print the median of each part of a stall, of so many starts from memory and from disk in turn."""
+    hpctrain, found = Path(sys.executable).with_name("hpctrain"), {"memory": [], "disk": []}
+    with tempfile.TemporaryDirectory() as name:
+        generate_tokens(Path(name) / "tokens.bin", 64)
+        for number in range(2 * runs):
+            road = list(found)[number % 2]
+            more = {"saves": STEPS, "copies": COPIES} if road == "memory" else {"saves": COPIES, "copies": 0}
+            result = run_with_kills(
+                Path(name) / f"{number}", hpctrain, [Kill()], random.Random(seed + number // 2), ranks, **more
+            )
+            print(road, result.code, *result.origins, *(f"{s:.2f}" for s in result.stall_seconds), flush=True)
+            found[road] += [parts | {"whole": s} for parts, s in zip(result.parts, result.stall_seconds, strict=True)]
+    print(f"{'median seconds of':20} {'memory':>8} {'disk':>8}")
+    for part in found["memory"][0]:
+        print(f"{part:20}", *(f"{median(parts[part] for parts in each):8.2f}" for each in found.values()))
+
+
 @click.command(help=__doc__)
 @click.option("--runs", default=5)
 @click.option("--kills", default=3, help="Kills of each run.")
 @click.option("--ranks", default=4)
 @click.option("--seed", default=7, help="Of the first run; each later one has the next.")
-def main(runs, kills, ranks, seed):
+@click.option("--stalls", "only_stalls", is_flag=True, help="Measure stalls by parts, from memory and from disk.")
+def main(runs, kills, ranks, seed, only_stalls):
+    if only_stalls:
+        measure_stalls(runs, ranks, seed)
+        return
     hpctrain, origins, moments, stalls, ends = Path(sys.executable).with_name("hpctrain"), Counter(), Counter(), [], []
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)

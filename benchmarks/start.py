@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from hpctrain.comm.start.process import process_start
 
 PARTS: dict[str, float] = {}
 _NESTED = [0.0]
@@ -35,15 +36,8 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def began() -> float:
-    """Return when this process began, in seconds since 1970."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
-    PARTS["Python"] = time.time() - began()
+    PARTS["Python"] = time.time() - process_start()
     timed("import torch", lambda: __import__("torch"))()
     from hpctrain.comm.world import World
 
@@ -56,7 +50,7 @@ def main() -> None:
     Trainer.__init__ = timed("groups and memory", Trainer.__init__)
     Trainer.initialise = timed("draw weights", Trainer.initialise)
     Pipeline.train = timed("first step", Pipeline.train)
-    PARTS["import hpctrain"] = time.time() - began() - sum(PARTS.values())
+    PARTS["import hpctrain"] = time.time() - process_start() - sum(PARTS.values())
     from hpctrain.jobs.train import command
 
     job, *more = sys.argv[1:] or ["tiny"]
@@ -66,7 +60,7 @@ def main() -> None:
 
     def step(*args, **kwargs):
         result = stepped(*args, **kwargs)
-        PARTS.setdefault("whole", time.time() - began())
+        PARTS.setdefault("whole", time.time() - process_start())
         return result
 
     Pipeline.train = step

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from heapq import heapreplace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -355,11 +356,16 @@ def _read(world: World, here: Mapping[str, HostCopy], path: Path) -> LiveState:
 
 def readers_of(names: Sequence[str], hosts: Sequence[str], holders: Collection[tuple[str, str]]) -> list[int | None]:
     """Return the rank that reads each part, one on a host that has it; None where no host has it. Pure."""
-    loads, readers = [0] * len(hosts), []
+    able: dict[str, list[str]] = {}
+    for host, name in holders:
+        able.setdefault(name, []).append(host)
+    ranks: dict[str, list[tuple[int, int]]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append((0, rank))
+    readers: list[int | None] = []
     for name in names:
-        able = [rank for rank, host in enumerate(hosts) if (host, name) in holders]
-        reader = min(able, key=lambda rank: (loads[rank], rank), default=None)
-        if reader is not None:
-            loads[reader] += 1
-        readers.append(reader)
+        queue = min((ranks[host] for host in able.get(name, ())), default=[])
+        readers.append(queue[0][1] if queue else None)
+        if queue:
+            heapreplace(queue, (queue[0][0] + 1, queue[0][1]))
     return readers

@@ -17,7 +17,7 @@ from hpctrain.comm.bind import bind_accelerator
 from hpctrain.comm.probe.machine import note_overflow
 from hpctrain.comm.progress.instruments import UNTRACED
 from hpctrain.comm.start.launcher import end_of_batch_job
-from hpctrain.comm.start.process import StopSignals, take_losses
+from hpctrain.comm.start.process import StopSignals, process_start, take_losses
 from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
 from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import MemoryOverflow
@@ -96,6 +96,9 @@ class Run:
         self.signals, self.requested = signals or StopSignals(), job
         self.rebalanced_at: int | None = None
         """The step after which a plan by measured speeds was searched for last; on rank 0."""
+        self.seconds = {"started": time.time() - process_start()}
+        """Seconds of the parts of this start, as a change of plans has them."""
+        since = time.monotonic()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():
             self.lock = RunLock(self.path) if world.rank == 0 else None
@@ -103,6 +106,7 @@ class Run:
                 tidy(self.path)
         try:
             news = self._choose_checkpoint(world, job)
+            self.seconds["read"] = time.monotonic() - since
             begins_from = self.copy or self.checkpoint
             prepared = prepare_run(world, job, begins_from, described, fresh_probe, self.signals)
         except HpctrainError:
@@ -121,6 +125,7 @@ class Run:
         is_first = world.rank == 0
         folder, end_time = (self.path, end_of_batch_job()) if is_first else (None, None)
         self.requests = Requests(self.signals, folder, end_time, lambda: self.leg.is_unbalanced())
+        self.seconds["searched"] = time.monotonic() - since - self.seconds["read"]
         self.begin_leg(world, prepared)
 
     def begin_leg(self, world: World, prepared: Prepared, change: "PlanChange | None" = None) -> None:
@@ -256,7 +261,7 @@ class Leg:
     def __init__(self, run: Run, world: World, prepared: Prepared, change: PlanChange | None = None):
         """Make weights and observers, and say what is trained. Raises TrainingError where they do not fit."""
         self._run, self._world, self._prepared = run, world, prepared
-        since = time.monotonic()
+        self._since = since = time.monotonic()
         self.job, self._described = prepared.job, prepared.described
         self._num_before = world.num_made
         """Number of the world's groups and channels that do not belong to this leg."""
@@ -280,13 +285,14 @@ class Leg:
             run.state = None
         if change:
             change.state = None
-            change.seconds["moved"] += time.monotonic() - moving_since
         elif state:
             pass
         elif run.checkpoint:
             self._trainer.resume(run.checkpoint)
         else:
             self._trainer.initialise()
+        seconds = change.seconds if change else run.seconds
+        seconds["moved"] = seconds.get("moved", 0.0) + time.monotonic() - moving_since
         self._first_step = self._trainer.steps_done + 1
         self.overrun: float | None = None
         """Largest share of time by which a rank lagged behind its device, in a closed rehearsal."""
@@ -350,9 +356,10 @@ class Leg:
                 if self._begun_by:
                     run.console.say(f"from step {done + 1} by another plan, as {reasons['plan']}")
                 else:
-                    is_rehearsed = self._described.is_rehearsed
+                    is_rehearsed, seconds = self._described.is_rehearsed, run.seconds
+                    seconds["made"] = time.monotonic() - self._since - seconds["moved"]
                     origin = f"memory, {run.copy}" if run.copy else run.checkpoint
-                    self._live.note_start(done, origin, reasons, cluster, is_rehearsed, predicted)
+                    self._live.note_start(done, origin, reasons, cluster, is_rehearsed, predicted, seconds)
                     run.console.start(self.job, prepared.plan, reasons, run.source, done, origin, run.path)
                 run.hear([damage])
 

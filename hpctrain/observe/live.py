@@ -72,8 +72,12 @@ class LiveMetrics:
         cluster: Cluster,
         is_rehearsed: bool,
         prediction: Prediction | None,
+        seconds: Mapping[str, float],
     ) -> None:
-        """Note that a start is about to train, with its choices and what it expects. It continues from the `origin`."""
+        """Note that a start is about to train, with its choices, what it expects, and the seconds of its parts.
+
+        It continues from the `origin`.
+        """
         text = f"{self._plan.describe()} on {cluster.describe()}"
         if origin:
             changes = f", changed: {reasons['changed']}" if "changed" in reasons else ""
@@ -87,7 +91,8 @@ class LiveMetrics:
             }
         self._files.note(
             START, step, text, ranks=len(self._plan.ranks), plan=self._plan.describe(),
-            rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, reasons=dict(reasons),
+            rehearsed=is_rehearsed, planned_again="planned again" in reasons, **predicted, seconds=dict(seconds),
+            reasons=dict(reasons),
         )  # fmt: skip
 
     def note_leg(

@@ -1,6 +1,7 @@
 """Chooses who keeps a second copy of whose state in the memory of hosts, and counts the memory that it takes. Pure."""
 
 from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
 
 
 def keepers(hosts: Sequence[str], counts: Sequence[int]) -> list[int | None]:
@@ -8,13 +9,21 @@ def keepers(hosts: Sequence[str], counts: Sequence[int]) -> list[int | None]:
 
     Where hosts are equal, they are pairs: of the losses of two hosts few take both parts.
     """
-    loads = [0] * len(hosts)
+    ranks: dict[str, list[tuple[int, int]]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append((0, rank))
+    # Of each host the rank that keeps least: a heap, as the ranks of each host are.
+    first = [(*queue[0], host) for host, queue in ranks.items()]
     result: list[int | None] = []
     for host, count in zip(hosts, counts, strict=True):
-        others = [rank for rank, theirs in enumerate(hosts) if theirs != host]
-        keeper = min(others, key=lambda rank: (loads[rank], rank)) if others and count else None
-        if keeper is not None:
-            loads[keeper] += count
+        keeper = None
+        if count and len(ranks) > 1:
+            own = heappop(first) if first[0][2] == host else None
+            load, keeper, other = first[0]
+            heapreplace(ranks[other], (load + count, keeper))
+            heapreplace(first, (*ranks[other][0], other))
+            if own:
+                heappush(first, own)
         result.append(keeper)
     return result
 

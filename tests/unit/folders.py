@@ -26,7 +26,7 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     folder.describe(job, plan, reasons, cluster)
     expected = forecast(Setup.of_job(job), plan, cluster)
     live = LiveMetrics(folder, plan)
-    live.note_start(0, None, reasons, cluster, True, expected.prediction)
+    live.note_start(0, None, reasons, cluster, True, expected.prediction, {"started": 2.0})
     used = [rank for tile in plan.first_tiles for rank in tile.ranks]
     figures = np.zeros((len(plan.ranks), 2 + len(EXPOSED)))
     for number, (tile, parts) in enumerate(expected.exposed.items()):

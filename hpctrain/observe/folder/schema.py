@@ -147,7 +147,7 @@ class SavedEvent(SavedNote):
     """The number of a leg."""
     reason: NotRequired[str]
     seconds: NotRequired[float | dict[str, float]]
-    """Seconds of a save, or of the parts of a change of plans."""
+    """Seconds of a save, or of the parts of a start or of a change of plans."""
     predicted_stall_seconds: NotRequired[NonNegative]
     """Of a change of plans: what its parts `moved` and `made` were predicted to take."""
     rehearsed: NotRequired[bool]

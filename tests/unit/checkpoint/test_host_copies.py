@@ -3,6 +3,7 @@
 import fcntl
 import math
 import os
+import random
 import shutil
 import time
 
@@ -15,6 +16,7 @@ from hpctrain.checkpoint.copies import (
     LOCK,
     complete_copies,
     copies_name,
+    readers_of,
     remove_litter,
 )
 from hpctrain.checkpoint.format import MANIFEST, RECTANGLE
@@ -27,6 +29,25 @@ def test_equal_hosts_are_pairs_and_a_host_alone_keeps_its_own():
     assert keepers(["a", "a"], [5, 5]) == [None, None]
     assert keepers(["a", "b", "b"], [4, 0, 2]) == [1, None, 0], "a rank without a state can keep one"
     assert host_bytes(["a", "b", "b"], [4, 0, 2]) == {"a": 48, "b": 48}
+
+
+def test_a_keeper_has_kept_least_so_far_and_so_has_a_reader():
+    chance = random.Random(3)
+    for _ in range(200):
+        hosts = chance.choices("abcd", k=chance.randint(1, 12))
+        loads, counts = [0] * len(hosts), chance.choices((0, 1, 5), k=len(hosts))
+        for rank, keeper in enumerate(keepers(hosts, counts)):
+            others = [other for other, host in enumerate(hosts) if host != hosts[rank] and counts[rank]]
+            assert keeper == min(others, key=lambda other: (loads[other], other), default=None)
+            if keeper is not None:
+                loads[keeper] += counts[rank]
+        loads, names = [0] * len(hosts), list("pqrstuv")
+        holders = {(host, name) for host in hosts for name in names if chance.random() < 0.4}
+        for name, reader in zip(names, readers_of(names, hosts, holders), strict=True):
+            able = [rank for rank, host in enumerate(hosts) if (host, name) in holders]
+            assert reader == min(able, key=lambda rank: (loads[rank], rank), default=None)
+            if reader is not None:
+                loads[reader] += 1
 
 
 def test_a_name_is_of_one_user_and_one_folder(tmp_path, monkeypatch):
