@@ -141,7 +141,7 @@ class RehearsedAccelerator(CpuAccelerator):
         return self.clock.now
 
     def stopwatch(self) -> Callable[[], float]:
-        read = self.clock.stopwatch()
+        read = self.clock.dilated_stopwatch()
         return lambda: read() / self.time_scale
 
     def compute_stopwatch(self) -> Callable[[], float]:

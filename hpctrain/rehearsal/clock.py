@@ -100,10 +100,10 @@ class Clock:
         self.busy_seconds = self.late_seconds = self.measured_seconds = 0.0
         self._taken = 0.0, 0.0
 
-    def stopwatch(self) -> Callable[[], float]:
-        """Start to measure; return a function that returns the pretended seconds since.
+    def dilated_stopwatch(self) -> Callable[[], float]:
+        """Start to measure; return a function that returns the pretended seconds since, in seconds of this host.
 
-        It also notes how late the rank is.
+        These are `time_scale` times those of the cluster. It also notes how late the rank is.
         """
         start, self._is_running = self.now, True
         self.compute.late = 0.0

@@ -6,6 +6,9 @@ from typing import Annotated, NamedTuple
 
 from hpctrain.config.tables import named_in
 
+FLOOR_SHARE = 10
+"""The least rate is the highest divided by this, unless the job names one."""
+
 
 class Decay(NamedTuple):
     """One way of a learning rate to fall."""

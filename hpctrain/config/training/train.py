@@ -6,11 +6,9 @@ from pydantic import Field, model_validator
 
 from hpctrain.config.bounds import MOST_NUMBER, MOST_RATE, Count, SequenceCount, WholeNumber
 from hpctrain.config.tables import AUTO, FilePath, Table
-from hpctrain.config.training.decays import DECAYS, DecayName
+from hpctrain.config.training.decays import DECAYS, FLOOR_SHARE, DecayName
 from hpctrain.config.training.optimizers import RULES, OptimizerName, OptimizerRule
 
-FLOOR_SHARE = 10
-"""The least rate is the highest divided by this, unless the job names one."""
 NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
 
 
@@ -129,5 +127,7 @@ class Train(Table):
                 )
         for key in self.rule.positive:
             if not getattr(self, key):
-                raise ValueError(f"{key} is 0, and optimizer = '{self.optimizer}' needs more; set it to 0.9 or more")
+                raise ValueError(
+                    f"{key} is 0, and optimizer = '{self.optimizer}' needs more; {fields[key].default} is the default"
+                )
         return self
