@@ -55,6 +55,7 @@ from hpctrain.observe.sample import StepSample
 from hpctrain.observe.speeds import SpeedWatch
 from hpctrain.observe.torch_profile import TorchProfile
 from hpctrain.observe.trace import RunTrace
+from hpctrain.plan.tiling import counted
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.yardstick import format_yardstick, keep_families, sum_of_families, yardstick
@@ -368,7 +369,7 @@ class Leg:
         run, trainer, prepared = self._run, self._trainer, self._prepared
         self._until = until
         if trainer.steps_done >= until:
-            run.console.say(f"{run.path}: nothing to do, {trainer.steps_done} steps are done")
+            run.console.say(f"{run.path}: nothing to do, {counted(trainer.steps_done, 'step')} done")
         last: dict = {}
 
         def report(metrics: SavedMetrics) -> None:

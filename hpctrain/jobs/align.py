@@ -22,6 +22,7 @@ from hpctrain.jobs.arguments import (
 )
 from hpctrain.jobs.common import load_job_on, started_world, with_some_vocabulary
 from hpctrain.observe.text_tables import table, text_of
+from hpctrain.plan.tiling import counted
 
 if TYPE_CHECKING:
     from hpctrain.engine.alignment import RankAlignment
@@ -167,7 +168,7 @@ def format_alignment(summary: Mapping) -> str:
     for operator, row in cells.items():
         rows.add_row(operator, *(_format_cell(row.get(column)) for column in columns))
     lines = [
-        f"{len(cells)} operators, {summary['rows']} rows of {summary['positions']} positions, on {models}",
+        f"{len(cells)} operators, {counted(summary['rows'], 'row')} of {summary['positions']} positions, on {models}",
         "worst relative error against float64, and its share of the bound, of outputs and gradients:",
         text_of(rows),
     ]
@@ -186,8 +187,8 @@ def format_alignment(summary: Mapping) -> str:
         difference = run["mean_relative_difference"]
         figure = f"{difference:.2e}" if math.isfinite(difference) else "not finite"
         lines.append(
-            f"losses of {run['steps']} steps on {run['family']} in {run['dtype']}: mean relative difference from fp32"
-            f" {figure}{'' if run['aligned'] else ', beyond ' + format(run['tolerance'], 'g')}"
+            f"losses of {counted(run['steps'], 'step')} on {run['family']} in {run['dtype']}: mean relative"
+            f" difference from fp32 {figure}{'' if run['aligned'] else ', beyond ' + format(run['tolerance'], 'g')}"
         )
     lines.append("aligned" if summary["aligned"] else "not aligned")
     return "\n".join(lines)

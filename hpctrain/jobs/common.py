@@ -70,7 +70,8 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
         ranks = " and ".join(
             f"{count} {family}" + (f" ({kind})" if kind != family else "") for (family, kind), count in families.items()
         )
-        click.echo(f"hpctrain {__version__}: {job.name} on {ranks} ranks, {world.library.split(' ')[0]}", err=True)
+        on = f"{ranks} rank{'s' * (world.size > 1)}, {world.library.split(' ')[0]}"
+        click.echo(f"hpctrain {__version__}: {job.name} on {on}", err=True)
     return job
 
 

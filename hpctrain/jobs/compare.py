@@ -8,6 +8,7 @@ import click
 
 from hpctrain.config.errors import JobError
 from hpctrain.jobs.arguments import PATH, FiniteRange, json_option, print_result
+from hpctrain.plan.tiling import counted
 
 DIFFERENT_EXIT_CODE = 1
 
@@ -63,7 +64,7 @@ def command(run_a, run_b, tolerance, mean, exact, as_json):
     summary["same"] = same
     a, b = summary["values"]
     figures = f"largest relative difference {differences[worst]:.3g}, mean of the losses' {mean_difference:.3g}"
-    lines = [f"{summary['steps']} steps; {figures}", f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}"]
+    lines = [f"{counted(summary['steps'], 'step')}; {figures}", f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}"]
     if exact:
         differing = summary["different_parameters"]
         lines.append(" ".join([f"  {len(differing)} parameters or moments differ", *differing[:5]]))

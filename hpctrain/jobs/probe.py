@@ -28,6 +28,7 @@ from hpctrain.engine.start.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange, override_option, print_result, rehearse_option
 from hpctrain.jobs.common import load_described, load_job_on, start_rehearsal, started_world, with_vocabulary
 from hpctrain.observe.text_tables import table, text_of
+from hpctrain.plan.tiling import counted
 from hpctrain.planner.prices.curves import is_profiled, model_seconds, profiles_of
 
 MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
@@ -92,8 +93,9 @@ def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None
             if result:
                 cluster, comments, disturbance = result
                 head = (
-                    f"A cluster as `hpctrain probe` measured it on {time.strftime('%Y-%m-%d')} by {world.size} ranks"
-                    f" in {time.monotonic() - start:.0f} s, over {' '.join(world.library.split())}.\n"
+                    f"A cluster as `hpctrain probe` measured it on {time.strftime('%Y-%m-%d')} by"
+                    f" {counted(world.size, 'rank')} in {time.monotonic() - start:.0f} s, over"
+                    f" {' '.join(world.library.split())}.\n"
                     "It may be edited, see docs/cluster-file.md; say so by `origin` or `origins`."
                 )
                 if disturbance:

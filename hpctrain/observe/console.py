@@ -14,7 +14,7 @@ from hpctrain.config.terminal import drawing, printable
 from hpctrain.observe.folder.run_folder import RESOLVED
 from hpctrain.observe.folder.schema import SavedFigures, SavedMetrics, SavedSlowest
 from hpctrain.observe.overrun import QUOTED_OVERRUN, UNTRUSTED_OVERRUN
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, counted
 from hpctrain.sharding.parameters import count_parameters
 
 SHOWN = {
@@ -50,7 +50,8 @@ def describe_overrun(overrun: float) -> str:
 def describe_model(model: Model) -> str:
     """Say in half a line which model is trained."""
     million = count_parameters(model) / 1e6
-    return f"{model.architecture}, {model.num_layers} layers x {model.hidden_size} hidden, {million:,.1f} M parameters"
+    layers = counted(model.num_layers, "layer")
+    return f"{model.architecture}, {layers} x {model.hidden_size} hidden, {million:,.1f} M parameters"
 
 
 class Console:
@@ -79,7 +80,7 @@ class Console:
     ) -> None:
         """Print what is trained, the main choices, and what it continues from."""
         self.say(f"{job.name}: {describe_model(job.model)}, on {source.num_tokens / 1e6:.1f} M tokens")
-        self.say(f"plan: {plan.describe()}; {len(plan.ranks)} ranks, {job.train.dtype}")
+        self.say(f"plan: {plan.describe()}; {counted(len(plan.ranks), 'rank')}, {job.train.dtype}")
         for key, label in SHOWN.items():
             if key in reasons:
                 self.say(f"{label}: {reasons[key]}")
@@ -150,7 +151,7 @@ class Console:
         if stopped_by:
             self.say(f"stopped by {stopped_by}; start the same command with --run {path} to continue")
         if last:
-            self.say(f"{describe_loss(last)} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
+            self.say(f"{describe_loss(last)} after {counted(last['step'], 'step')}, {self._smooth_speed:,.0f} tokens/s")
         if "validation_loss" in last:
             share = last["validation_loss"] / entropy - 1
             self.say(

@@ -203,6 +203,6 @@ def check_ranks(plan: Plan, num_ranks: int) -> None:
     wanted = len(plan.ranks)
     if num_ranks != wanted:
         raise LaunchError(
-            f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
+            f"the plan is for {counted(wanted, 'rank')} ({plan.describe()}), but MPI started {num_ranks};"
             f' start it with mpirun -n {wanted}, or set plan = "auto"'
         )

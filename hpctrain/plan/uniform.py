@@ -8,7 +8,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest
 from hpctrain.plan.checks import check_passes, check_plan, check_positions, check_ranks
 from hpctrain.plan.file import load_plan
-from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.plan.tiling import Plan, counted, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import divisors
 from hpctrain.sharding.parameters import check_grid
@@ -55,7 +55,7 @@ def resolve_plan(
         grid = "x".join(map(str, request.tensor.sizes.values()))
         raise LaunchError(
             f"the plan (tensor {grid} x pipeline {request.pipeline} x data {request.data}) is for"
-            f" {request.num_ranks} ranks, but {num_ranks} were started; start it with mpirun -n"
+            f" {counted(request.num_ranks, 'rank')}, but MPI started {num_ranks}; start it with mpirun -n"
             f' {request.num_ranks}, or set plan = "auto"'
         )
     resolved = _make_even(job, request, wanted_tokens)

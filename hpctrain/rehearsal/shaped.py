@@ -24,6 +24,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.clusters.truth import Truth
 from hpctrain.config.errors import CommError, LaunchError, TopologyError
+from hpctrain.plan.tiling import counted
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, DeviceQueue, GroupTiming
 from hpctrain.rehearsal.fabric import FlowNetwork, PretendedNetwork
@@ -282,8 +283,8 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
     """
     if world.size != cluster.num_devices:
         raise LaunchError(
-            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}), but {world.size} ranks were"
-            f" started; start it with mpirun -n {cluster.num_devices}"
+            f"the cluster has {counted(cluster.num_devices, 'device')} ({cluster.describe()}), but MPI started"
+            f" {counted(world.size, 'rank')}; start it with mpirun -n {cluster.num_devices}"
         )
     for device in cluster.devices:
         if device.family not in truth.devices:

@@ -26,7 +26,7 @@ def check(done, code: int, *parts: str):
     [
         (["--set", "train.step=3"], 81, ["--set: train.step: unknown key; did you mean 'steps'?"]),
         (["--set", "data.tokens=."], 87, [".: is a folder; make a token file of the texts in it"]),
-        (["--set", "plan.data=3"], 82, ["is for 3 ranks, but 2 were started; start it with mpirun -n 3"]),
+        (["--set", "plan.data=3"], 82, ["is for 3 ranks, but MPI started 2; start it with mpirun -n 3"]),
         (
             ["--set", "plan.tensor.y=2", "--set", "model.num_heads=1"],
             85,

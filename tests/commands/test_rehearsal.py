@@ -45,7 +45,8 @@ def test_a_rehearsal_trains_as_any_run_and_says_what_its_times_are(hpctrain, fol
 def test_a_rehearsal_needs_a_rank_for_each_device(hpctrain, folder, cluster):
     done = hpctrain("train", "job.toml", "--run", "nowhere", "--rehearse", cluster, ranks=1, cwd=folder)
     assert done.code == 82, done.err
-    assert "has 2 devices (1 fast and 1 slow on 2 nodes, by ib), but 1 ranks were started" in done.err
+    assert "has 2 devices (1 fast and 1 slow on 2 nodes, by ib), but MPI started 1 rank;" in done.err
+    assert "on 1 cpu rank, " in done.err
     assert not (folder / "nowhere").exists()
 
 

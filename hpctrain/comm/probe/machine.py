@@ -28,6 +28,7 @@ from hpctrain.config.clusters.cluster_file import dump_cluster, merge_profiles, 
 from hpctrain.config.errors import HpctrainError, JobError, TopologyError
 from hpctrain.config.paths import exists, read_json, write_text
 from hpctrain.config.tables import read_text
+from hpctrain.plan.tiling import counted
 
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
 SHORT_PROBE_SECONDS = 0.5
@@ -105,7 +106,7 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
     if measured:
         seconds = time.monotonic() - start
         head = (
-            f"Measured on {time.strftime('%Y-%m-%d')} by {world.size} ranks in {seconds:.1f} s,"
+            f"Measured on {time.strftime('%Y-%m-%d')} by {counted(world.size, 'rank')} in {seconds:.1f} s,"
             " when a job was started here for the first time. `hpctrain probe` measures for longer."
         )
         busy = measured.disturbance

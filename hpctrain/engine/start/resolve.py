@@ -388,8 +388,8 @@ def check_ranks_are_devices(described: MachineDescription, places: Sequence[Plac
     devices = [device.family for device in cluster.devices]
     if len(devices) != len(families):
         raise LaunchError(
-            f"{described.name} describes {len(devices)} devices ({count_families(devices)}), but {len(families)} ranks"
-            f" were started; start it with mpirun -n {len(devices)}"
+            f"{described.name} describes {counted(len(devices), 'device')} ({count_families(devices)}), but MPI started"
+            f" {counted(len(families), 'rank')}; start it with mpirun -n {len(devices)}"
         )
     wrong = next((rank for rank, pair in enumerate(zip(devices, families, strict=True)) if pair[0] != pair[1]), None)
     if wrong is not None:

@@ -10,6 +10,7 @@ from hpctrain.comm.start.launcher import MORE_CORES, asked_threads, few_cores, p
 from hpctrain.config.errors import HpctrainError, LaunchError
 from hpctrain.jobs.doctor.machine_checks import Finding, error_finding
 from hpctrain.jobs.doctor.software import compare_software, describe_environments, grouped
+from hpctrain.plan.tiling import counted
 
 if TYPE_CHECKING:
     from hpctrain.comm.topology import Place
@@ -33,7 +34,8 @@ def check_ranks(world: "World", folder: Path) -> Iterator[tuple[list[Finding], d
     drivers = check_drivers(world.topology.places, world.gather_objects(describe_drivers(world.place.kind)))
     everybody = world.gather_objects(world.communicators.describe())
     communicators = {name: size for of_kind in zip(*everybody, strict=True) for name, size in of_kind}
-    made = Finding("communicators", "ok", ", ".join(f"{name} ({size} ranks)" for name, size in communicators.items()))
+    sizes = (f"{name} ({counted(size, 'rank')})" for name, size in communicators.items())
+    made = Finding("communicators", "ok", ", ".join(sizes))
     yield (
         [check_promise(world.size), Finding("software", "ok", text), _check_threads(world), made, *drivers],
         {"communicators": communicators},

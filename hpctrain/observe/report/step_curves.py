@@ -19,6 +19,7 @@ from hpctrain.observe.report.svg import (
     sourced,
     text_width,
 )
+from hpctrain.plan.tiling import counted
 
 LEFT, HEIGHT = 58, 176
 MAX_POINTS = 600
@@ -114,10 +115,10 @@ def _mark_events(svg: Svg, run: RunRecord, x: PixelScale, y: PixelScale) -> None
         svg.line(at, y.stop - 4, at, y.start, "straggler" if kind == STRAGGLER else "restart")
         text = f"rank {event.get('rank', '?')} slow"
         if kind == LEG:
-            text = f"leg {event.get('number', '?')}, {event.get('ranks', 0):,} ranks"
+            text = f"leg {event.get('number', '?')}, {counted(event.get('ranks', 0), 'rank')}"
         if kind == START:
             is_new_plan = event.get("planned_again")
-            text = f"planned again, {event.get('ranks', 0):,} ranks" if is_new_plan else "started again"
+            text = f"planned again, {counted(event.get('ranks', 0), 'rank')}" if is_new_plan else "started again"
         left = min(at, x.stop - text_width(text))
         if left >= free:
             svg.text(left, y.stop - 8, text, "bad" if kind == STRAGGLER else "tick")

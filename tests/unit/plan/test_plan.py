@@ -151,7 +151,7 @@ def test_what_is_no_tiling_is_refused(plan, message):
 
 def test_wrong_number_of_ranks_says_which_fits():
     check_ranks(uneven_plan(), 5)
-    with pytest.raises(LaunchError, match=r"for 5 ranks .* but 4 were started; start it with mpirun -n 5"):
+    with pytest.raises(LaunchError, match=r"for 5 ranks .* but MPI started 4; start it with mpirun -n 5"):
         check_ranks(uneven_plan(), 4)
 
 

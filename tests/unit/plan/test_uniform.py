@@ -65,7 +65,7 @@ def test_a_pipeline_gets_enough_microbatches():
             2,
             "sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y",
         ),
-        (["plan.tensor.x=2"], 4, "is for 2 ranks, but 4 were started; start it with mpirun -n 2"),
+        (["plan.tensor.x=2"], 4, "is for 2 ranks, but MPI started 4; start it with mpirun -n 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(overrides, ranks, message):
