@@ -20,6 +20,7 @@ from hpctrain.data.order import AnySequences, Batch
 from hpctrain.engine.requests import NO_REQUESTS, EarlyEnd, Requests, StepRequests
 from hpctrain.engine.saves import CheckpointSchedule
 from hpctrain.engine.step import loss_scale
+from hpctrain.engine.step.expert_load import LoadFigures
 from hpctrain.engine.step.layout import Layout, make_layout
 from hpctrain.engine.step.loss_scale import LossScale
 from hpctrain.engine.step.optimizer import Optimizer
@@ -80,6 +81,8 @@ class Trainer:
         """Whether this process has completed a step, and so has loaded all kernels."""
         self.tokens_per_step = job.train.global_batch * job.data.sequence_length
         self.steps_done = 0
+        self.load: LoadFigures | None = None
+        """The load of experts in the last step, where there are any."""
 
     @contextmanager
     def _running(self, what: str):
@@ -167,6 +170,7 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
+        self.load = totals.load
         if load := totals.load:
             metrics["expert_load"], metrics["expert_load_layer"] = load.ratio, load.layer
             metrics["expert_spread"] = load.spread

@@ -22,7 +22,7 @@ from hpctrain.observe.folder.run_folder import (
     VALIDATE,
     RunFolder,
 )
-from hpctrain.observe.folder.schema import METRICS, RANKS, SavedMetrics, SavedRanks
+from hpctrain.observe.folder.schema import EXPERTS, METRICS, RANKS, SavedExperts, SavedMetrics, SavedRanks
 from hpctrain.observe.metrics import FIGURES
 from hpctrain.observe.sample import SAMPLED_STEP
 from hpctrain.observe.speeds import SpeedWatch
@@ -44,6 +44,8 @@ class LiveMetrics:
         self._files, self._plan, self._writers = files, plan, writers
         self._watch = speeds or StragglerWatch(plan)
         self._figures: np.ndarray | None = None
+        self.experts: SavedExperts | None = None
+        """The load of experts in the last logged step, where there are any; written like the figures of all ranks."""
         self._step = self._count = 0
         self._written = time.monotonic()
 
@@ -148,7 +150,7 @@ class LiveMetrics:
             self._files.attempt(writer.path, writer.close)
 
     def _write_ranks(self) -> None:
-        """Write the figures of all ranks of the last logged step: ranks.json."""
+        """Write the figures of all ranks of the last logged step, and the load of experts: ranks.json, experts.json."""
         if self._figures is None:
             return
         columns = {
@@ -157,3 +159,5 @@ class LiveMetrics:
         }
         self._written = time.monotonic()
         self._files.write(RANKS, SavedRanks(step=self._step, **columns))
+        if self.experts:
+            self._files.write(EXPERTS, self.experts)

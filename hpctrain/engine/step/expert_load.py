@@ -27,6 +27,8 @@ class LoadFigures(NamedTuple):
     """Standard deviation of the tokens of a layer's experts over their mean: of all layers the root mean square."""
     balance_loss: float
     """What the auxiliary loss adds to the loss; 0 without one."""
+    tokens: dict[int, torch.Tensor]
+    """The tokens of each expert by layer, fp64, on the host."""
 
 
 class ExpertLoad:
@@ -77,6 +79,7 @@ class ExpertLoad:
             there = torch.arange(total.shape[1]) < self._counts
             ratios, spread = shares.amax(1), (shares[there] - 1).square().mean().sqrt().item()
             worst, balance_loss = int(ratios.argmax()), sums[-1].item() * self._row_coefficient
-            return LoadFigures(ratios[worst].item(), self.layers[worst], spread, balance_loss)
+            tokens = {n: row[:count] for n, row, count in zip(self.layers, total, self._counts, strict=True)}
+            return LoadFigures(ratios[worst].item(), self.layers[worst], spread, balance_loss, tokens)
 
         return figures

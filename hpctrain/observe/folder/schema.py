@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from hpctrain.comm.watchdog.flight import parse_ranks
-from hpctrain.config.bounds import MOST_NUMBER
+from hpctrain.config.bounds import WholeNumber
 from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, is_file, read_bytes, refused_as
 from hpctrain.planner.prediction.simulate import EXPOSED
@@ -87,7 +87,7 @@ class SavedFigures(SavedTable):
 class SavedLosses(SavedTable):
     """The keys of a line of metrics.jsonl that other commands compute with."""
 
-    step: Annotated[int, Field(ge=0, le=MOST_NUMBER)]
+    step: WholeNumber
     loss: NotRequired[float]
     """Left out of a step whose tokens are all of prompts: no token is learnt then."""
     validation_loss: NotRequired[float]
@@ -228,6 +228,20 @@ class SavedRanks(SavedTable):
     optimizer_seconds: Column
 
 
+class SavedLayerLoad(SavedTable):
+    """The tokens of each expert of a layer in a step."""
+
+    layer: WholeNumber
+    tokens: Annotated[list[WholeNumber], Field(min_length=1)]
+
+
+class SavedExperts(SavedTable):
+    """The load of all experts in a recent logged step."""
+
+    step: int
+    layers: Annotated[list[SavedLayerLoad], Field(min_length=1)]
+
+
 class SavedSeconds(SavedTable):
     """The seconds of a part of a step."""
 
@@ -280,6 +294,7 @@ EVENTS = SavedFile("events.jsonl", SavedEvent)
 RANKS = SavedFile("ranks.json", SavedRanks)
 TIMELINE = SavedFile("timeline.json", SavedTimeline)
 TRAFFIC = SavedFile("traffic.json", SavedTraffic)
+EXPERTS = SavedFile("experts.json", SavedExperts)
 DRIFT = SavedFile("drift.json", SavedComparison)
 TRACE_SUMMARY = SavedFile("trace-summary.json", SavedTraceSummary)
 OF_ONE_PLAN = (DRIFT, RANKS, TIMELINE, TRAFFIC)

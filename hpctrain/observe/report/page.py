@@ -11,6 +11,7 @@ from hpctrain import __version__
 from hpctrain.observe.report import summary
 from hpctrain.observe.report.bars import memory_panel, step_panel
 from hpctrain.observe.report.differences import difference_rows
+from hpctrain.observe.report.expert_loads import expert_panel
 from hpctrain.observe.report.machine_bars import machine_panels
 from hpctrain.observe.report.matrix import traffic_panel
 from hpctrain.observe.report.record import RunRecord
@@ -53,9 +54,11 @@ def render_report(runs: Sequence[RunRecord]) -> str:
         )
         if anchor != "load" or any("expert_load" in line for run in runs for line in run.metrics)
     ]
+    single = [("experts", "Busiest and idlest experts", expert_panel)] if any(run.experts for run in runs) else []
     sections += [
         {"anchor": anchor, "name": name, "panels": [panel(run) for run in runs]}
         for anchor, name, panel in (
+            *single,
             ("plan", "Plan", show_plan),
             ("timeline", "Timeline of a step", timeline_panel),
             ("step", "Where a step goes", step_panel),

@@ -42,6 +42,7 @@ class RunRecord:
     timeline: schema.SavedTimeline | None
     traffic: schema.SavedTraffic | None
     ranks: schema.SavedRanks | None
+    experts: schema.SavedExperts | None
     ending: tuple[str, Diagnosis] | None
     """Its last state by its flight records, if it did not end in order."""
     left_out: list[str] = field(default_factory=list)
@@ -98,6 +99,7 @@ class RunRecord:
             schema.TRAFFIC.name: [self.traffic],
             schema.TIMELINE.name: [self.timeline],
             schema.RANKS.name: [self.ranks],
+            schema.EXPERTS.name: [self.experts],
             RESOLVED: [self.job],
             CLUSTER: [self.cluster],
             "forecast": [self.forecast and self.forecast.prediction],
@@ -157,7 +159,7 @@ def read_run(path: Path, name: str) -> RunRecord:
             return None
 
     lines = read_lines(schema.METRICS), read_lines(schema.EVENTS)
-    files = read(schema.DRIFT), read(schema.TIMELINE), read(schema.TRAFFIC), read(schema.RANKS)
+    files = map(read, (schema.DRIFT, schema.TIMELINE, schema.TRAFFIC, schema.RANKS, schema.EXPERTS))
     ending = post_mortem(path / FOLDER, time.time())
     return RunRecord(path, name, job, plan, cluster, *lines, *files, ending, left_out)
 

@@ -63,7 +63,7 @@ def training_rows(run: RunRecord) -> list[tuple[str, Markup | str]]:
     return rows
 
 
-def headline_rows(run: RunRecord) -> list[tuple[str, Markup | str, str]]:
+def headline_rows(run: RunRecord) -> list[tuple[str, Markup | str, Markup | str]]:
     """Return the figures at the top, those that the run has: a name, a value and a note for each."""
     shown = (
         ("loss", "loss", "{:.4f}".format, "nats, last step"),
@@ -72,7 +72,11 @@ def headline_rows(run: RunRecord) -> list[tuple[str, Markup | str, str]]:
         ("of the families' sum", "fraction_of_sum", "{:.2f}".format, "1: as much as all families alone, together"),
         ("MFU", "mfu", show_percent, "of the devices' peak"),
     )
+    rows: list[tuple[str, Markup | str, Markup | str]]
     rows = [(name, run.figure(show, METRICS.name, key), note) for name, key, show, note in shown]
+    assumed = run.figure("{:g}".format, RESOLVED, "search", "expert_spread")
+    spread = run.figure("{:.3f}".format, METRICS.name, "expert_spread")
+    rows.append(("spread of experts", spread, Markup("of their tokens, over the mean; assumed: {}").format(assumed)))
     last = run.metrics[-1] if run.metrics else {}
     if fullest := last.get("memory_share"):
         share = run.figure(show_percent, METRICS.name, "memory_share", "max")

@@ -185,7 +185,8 @@ def test_counts_are_of_tokens_and_do_not_depend_on_recomputing():
         }
         most = {n: tokens.max().item() / 9 for n, tokens in zip(counted.layers, counted.tokens, strict=True)}
         expected = (counted.tokens / 9 - 1).std(unbiased=False).item()
-        ratio, layer, spread, loss = counted.start_sum(ONE_RANK)()
+        ratio, layer, spread, loss, by_layer = counted.start_sum(ONE_RANK)()
+        assert {n: of.max().item() / 9 for n, of in by_layer.items()} == most
         assert ratio == max(most.values()) == most[layer] and not counted.tokens.any()
         assert spread == pytest.approx(expected) and spread > 0
         losses.append(loss)
@@ -201,8 +202,9 @@ def test_the_spread_is_that_of_the_experts_of_each_layer():
     model = SimpleNamespace(description=SimpleNamespace(blocks=blocks))
     counted = ExpertLoad(model, [], torch.device("cpu"), Train())  # pyright: ignore[reportArgumentType] - no layer is asked
     counted.tokens[:] = torch.tensor([[3, 1, 0, 0], [2, 2, 2, 2]])
-    ratio, layer, spread, _ = counted.start_sum(ONE_RANK)()  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    ratio, layer, spread, _, by_layer = counted.start_sum(ONE_RANK)()  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
     assert (ratio, layer) == (1.5, 0) and spread == pytest.approx((2 * 0.25 / 6) ** 0.5)
+    assert {n: tokens.tolist() for n, tokens in by_layer.items()} == {0: [3, 1], 1: [2, 2, 2, 2]}
 
 
 @pytest.mark.parametrize("y", [1, 2, 3])

@@ -16,7 +16,7 @@ from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
 from hpctrain.observe.folder.run_folder import LOST, SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
-from hpctrain.observe.folder.schema import OF_ONE_PLAN
+from hpctrain.observe.folder.schema import EXPERTS, OF_ONE_PLAN
 from hpctrain.observe.report import summary
 from hpctrain.observe.report.bars import StackedBar, step_stacks
 from hpctrain.observe.report.differences import difference_rows
@@ -239,6 +239,7 @@ DAMAGED = [
     ("timeline.json", '{"step": 3, "grids": [{"rank": 0, "spans": [["forward", 0, 0, "x", 1]]}]}', "timeline.json"),
     ("traffic.json", '{"step": 3, "groups": [{"ranks": "0-99999"}]}', "traffic.json"),
     ("traffic.json", "[]", "traffic.json"),
+    ("experts.json", '{"step": 3, "layers": [{"layer": 0, "tokens": []}]}', "experts.json"),
     ("events.jsonl", '{"event": "end", "step": 0, "time": 1.0, "text": "", "overrun": null}\n', "overrun: "),
     ("ranks.json", '{"step": 3, "memory_peak_bytes": [1]}', "has 1 ranks, and the plan 4"),
     ("drift.json", '{"cluster": 3}', "drift.json: is damaged"),
@@ -276,12 +277,27 @@ def test_a_loss_that_is_no_number_is_not_drawn(run, tmp_path):
 
 def test_the_load_of_experts_is_drawn_where_a_model_has_them(run, tmp_path):
     path = shutil.copytree(run, tmp_path / "a")
-    assert "Load of experts" not in render_report(read_runs([path]))
+    without = render_report(read_runs([path]))
+    assert not [name for name in ("Load of experts", "idlest", "spread of experts") if name in without]
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    more = {"expert_load": 1.5, "expert_load_layer": 3}
+    more = {"expert_load": 1.5, "expert_load_layer": 3, "expert_spread": 0.625}
+    loads = [{"layer": 1, "tokens": [5, 3, 4]}, {"layer": 3, "tokens": [1200, 0, 1200]}]
+    RunFolder(path).write(EXPERTS, {"step": 6, "layers": loads})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line | more) + "\n" for line in lines))
     text = render_report(read_runs([path]))
     assert "Load of experts" in text and 'data-from="a/metrics.jsonl:expert_load"' in text
+    page = Page(text)
+    check_numbers(path, page)
+    shown = {of: shown for of, _, shown in page.numbers if "expert" in of}
+    assert shown == {
+        "a/metrics.jsonl:expert_spread": "0.625",
+        "a/resolved.toml:search.expert_spread": "0.2",
+        "a/experts.json:layers.1.tokens.0": "1,200",
+        "a/experts.json:step": "6",
+    }
+    drawn = [(int(a["data-value"]), float(a["cy"])) for _, a, _ in page.shapes if "experts.json" in a["data-from"]][:4]
+    assert [count for count, _ in drawn] == [5, 3, 1200, 0]
+    assert drawn[2][1] < drawn[0][1] < drawn[1][1] < drawn[3][1], "over the mean of each layer: 1.5, 1.25, 0.75, 0"
 
 
 def test_a_long_curve_keeps_its_extremes():
