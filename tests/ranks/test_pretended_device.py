@@ -23,6 +23,9 @@ from hpctrain.comm.transports.transport import DeviceTransport
 from hpctrain.config.errors import TrainingError
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.routes import message_refusal
+from hpctrain.model.operators import experts
+from hpctrain.model.operators.experts import ExpertMixture
+from hpctrain.model.parallel.gathering import start_scatter
 from hpctrain.plan.launch_order import Bridge
 from hpctrain.plan.uniform import resolve_plan
 from tests.ranks.pretended_device import KIND, MODULE, Clock, PretendedDevice, watched
@@ -43,6 +46,9 @@ ROUTES: list[dict] = [{"native": True}, {"exports": False}, {"direct": "a", "exp
 STEPS = 3
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "head_size": None}
 EXPERTS = {name: {"num_experts": 4, "experts_per_token": 2} for name in ("mixtral", "qwen3_moe", "dots1", "gpt_oss")}
+SPARSE = {"shape": {"architecture": "dots1"} | SIZES | EXPERTS["dots1"] | {"expert_size": 24, "shared_experts": 1}}
+SPARSE |= {"global_batch": 8, "validation_sequences": 8}
+"""Sizes of a job whose two blocks have experts, one of which computes every token."""
 DTYPES = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
 """How far losses may be from those of the host, which has another kernel for attention."""
 
@@ -104,6 +110,38 @@ def test_nothing_races(world, tokens, number):
         result = trained(world, "aaaa", job_of(tokens, PLANS[number], True, **sizes), ROUTES[number % len(ROUTES)])
     assert not every_complaint(world)
     assert largest_relative_difference(result, alone) < 1e-5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+def test_nothing_races_with_experts(world, tokens):
+    """Ranks of y have experts, whose results the library sums, and one expert is of every token."""
+    plan = {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True}
+    alone = losses_of_one_rank(world, tokens, "llama", STEPS, **SPARSE)
+    with watched():
+        result = trained(world, "aaaa", job_of(tokens, plan, True, "llama", **SPARSE), NCCL)
+    assert not every_complaint(world)
+    assert largest_relative_difference(result, alone) < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_host_waits_once_for_a_pass_of_experts_that_y_cuts(world, tokens):
+    """And twice at the end of a step. Backward passes know the counts of forward ones."""
+    job = job_of(tokens, {"tensor": {"y": 2}, "sequence_parallel": True, "microbatch": 4}, True, "llama", **SPARSE)
+    with watched():
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        pretended = Pretended(world, "aa", device=PretendedDevice(), library=WatchedLibrary(world.raw_mpi), **NCCL)
+        trainer = make_trainer(pretended, job, None, pretended.device)
+        trainer.initialise()
+        trainer.step(training)
+        MODULE.waits.clear()
+        trainer.step(training)
+        waits, microbatches = list(MODULE.waits), trainer.layout.plan.microbatches
+        trainer.close()
+        pretended.close()
+    assert len(waits) == 2 + 2 * microbatches, waits
+    assert not every_complaint(world)
 
 
 @pytest.mark.ranks(4)
@@ -260,6 +298,28 @@ def copy_and_count(memory, target, source):
     return lambda: True
 
 
+def counts_too_early(chosen, own, count):
+    """Let the host read where the choices of experts end before a copy to its memory has come."""
+    places, groups = SORT(chosen, own, count)
+    read = torch.zeros(len(groups.ends), dtype=torch.int32)
+    MODULE.pinned.append(read)
+    read.copy_(groups.ends, non_blocking=True)
+    return experts.Sorted(places, experts.Groups(groups.ends, [min(end, len(places)) for end in read.tolist()]))
+
+
+def product_elsewhere(x, weight, groups):
+    with MODULE.stream(MODULE.Stream()):
+        return PRODUCT(x, weight, groups)
+
+
+def sum_read_too_early(mixture, value):
+    own, work = start_scatter(value, mixture.y)
+    early = own + 0
+    work.wait()
+    return early
+
+
+SORT, PRODUCT = experts.sort_choices, experts.grouped_product
 MESSAGE = DeviceTransport._message
 VIEW = PretendedDevice.view_for_mpi
 RUN, COPY = StreamedCollectives._run, PretendedDevice.copy
@@ -273,6 +333,21 @@ MISTAKES = {
     "a message does not wait": (DeviceTransport, "_message", message_at_once, DIRECT, "a message of MPI does not wait"),
     "a copy is not awaited": (PretendedDevice, "copy", copy_and_forget, STAGED, "other losses"),
     "MPI is used beside a library": (maker, "message_route", always_direct, BESIDE, "on which a library works"),
+    "counts of experts are read too early": (experts, "sort_choices", counts_too_early, NCCL, "other losses"),
+    "products of experts on another stream": (
+        experts,
+        "grouped_product",
+        product_elsewhere,
+        NCCL,
+        "another stream",
+    ),
+    "a sum of experts is read too early": (
+        ExpertMixture,
+        "summed",
+        sum_read_too_early,
+        NCCL,
+        "does not wait for NCCL's",
+    ),
     "a slot is counted too early": (PeerMemory, "_copy", copy_and_count, NCCL, "other losses"),
 }
 """What is replaced by what, on which route, and what is complained of then."""
@@ -286,11 +361,11 @@ def test_a_mistake_is_found(world, tokens, mistake):
     plan = {"tensor": {"y": 2}, "sequence_parallel": True}
     if of in (PeerMemory, maker):
         plan = {"pipeline": 2, "microbatch": 2}
-    sizes = small(plan)
-    alone = losses_of_one_rank(world, tokens, "gpt2", STEPS, **sizes)
+    model, sizes = ("llama", SPARSE) if of in (experts, ExpertMixture) else ("gpt2", small(plan))
+    alone = losses_of_one_rank(world, tokens, model, STEPS, **sizes)
     with watched() as device, patch.object(of, name, replacement):
         try:
-            result = trained(world, "aa", job_of(tokens, plan, True, **sizes), route)
+            result = trained(world, "aa", job_of(tokens, plan, True, model, **sizes), route)
         except TrainingError:  # of all ranks: what is poisoned is no number
             result = [float("inf")] * len(alone)
         if largest_relative_difference(result, alone) > 1e-5:
