@@ -44,6 +44,9 @@ def _layouts(own: LaunchedRun) -> Iterator[LaunchedRun]:
     options = itertools.product(tensors, pipelines, MICROBATCHES, own.virtual_stages, own.recomputing)
     for tensor, pipeline, microbatch, virtual, recompute in options:
         data, rest = divmod(devices, tensor * pipeline * run.context)
+        experts = run.expert_parallel * run.expert_tensor
+        if experts > 1 and (experts % tensor or devices // pipeline % experts):
+            continue
         if rest or run.global_batch % (data * microbatch):
             continue
         microbatches = run.global_batch // data // microbatch

@@ -210,6 +210,7 @@ class MegatronRun(LaunchedRun):
             "tensor-model-parallel-size": str(run.tensor),
             "pipeline-model-parallel-size": str(run.pipeline),
             "context-parallel-size": str(run.context),
+            "expert-tensor-parallel-size": str(run.expert_tensor) if run.num_experts else None,
             "micro-batch-size": str(run.microbatch),
             "global-batch-size": str(run.global_batch),
             "num-virtual-stages-per-pipeline-rank": str(run.interleave) if run.interleave > 1 else None,
@@ -269,6 +270,8 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         if has("use-flash-attn") or (zero == 3 and pipeline > 1):
             raise JobError(f"{where}: --deepspeed with --use-flash-attn, or stages with ZeRO 3, cannot be predicted")
     stages = _stages(flags, layers, pipeline, interleave) if pipeline > 1 else ()
+    if has("num-experts") and not has("moe-router-force-load-balancing"):
+        assumed.append("the load of experts: even")
     run = DescribedRun(
         hidden,
         layers,
@@ -301,12 +304,40 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
         head_size=number("kv-channels") if has("kv-channels") else None,
         machine=cluster,
     )
+    if has("num-experts"):
+        run = _with_experts(run, flags)
     try:
         _ = run.model
     except ValidationError as error:
         raise JobError(f"{where}: {explain(error, Model)[0][1]}") from None
     software = replace(software, sequence_parallel=run.sequence_parallel)
     return MegatronRun(run, software, tuple(assumed), vocabulary, padded_by)
+
+
+def _with_experts(run: DescribedRun, flags: MegatronFlags) -> DescribedRun:
+    """Return a run whose layers have experts. Raises JobError where the record does not say what these cost."""
+    has, parallel = flags.has, flags.number("expert-model-parallel-size", 1)
+    dispatcher, count = flags.values.get("moe-token-dispatcher-type", "allgather"), flags.number("num-experts")
+    for name, why, is_unknown in (
+        ("swiglu", "experts without gates", not has("swiglu")),
+        ("moe-grouped-gemm", "one product after the other", not has("moe-grouped-gemm") and count > parallel),
+        ("moe-token-dispatcher-type alltoall", "gathering all tokens", dispatcher == "allgather" and parallel > 1),
+    ):
+        if is_unknown:
+            raise JobError(f"{flags.where}: --num-experts without --{name}: {why} cannot be predicted")
+    if count % parallel:
+        raise JobError(f"{flags.where}: --num-experts {count} is not divisible by {parallel} ranks with experts")
+    return replace(
+        run,
+        architecture="mixtral",
+        num_experts=count,
+        experts_per_token=flags.number("moe-router-topk", 2),
+        ffn=flags.number("moe-ffn-hidden-size", run.ffn),
+        expert_parallel=parallel,
+        expert_tensor=flags.number("expert-tensor-parallel-size", run.tensor),
+        dispatches_once=dispatcher == "flex",
+        overlaps_experts=has("overlap-moe-expert-parallel-comm"),
+    )
 
 
 def _stages(flags: MegatronFlags, num_layers: int, pipeline: int, interleave: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def test_a_launch_line_is_predicted_beside_better_flags_and_our_engine(hpctrain,
 
 def test_what_cannot_be_predicted_is_said_in_one_line(hpctrain, tmp_path):
     for flags, more, code, message in (
-        (f"{FLAGS} --num-experts 8", (), 81, "--num-experts 8: a mixture of experts cannot be predicted"),
+        (f"{FLAGS} --window-size 8", (), 81, "--window-size 8: attention in a window cannot be predicted"),
         (FLAGS, ("--plan", "plan.toml"), 2, "--from is in place of JOB, --plan and --set"),
     ):
         done = hpctrain("predict", "--from", "megatron", flags, "--cluster", "a100-80-40", *more, cwd=tmp_path)

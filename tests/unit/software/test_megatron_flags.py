@@ -30,6 +30,8 @@ MODEL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --bf16"
     " --global-batch-size 32 --vocab-size 50257"
 )
+SPARSE = "--swiglu --num-experts 8 --moe-grouped-gemm --moe-ffn-hidden-size 704"
+SENT = f"{SPARSE} --expert-model-parallel-size 4 --moe-token-dispatcher-type"
 SCRIPT = """#!/bin/bash
 LAYERS=16; TP=2  # of tensors
 MODEL="--num-layers $LAYERS --hidden-size ${WIDTH:-2048} --num-attention-heads 16"
@@ -116,6 +118,16 @@ def test_flags_and_a_script_and_a_functional_test_are_the_same_run(tmp_path):
         ("--untie-embeddings-and-output-weights", "tie_head", False),
         ("--num-distributed-optimizer-instances 1 --num_workers 2", "data", 8),
         ("--overlap-grad-reduce", "gradient_dtype", "fp32"),
+        (SPARSE, "num_experts", 8),
+        (SPARSE, "experts_per_token", 2),
+        (f"{SPARSE} --moe-router-topk 1", "experts_per_token", 1),
+        (SPARSE, "ffn", 704),
+        (f"{SPARSE} --tensor-model-parallel-size 2", "expert_tensor", 2),
+        (f"{SENT} alltoall --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "expert_tensor", 1),
+        (f"{SENT} alltoall", "expert_parallel", 4),
+        (f"{SENT} alltoall", "dispatches_once", False),
+        (f"{SENT} flex", "dispatches_once", True),
+        (f"{SENT} flex --overlap-moe-expert-parallel-comm", "overlaps_experts", True),
     ],
 )
 def test_a_flag_says_a_field_of_the_run(flags, field, value):
@@ -125,7 +137,14 @@ def test_a_flag_says_a_field_of_the_run(flags, field, value):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-experts 8", "the flags: --num-experts 8: a mixture of experts cannot be predicted"),
+        ("--num-experts 8", "the flags: --num-experts without --swiglu: experts without gates cannot be predicted"),
+        ("--num-experts 8 --swiglu", "without --moe-grouped-gemm: one product after the other cannot be predicted"),
+        (f"{SPARSE} --expert-model-parallel-size 4", "alltoall: gathering all tokens cannot be predicted"),
+        (f"{SENT} allgather", "alltoall: gathering all tokens cannot be predicted"),
+        (f"{SENT} alltoall --num-experts 6", "--num-experts 6 is not divisible by 4 ranks with experts"),
+        (f"{SPARSE} --moe-router-topk 9", "experts_per_token = 9 must be 1 to num_experts = 8"),
+        (f"{SPARSE} --moe-layer-freq 2", "--moe-layer-freq 2: a layer without experts among others cannot be"),
+        (f"{SPARSE} --moe-shared-expert-intermediate-size 64", "64: an expert of every token cannot be predicted"),
         (
             "--tensor-model-paralel-size 2",
             "(2026-08-22); did you mean 'tensor-model-parallel-size'",
@@ -148,6 +167,17 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(flags, message):
     with pytest.raises(JobError) as error:
         run(flags)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_better_flags_keep_experts_on_as_many_ranks():
+    given = own(f"{SENT} alltoall --use-distributed-optimizer --overlap-grad-reduce")
+    assert given.assumed == ("the load of experts: even",)
+    assert own(f"{SPARSE} --moe-router-force-load-balancing").assumed == ()
+    prediction = given.run.predict()
+    faster = run(f"{SENT} flex --use-distributed-optimizer --overlap-grad-reduce").predict()
+    assert faster.step_seconds < prediction.step_seconds, "a token goes once to a rank with two of its experts"
+    advice = better_flags(given, prediction)
+    assert advice and advice.prediction.step_seconds < prediction.step_seconds and "expert" not in advice.flags
 
 
 # What scripts of repositories on GitHub say, by their own means: arrays, variables that are added to, branches,
