@@ -159,7 +159,7 @@ def read_run(path: Path, name: str) -> RunRecord:
             return None
 
     lines = read_lines(schema.METRICS), read_lines(schema.EVENTS)
-    files = map(read, (schema.DRIFT, schema.TIMELINE, schema.TRAFFIC, schema.RANKS, schema.EXPERTS))
+    files = read(schema.DRIFT), read(schema.TIMELINE), read(schema.TRAFFIC), read(schema.RANKS), read(schema.EXPERTS)
     ending = post_mortem(path / FOLDER, time.time())
     return RunRecord(path, name, job, plan, cluster, *lines, *files, ending, left_out)
 
