@@ -5,6 +5,7 @@ says so by raising a counter, and reads the slots of the others. Reductions are 
 and in fp32 for half precision. So the result is the same on every rank and in every run.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -98,28 +99,43 @@ class SharedCollectives(Collectives):
         yield from self._announce()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        step = self._slot_bytes // flat.element_size()
-        for start in range(0, flat.numel(), step):
-            yield from self._all_reduce_chunk(flat[start : start + step], op)
-
-    def _all_reduce_chunk(self, chunk: torch.Tensor, op: str) -> Steps:
-        size_bytes = chunk.numel() * chunk.element_size()
-        slot = self._next_slot()
-        copies = [self._view(rank, slot, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
-        copies[self.rank].copy_(chunk)
-        yield from self._announce()
-        if size_bytes <= SMALL_BYTES:
-            reduce_in_order(copies, chunk, op)
+        """Each rank reduces its cut of a chunk. One announcement says that, and that the next chunk can be read."""
+        if flat.numel() * flat.element_size() <= SMALL_BYTES:
+            slot = self._next_slot()
+            parts = [self._view(rank, slot, flat.dtype, 0, flat.numel()) for rank in range(self.size)]
+            parts[self.rank].copy_(flat)
+            yield from self._announce()
+            reduce_in_order(parts, flat, op)
             return
-        cuts = cut_evenly(chunk.numel(), self.size)
-        own = slice(*cuts[self.rank])
-        reduce_in_order([copy[own] for copy in copies], chunk[own], op)
-        # Others still read this slot, each its own part. No rank reads our result before the second announcement.
-        copies[self.rank][own].copy_(chunk[own])
+        num_chunks = -(-flat.numel() // (self._slot_bytes // flat.element_size()))
+        chunks = flat.split(-(-flat.numel() // num_chunks))
+        cuts = [slice(*cut) for cut in cut_evenly(chunks[0].numel(), self.size)]  # the last chunk's are shorter
+        own = cuts[self.rank]
+        slots = self._put(chunks[0], own)
         yield from self._announce()
-        for other, cut in enumerate(cuts):
-            if other != self.rank:
-                chunk[slice(*cut)].copy_(copies[other][slice(*cut)])
+        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+            copies, result = slots, slots[self.rank][own]
+            # The own cut is in no slot before. Others read the result there after the next announcement.
+            parts = [chunk[own] if rank == self.rank else copy[own] for rank, copy in enumerate(copies)]
+            reduce_in_order(parts, result, op)
+            chunk[own].copy_(result)
+            if following is not None:
+                slots = self._put(following, own)
+            yield from self._announce()
+            for other, cut in enumerate(cuts):
+                if other != self.rank:
+                    chunk[cut].copy_(copies[other][cut])
+
+    def _put(self, chunk: torch.Tensor, own: slice) -> list[torch.Tensor]:
+        """Copy all of a chunk but this rank's own cut into the next slot. Return the slots of all ranks.
+
+        All ranks have read what was there, except a result in the own cut: somebody may still read it.
+        """
+        slot = self._next_slot()
+        slots = [self._view(rank, slot, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
+        for part in (slice(own.start), slice(own.stop, None)):
+            slots[self.rank][part].copy_(chunk[part])
+        return slots
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
         step = self._slot_bytes // flat.element_size() // self.size
