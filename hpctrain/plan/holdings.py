@@ -147,11 +147,12 @@ def holding_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = N
             held_by.setdefault((ranks, 1, None, Region), []).append(HeldShard(first, unit, region, region.size))
 
     shard_groups = []
+    shares = {ranks: tuple(plan.tile_of(rank).state_share for rank in ranks) for ranks in {key[0] for key in held_by}}
     for (ranks, zero, *_), shards in held_by.items():
         for bucket in _buckets(sorted(shards, key=lambda shard: shard.first), bucket_bytes):
             shard_group = ShardGroup(
                 ranks,
-                tuple(plan.tile_of(rank).state_share for rank in ranks),
+                shares[ranks],
                 zero,
                 layouts=tuple(held.shard for held in bucket if isinstance(held.shard, UnitLayout)),
                 regions=tuple(held.shard for held in bucket if isinstance(held.shard, Region)),

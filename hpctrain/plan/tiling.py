@@ -7,9 +7,9 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from hpctrain.config.errors import PlanError
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
@@ -83,9 +83,12 @@ class Tile:
         return self.items.start <= item < self.items.stop
 
     @property
-    def work(self) -> "Tile":
-        """The tile with rows counted from 0 and without its ranks: tiles with equal work are equal in it."""
-        return replace(self, ranks=(0,), rows=Interval(0, self.rows.size))
+    def work(self) -> tuple:
+        """All but its ranks, and which rows it has: tiles with equal work are equal in it."""
+        return self.rows.size, *_options(self)
+
+
+_options = attrgetter(*(field.name for field in fields(Tile) if field.name not in ("ranks", "rows")))
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Plan:
     @cached_property
     def equal_work(self) -> dict[Tile, Tile]:
         """Return for each tile the first one with equal work."""
-        first: dict[Tile, Tile] = {}
+        first: dict[tuple, Tile] = {}
         return {tile: first.setdefault(tile.work, tile) for tile in self.tiles}
 
     @cached_property
@@ -233,7 +236,13 @@ class Plan:
 
     def path_length(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path through this one."""
-        return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
+        return self._depth_from_start[tile] + 1 + self._depth_to_loss[tile]
+
+    @cached_property
+    def path_ranks(self) -> int:
+        """Return into how many parts a path from the first items to the loss cuts the model: the most of any."""
+        before, after = self._depth_from_start, self._depth_to_loss
+        return max((before[tile] + 1 + after[tile]) * tile.tensor.size for tile in self.tiles)
 
     @cached_property
     def pipelines(self) -> tuple[tuple[Tile, ...], ...]:

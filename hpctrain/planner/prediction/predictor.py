@@ -97,19 +97,20 @@ class Predictor:
         """
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
-        parts = max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
-        self._bucket_bytes = least_bucket_bytes(setup, parts)
+        self._bucket_bytes = least_bucket_bytes(setup, plan.path_ranks)
         self.prices = prices or Prices(setup, cluster, efficiencies)
         self.network, self._devices = self.prices.network, self.prices.devices
         self.network.check_ranks(len(plan.ranks))
-        self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._sites: dict[Tile, Site] = {}
         self._holdings: dict[tuple, tuple[Holding, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._peers_by_ranks: dict[tuple[int, ...], tuple[Tile, ...]] = {}
         self._holders: dict[tuple[tuple[int, ...], int], tuple[Tile, ...]] = {}
         self._known_memory: dict[tuple, StageMemory] = {}
-        if like is not None and like.plan.tiles == plan.tiles:
+        if like is None or like.plan.tiles != plan.tiles:
+            self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        else:
+            self._families = like._families
             self._holdings, self._sharers, self._sites = like._holdings, like._sharers, like._sites
             self._exchanges, self._messages = like._exchanges, like._messages
             if like.plan is plan:

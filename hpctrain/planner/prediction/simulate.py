@@ -105,8 +105,10 @@ class Simulated:
 
     @cached_property
     def spans(self) -> dict[Tile, list[PredictedSpan]]:
-        """Return the spans of passes, sums and updates."""
-        return {tile: list(map(PredictedSpan._make, spans)) for tile, spans in self.span_fields.items()}
+        """Return the spans of passes, sums and updates. Tiles that do the same at the same times have one list."""
+        lists = {id(spans): spans for spans in self.span_fields.values()}
+        made = {key: list(map(PredictedSpan._make, spans)) for key, spans in lists.items()}
+        return {tile: made[id(spans)] for tile, spans in self.span_fields.items()}
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:

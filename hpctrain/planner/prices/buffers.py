@@ -5,6 +5,7 @@ added. `ClusterNetwork.scratch_bytes` says how much one sum takes; here is how m
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from hpctrain.plan.holdings import ShardGroup
@@ -82,12 +83,15 @@ def exchanged_bytes(
     if setup.bucket_bytes is None:  # one after the other
         return max(gathered, *(packed + scratch for _, _, packed, scratch in sums), 0)
     sums.sort(key=lambda each: -each[0])
-    most, packed, by_lane = float(gathered), 0, {}
+    most, alive, packed, by_lane = float(gathered), math.inf, 0, {}
     for first, started in itertools.groupby(sums, key=lambda each: each[0]):
         for _, ranks, num_bytes, scratch in started:  # a lane does one sum after the other
             packed += num_bytes
             by_lane[ranks] = max(by_lane.get(ranks, 0), scratch)
-        most = max(most, alive_before(first) + packed + sum(by_lane.values()))
+        exchanged = packed + sum(by_lane.values())
+        if alive + exchanged > most:  # activations become fewer with each bucket
+            alive = alive_before(first)
+            most = max(most, alive + exchanged)
     return most
 
 

@@ -152,7 +152,7 @@ def zero_bubble(predictor: Predictor) -> Iterator[Plan]:
     plan = predictor.plan
     splits = all(tile.zero < 2 and tile.row_chunks == 1 for tile in plan.tiles)
     if splits and any(map(plan.upstream, plan.tiles)) and plan.microbatches > 1:
-        yield replace(plan, schedule="zb-h1")
+        yield plan.with_schedule(schedule="zb-h1")
 
 
 def virtual_stages(predictor: Predictor, most: int) -> Iterator[Plan]:
