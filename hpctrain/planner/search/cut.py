@@ -84,6 +84,13 @@ class CutStage(NamedTuple):
     shape: StageShape
     blocks: int
     variant: StageVariant
+    first_slot: int = 0
+    """Number of the slot of its pool with which it begins."""
+
+    @property
+    def place(self) -> tuple[int, PoolUse, int]:
+        """Return the slots that it has."""
+        return self.pool, self.choice, self.first_slot
 
     @property
     def pool(self) -> int:

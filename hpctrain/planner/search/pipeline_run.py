@@ -5,15 +5,19 @@ prices, and takes a hundred times as long.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from hpctrain.planner.prices.network import Port
 from hpctrain.planner.search.extra_warmup import MAX_EXTRA, Gap, in_flight_by_delays
 from hpctrain.planner.search.stages import Passes
 
 PERIOD = math.lcm(*range(2, MAX_EXTRA + 3))
 """Microbatches after which the same delays come again: a multiple of the 2, 3 or 4 that a round trip between neighbours
 has in flight."""
+
+OWN_PIPELINE_SHARE = 0.5
+"""Share of the other messages of its pipeline that a message meets at a busy port, as simulations show."""
 
 
 class StageMessages(NamedTuple):
@@ -22,8 +26,6 @@ class StageMessages(NamedTuple):
     activation: float
     gradient: float
     """Seconds of the gradient's message to the stage before."""
-    leave_node: bool = False
-    """Whether they leave a node: what a stage sends forward and backward shares a NIC then."""
     under_way: float = 0.0
     """Seconds of each of them in which the next one may leave."""
     blocking: float = 0.0
@@ -32,6 +34,43 @@ class StageMessages(NamedTuple):
     def unblocked_at(self, sent: float, seconds: float) -> float:
         """Return when the sender of a message may compute again, which takes so many seconds and was `sent` then."""
         return sent - (1 - self.blocking) * (seconds - self.under_way)
+
+
+def slowed_by_shared_ports(
+    messages: Sequence[Sequence[StageMessages]],
+    ports: Sequence[Sequence[tuple[Collection[Port], Collection[Port]]]],
+    slowest: float,
+) -> list[list[StageMessages]]:
+    """Return the messages of each pipeline, which take longer where others pass the same ports of nodes.
+
+    `ports` are those of each activation and gradient. The `slowest` stage computes a microbatch in so many seconds. A
+    message meets others for the share of time in which its port is busy. Those of its own pipeline take turns with it.
+    """
+    passed: dict[Port, list[float]] = {}
+    for number, pipeline in enumerate(messages):
+        for each, ways in zip(pipeline, ports[number], strict=True):
+            for seconds, of_message in zip(each[:2], ways, strict=True):
+                for port in of_message:
+                    passed.setdefault(port, [0.0] * len(messages))[number] += seconds - each.under_way
+
+    def slowed(number: int, seconds: float, own: float, of_message: Collection[Port]) -> float:
+        longest = 0.0
+        for port in of_message:
+            busy, pipeline = sum(passed[port]), passed[port][number]
+            meets = busy - pipeline + OWN_PIPELINE_SHARE * (pipeline - own)
+            longest = max(longest, meets * min(1.0, busy / slowest))
+        return seconds + longest
+
+    return [
+        [
+            each._replace(
+                activation=slowed(number, each.activation, each.activation - each.under_way, forward),
+                gradient=slowed(number, each.gradient, each.gradient - each.under_way, back),
+            )
+            for each, (forward, back) in zip(pipeline, ports[number], strict=True)
+        ]
+        for number, pipeline in enumerate(messages)
+    ]
 
 
 def done_after(
@@ -60,10 +99,9 @@ def done_after(
     gradients_at: list[list[float]] = [[] for _ in stages]
     activation_sent, gradient_sent = [0.0] * len(passes), [0.0] * len(passes)
     while num_backward[0] < num_run:
-        for i in stages:  # each as far as it can go
+        for i in stages:  # each as far as it can go; comparisons take a third of the time of calls of max
             forward, backward, weight = passes[i]
             after, before = messages[i] if i < last else None, messages[i - 1] if i else None
-            shares_nic = bool(after and before and after.leave_node and before.leave_node)
             time, ahead, back, most_ahead = now[i], num_forward[i], num_backward[i], warm_ups[i]
             arrived, returned, sent, sent_back = (
                 activations_at[i],
@@ -76,11 +114,12 @@ def done_after(
                     if before:
                         if len(arrived) == ahead:
                             break
-                        time = max(time, arrived[ahead])
+                        if arrived[ahead] > time:
+                            time = arrived[ahead]
                     time += forward
                     ahead += 1
                     if after:
-                        start = max(time, sent, sent_back) if shares_nic else max(time, sent)
+                        start = sent if sent > time else time
                         sent = start + after.activation - after.under_way
                         activations_at[i + 1].append(start + after.activation)
                         if after.blocking:
@@ -89,9 +128,12 @@ def done_after(
                     if after:
                         if len(returned) == back:
                             break
-                        time = max(time, returned[back])
+                        if returned[back] > time:
+                            time = returned[back]
                     if before:
-                        start = max(time + backward - weight, sent_back, sent if shares_nic else 0.0)
+                        start = time + backward - weight
+                        if sent_back > start:
+                            start = sent_back
                         sent_back = start + before.gradient - before.under_way
                         gradients_at[i - 1].append(start + before.gradient)
                     time += backward

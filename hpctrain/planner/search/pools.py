@@ -49,6 +49,11 @@ class Pool:
             self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
         return self._slots[size]
 
+    def equal_slot(self, number: int, size: int) -> int:
+        """Return the first slot that is in the same place of a node as slot `number`; itself where nodes differ."""
+        per_node = {len(ranks) // size for ranks in self.nodes}
+        return number % min(per_node) if len(per_node) == 1 else number
+
     def grids(self, context_sizes: Iterable[int] = ()) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first.
 

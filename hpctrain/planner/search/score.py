@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.uniform import with_families
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
+from hpctrain.planner.prices.network import Port
 from hpctrain.planner.prices.prices import exchange_of, least_bucket_bytes
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts
-from hpctrain.planner.search.pipeline_run import StageMessages, done_after
+from hpctrain.planner.search.pipeline_run import StageMessages, done_after, slowed_by_shared_ports
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
 from hpctrain.planner.search.stages import (
     LEADING,
@@ -54,6 +54,7 @@ class Scorer:
         # Each caches the method of the same name with an underscore before it.
         self.variants = lru_cache(None)(self._variants)
         self.messages_between = lru_cache(None)(self._messages_between)
+        self.ports_between = lru_cache(None)(self._ports_between)
         self.cut_rows = lru_cache(None)(self._cut_rows)
         self.layer_seconds = lru_cache(None)(self._layer_seconds)
         self.item_seconds = lru_cache(1024)(self._item_seconds)
@@ -91,25 +92,31 @@ class Scorer:
     def _cut_shape(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> CutShape | None:
         """Return the shape with its blocks cut, too. Each stage computes its rows in so many row chunks, or in the
         fewest that fit."""
-        pipelines, done, busy, idle = [], [], [], []
+        pipelines, passes, messages, ports = [], [], [], []
         for number, of_row in enumerate(rows):
             stages = self._stages(shape, number, of_row, row_chunks)
             variants = [self.variants(stage) for stage in stages]
             blocks = self._cut_blocks(stages, of_row, variants)
             if blocks is None:
                 return None
+            pools = [stage.pool for stage in stages]
             cut_stages = [
-                CutStage(stage, count, variant)
-                for stage, count, every in zip(stages, blocks, variants, strict=True)
+                CutStage(stage, count, variant, (i - pools.index(stage.pool)) * stage.choice.replicas)
+                for i, (stage, count, every) in enumerate(zip(stages, blocks, variants, strict=True))
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
-            messages = list(itertools.starmap(self._messages, itertools.pairwise(cut_stages)))
             pipelines.append(tuple(cut_stages))
             counts = self._cut_items(cut_stages) if self.space.cut == BEST else blocks
-            passes = [stage.variant.passes(count) for stage, count in zip(cut_stages, counts, strict=True)]
-            done.append(done_after(passes, messages, shape.microbatches, partial(self._has_headroom, cut_stages)))
-            busy.append([shape.microbatches * each.both for each in passes])
-            first = (each.forward + message.activation for each, message in zip(passes, messages, strict=False))
+            passes.append([stage.variant.passes(count) for stage, count in zip(cut_stages, counts, strict=True)])
+            messages.append(list(itertools.starmap(self._messages, itertools.pairwise(cut_stages))))
+            ports.append([self.ports_between(*a.place, *b.place) for a, b in itertools.pairwise(cut_stages)])
+        slowest = max(each.both for each in itertools.chain(*passes))
+        messages = slowed_by_shared_ports(messages, ports, slowest)
+        done, busy, idle = [], [], []
+        for of_stages, between, cut_stages in zip(passes, messages, pipelines, strict=True):
+            done.append(done_after(of_stages, between, shape.microbatches, partial(self._has_headroom, cut_stages)))
+            busy.append([shape.microbatches * each.both for each in of_stages])
+            first = (each.forward + message.activation for each, message in zip(of_stages, between, strict=False))
             idle.append(list(itertools.accumulate(first, initial=0.0)))
         after = self._seconds_after(shape, pipelines, idle)
         seconds, without_bubbles = (
@@ -313,8 +320,12 @@ class Scorer:
         needed first.
         """
         costs, setup, stages = self.costs, self.costs.setup, shared.stages
-        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in stages)
-        sizes = [size for _, size, _ in groups]
+        sizes = [each.choice.grid.size for each in stages]
+        firsts = [costs.pools[each.pool].equal_slot(each.first_slot, each.choice.grid.size) for each in stages]
+        groups = tuple(
+            (each.pool, size, each.choice.replicas, first)
+            for each, size, first in zip(stages, sizes, firsts, strict=True)
+        )
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
         count = items if zero == 2 else 1
@@ -337,44 +348,68 @@ class Scorer:
 
     def _has_headroom(self, stages: Sequence[CutStage], number: int, extra: int) -> bool:
         """Say whether one of some stages has memory for so many more microbatches in flight."""
-        shape, blocks, how = stages[number]
+        shape, blocks, how, *_ = stages[number]
         kept = shape._replace(kept=shape.kept + extra)
         return self.costs.most_blocks(kept, how.recompute, how.row_chunks, how.offload) >= blocks
 
     def _messages(self, source: CutStage, target: CutStage) -> StageMessages:
         """Return the seconds of messages between two stages."""
         rows = min(stage.shape.rows * stage.choice.grid.row_parts * stage.choice.replicas for stage in (source, target))
-        return self.messages_between(source.pool, source.choice, target.pool, target.choice, rows)
+        (*one, first), (*other, second) = source.place, target.place
+        if source.pool == target.pool:  # such stages are in equal places of nodes
+            first = self.costs.pools[source.pool].equal_slot(first, source.choice.grid.size)
+            second = first + source.choice.replicas
+        return self.messages_between(*one, first, *other, second, rows)
 
-    def _messages_between(self, source: int, choice: PoolUse, target: int, other: PoolUse, rows: int) -> StageMessages:
-        """Return about the seconds of messages from the last stage of a pool to the next one, or inside the pool.
+    def _replicas(
+        self, source: int, choice: PoolUse, first: int, target: int, other: PoolUse, second: int
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return slots of two stages that exchange rows, as many as there may be on a node: others are like these."""
+        before, after = (self.costs.pools[p].slots(use.grid.size) for p, use in ((source, choice), (target, other)))
+        most = max(choice.replicas, other.replicas)
+        numbers = range(min(most, len(self.costs.pools[source].nodes[0])))
+        places = ((first + i * choice.replicas // most, second + i * other.replicas // most) for i in numbers)
+        return [(before[here], after[there]) for here, there in places]
 
-        They are of a microbatch of so many rows. The estimate takes the first ranks of both pools, and equal parts for
-        all.
+    def _ports_between(self, *stages) -> tuple[frozenset[Port], frozenset[Port]]:
+        """Return the ports that activations and gradients between two stages pass, by the first rank of each slot."""
+        firsts = [(before[0], after[0]) for before, after in self._replicas(*stages)]
+        ways = firsts, [pair[::-1] for pair in firsts]
+        forward, back = (frozenset(p for pair in way for p, _ in self.costs.network.ports(*pair)) for way in ways)
+        return forward, back
+
+    def _messages_between(
+        self, source: int, choice: PoolUse, first: int, target: int, other: PoolUse, second: int, rows: int
+    ) -> StageMessages:
+        """Return about the seconds of messages of a microbatch of so many rows between two stages.
+
+        The estimate takes equal parts for all. Where some replicas are on two nodes, their messages are the slowest.
         """
-        first = choice.replicas if source == target else 0
-        before = self.costs.pools[source].slots(choice.grid.size)[: choice.replicas]
-        after = self.costs.pools[target].slots(other.grid.size)[first : first + other.replicas]
-        ranks, others = (tuple(itertools.chain(*slots)) for slots in (before, after))
+        network, replicas = self.costs.network, self._replicas(source, choice, first, target, other, second)
+        crossing = [pair for pair in replicas if network.ports(pair[0][0], pair[1][0])] or replicas[:1]
         return StageMessages(
-            self._message_seconds(ranks, choice.grid, others, other.grid, rows),
-            self._message_seconds(others, other.grid, ranks, choice.grid, rows),
-            bool(self.costs.network.ports(ranks[0], others[0])),
-            self.costs.network.latency_seconds(ranks[0], others[0]),
+            self._message_seconds(crossing, choice, other, rows),
+            self._message_seconds([(there, here) for here, there in crossing], other, choice, rows),
+            network.latency_seconds(crossing[0][0][0], crossing[0][1][0]),
             self.costs.setup.blocking_share(choice.rank_rows(rows), choice.grid),
         )
 
     def _message_seconds(
-        self, senders: tuple[int, ...], grid: TensorGrid, receivers: tuple[int, ...], other: TensorGrid, rows: int
+        self, slots: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], use: PoolUse, other: PoolUse, rows: int
     ) -> float:
+        """Return the seconds of messages from some slots to others."""
         network, setup = self.costs.network, self.costs.setup
         # Positions that the senders cut are not gathered: each receiver is sent its own copy (`plan/transfers.py`).
-        copies = other.copies if grid.position_parts * grid.context_parts > 1 else 1
+        copies = other.grid.copies if use.grid.position_parts * use.grid.context_parts > 1 else 1
         num_bytes = copies * rows * setup.positions * self._model.hidden_size * setup.item_bytes
-        there, here = senders[0], receivers[0]
+        sent, received = (num_bytes / (each.replicas * each.grid.size) for each in (use, other))
+        senders, receivers = (tuple(itertools.chain(*dict.fromkeys(ranks))) for ranks in zip(*slots, strict=True))
         return max(
-            network.seconds(there, here, num_bytes / len(senders), network.flows(there, senders, here)),
-            network.seconds(there, here, num_bytes / len(receivers), network.flows(here, receivers, there)),
+            max(
+                network.seconds(there, here, sent, network.flows(there, senders, here)),
+                network.seconds(there, here, received, network.flows(here, receivers, there)),
+            )
+            for (there, *_), (here, *_) in slots
         )
 
     # ---- plans -------------------------------------------------------------------------------------------------------
@@ -387,15 +422,16 @@ class Scorer:
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
             of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
             for (stage, replicas), items in zip(of_stages, layout.items(number), strict=True):
+                how = {
+                    "recompute": stage.variant.recompute,
+                    "offload": stage.variant.offload,
+                    "zero": layout.shape.zero,
+                    "row_chunks": stage.variant.row_chunks,
+                }
                 for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
-                    how = {
-                        "recompute": stage.variant.recompute,
-                        "offload": stage.variant.offload,
-                        "zero": layout.shape.zero,
-                        "row_chunks": stage.variant.row_chunks,
-                    }
-                    tiles.append(Tile(items, rows.shift(at), ranks, stage.choice.grid, **how))
+                    family = "+".join(dict.fromkeys(self._families[rank] for rank in ranks))
+                    tiles.append(Tile(items, rows.shift(at), ranks, stage.choice.grid, family, **how))
             at += of_row
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
-        return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
+        return Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused)

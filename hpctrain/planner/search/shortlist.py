@@ -90,7 +90,7 @@ class Shortlists:
             again, once = (costs.passes(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
             slowest *= again / once
         exchanged = costs.setup.gradient_bytes * int(costs.elements(grid, False, False).per_block * of_stage)
-        ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")
+        ends = costs.sharing_seconds(((pool, grid.size, replicas, 0),), exchanged, "all_reduce")
         return is_short(last, max(space.zero), self._scorer.offloads[pool][-1]), (
             microbatches - 1 + stages
         ) * slowest + ends

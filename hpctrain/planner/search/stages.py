@@ -414,11 +414,11 @@ class StageCosts:
         longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
         return stored.times(share * longer / many)
 
-    def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+    def sharing_seconds(self, groups: tuple[tuple[int, int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about the seconds of an exchange among holders, such as a reduce-scatter of `num_bytes`.
 
-        `groups` are (pool, ranks of a tensor grid, replicas), each as if it began at the first node of its pool. The
-        estimate ranks plans. Between powers of two it is a line.
+        `groups` are (pool, ranks of a tensor grid, replicas, first slot). The estimate ranks plans. Between powers of
+        two it is a line.
         """
         if num_bytes < 1:
             return 0.0
@@ -426,9 +426,12 @@ class StageCosts:
         low, high = (self.exact_sharing_seconds(groups, 1 << n, operation) for n in (power, power + 1))
         return low + (high - low) * (num_bytes / (1 << power) - 1)
 
-    def _exact_sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
-        ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        concurrent = self.concurrent(tuple((number, size) for number, size, _ in groups))
+    def _exact_sharing_seconds(
+        self, groups: tuple[tuple[int, int, int, int], ...], num_bytes: int, operation: str
+    ) -> float:
+        slots = (self.pools[of].slots(size)[first : first + replicas] for of, size, replicas, first in groups)
+        ranks = [slot[0] for of_group in slots for slot in of_group]
+        concurrent = self.concurrent(tuple((number, size) for number, size, *_ in groups))
         return self.network.holder_seconds(operation, num_bytes, ranks, concurrent)
 
     def _concurrent(self, grids: tuple[tuple[int, int], ...]) -> ConcurrentRanks:

@@ -15,13 +15,15 @@ from hpctrain.planner.search.cut import GIVEN_ONE_BY_ONE, cut_blocks, deal_out
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import Search, search
 from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
-from hpctrain.planner.search.space import Space, arrangements
+from hpctrain.planner.search.space import PoolUse, Shape, Space, arrangements
 from hpctrain.planner.search.stages import BlockLine, StageVariant, StageVariants
+from hpctrain.sharding.grid import ONE_RANK
 from tests.examples import costly
 from tests.unit.small_searches import (
     ALL_IN_ONE,
     BUCKETS,
     EVERYTHING,
+    MEMORY,
     cases,
     cluster_of,
     every_arrangement,
@@ -44,11 +46,35 @@ def test_an_estimate_is_near_what_is_simulated(case):
     searching.run()
     for layout in searching.layouts[:20]:
         seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
-        # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
-        # those that lie across nodes differently, nor that unused ones go through no NIC.
+        # As if all ranks of a pool exchanged at once: it does not know that those of stages inside a node, and unused
+        # ones, go through no NIC.
         resolved = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
         if all(lie_the_same(searching.costs.pools[pool], c.grid.size, c.replicas) for pool, c in resolved):
             assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
+
+
+@pytest.mark.parametrize("nic", [2e5, 5e5, 1e6, 2e6, 5e6])
+@pytest.mark.parametrize(
+    "pools, devices, pipelines",
+    [
+        pytest.param("a", 1, ((0,),), id="a stage on each node"),
+        pytest.param("a", 2, ((0,),), id="two stages on each node"),
+        pytest.param("ab", 1, ((0,), (1,)), id="two pipelines on the same nodes"),
+    ],
+)
+def test_an_estimate_knows_messages_that_share_ports_of_nodes(pools, devices, pipelines, nic):
+    """By the simulation, which lets messages share ports as a fluid, and has an extra warm-up where that is faster."""
+    cluster = cluster_of([(name, 4 // devices, devices) for name in pools], speeds={"a": 1e9, "b": 1e9}, nic=nic)
+    if len(pools) > 1:  # on the same nodes, and unlike in their memory alone
+        nodes = cluster.nodes[0].model_copy(update={"devices": dict.fromkeys(pools, 1)})
+        other = cluster.families["b"].model_copy(update={"memory_bytes": 2 * MEMORY})
+        families = {**cluster.families, "b": other}
+        cluster = cluster.model_copy(update={"nodes": (nodes,), "families": families})
+    setup, batch, space = setup_of(8), 16 * len(pools), Space((16,), 1, (1,))
+    scorer = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).scorer
+    layout = scorer.score(Shape(pipelines, ((PoolUse(ONE_RANK, 4, 1),),) * len(pools), 16, 1))
+    seconds = step_seconds(setup, scorer.plan(layout), cluster)
+    assert layout.seconds == pytest.approx(seconds, rel=0.12)
 
 
 @settings(max_examples=costly(150), deadline=None, suppress_health_check=list(HealthCheck))
